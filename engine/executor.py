@@ -1,0 +1,57 @@
+"""The contract between a node's loop and whatever computes: one process or one worker per rank.
+
+Two implementations under one contract suite: `InProcessExecutor` (one rank, a compute thread) and
+`WorkerExecutor` (one process per rank, typed messages over ipc). The loop never learns which.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from baton.engine.plan import StepPlan, StepResult
+from baton.kv_transfer.interfaces import TransferPort
+from baton.protocol.kv_layout import KVLayout
+from baton.protocol.messages import RankAddress
+
+# (phase, done, total); called at least once a second during start.
+Progress = Callable[[str, int, int], None]
+
+
+class ExecutorInfo(msgspec.Struct, frozen=True):
+    """What is known once weights are loaded and the pool is allocated."""
+
+    num_blocks: int
+    layout: KVLayout
+    ranks: tuple[RankAddress, ...]
+    model: str  # fingerprint of configuration and weights
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Executor(Protocol):
+    def start(self, progress: Progress) -> ExecutorInfo:
+        """Load and allocate. Raises `ConfigError` or `NodeError`; has a deadline."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step. At most two may be unsettled; results come in order."""
+        ...
+
+    def poll(self) -> StepResult | None:
+        """The next finished step, or None. Never blocks. `NodeError` if a rank died."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when `poll` may return something; `poll` until None drains it."""
+        ...
+
+    @property
+    def ports(self) -> Sequence[TransferPort]:
+        """One per rank, in rank order; valid after `start`."""
+        ...
+
+    def close(self) -> None:
+        """End every thread and process. Idempotent, at most 5 s."""
+        ...

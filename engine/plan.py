@@ -1,0 +1,57 @@
+"""What one step computes, and what came of it: the language between scheduler and executor.
+
+Host-only, and it travels to worker processes as msgpack. A decode step is a slice of length one;
+a chunk of a prompt is a longer slice; one plan mixes both. A plan carries what a cost model needs.
+"""
+
+import msgspec
+
+from baton.protocol.ids import Key
+from baton.protocol.sampling import Sampling
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, start + length) of one sequence.
+
+    `token_ids` empty means: the token that was last sampled for this key (length 1), so a step can
+    be planned while the one before it still runs. `block_table` covers every position below
+    start + length. The last position is sampled once per entry of `draws`: a choice index for
+    each; empty means that no token is wanted.
+    """
+
+    key: Key
+    start: int
+    length: int
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    draws: tuple[int, ...] = ()
+    sampling: Sampling | None = None  # set whenever draws is not empty
+    num_prompt_tokens: int = 0  # where output begins, for min_tokens
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step. `copies` (source block, target block) happen before any slice is computed.
+
+    `ended` names sequences whose last sampled token the executor may forget. `generations` are
+    (block, generation) of the blocks that got a new owner since the last plan; they are written to
+    the pool's generation table before anything is stored, so that a reader can tell a stale block.
+    """
+
+    step_id: int
+    slices: tuple[Slice, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    ended: tuple[Key, ...] = ()
+    generations: tuple[tuple[int, int], ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What came of a plan: `tokens[i]` holds one token id per draw of slice i.
+
+    `started_s` and `ended_s` are on this host's monotonic clock. A result is delivered after every
+    store of its step is finished and visible to transports.
+    """
+
+    step_id: int
+    tokens: tuple[tuple[int, ...], ...]
+    started_s: float
+    ended_s: float

@@ -1,0 +1,1 @@
+"""Ways to read bytes from another process's pool: shm, nixl, and faulty around either."""

@@ -1,0 +1,56 @@
+"""Bytes to messages and back, one typed decoder per channel and direction.
+
+Sizes are bounded before anything is allocated. A malformed message is a `MalformedMessage`, which
+the reader counts and drops; it never ends a process.
+"""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from baton.protocol.errors import BatonError
+from baton.protocol.messages import ToDecode, ToNode, ToPrefill, ToRouter
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+T = TypeVar("T")
+
+
+class MalformedMessage(BatonError):
+    code = "malformed_message"
+
+
+class Codec(Generic[T]):
+    """Encodes anything, decodes one union."""
+
+    def __init__(self, union: type[T]) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, message: T) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode(self, data: bytes | memoryview) -> T:
+        """Raises `MalformedMessage` on anything but one whole message of the union."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise MalformedMessage(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MalformedMessage(str(error)) from error
+
+
+def to_node_codec() -> Codec[ToNode]:
+    return Codec[ToNode](ToNode)  # type: ignore[arg-type]
+
+
+def to_router_codec() -> Codec[ToRouter]:
+    return Codec[ToRouter](ToRouter)  # type: ignore[arg-type]
+
+
+def to_decode_codec() -> Codec[ToDecode]:
+    return Codec[ToDecode](ToDecode)  # type: ignore[arg-type]
+
+
+def to_prefill_codec() -> Codec[ToPrefill]:
+    return Codec[ToPrefill](ToPrefill)  # type: ignore[arg-type]

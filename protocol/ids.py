@@ -1,0 +1,32 @@
+"""Names of requests, nodes and process lifetimes.
+
+A `Key` is on every message about a sequence. The request id is minted by a router (never the
+client's), so two clients that choose the same name cannot meet in a node's tables.
+"""
+
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+NodeId = NewType("NodeId", str)
+# Random per process start. The same node id with another epoch is another process.
+Epoch = NewType("Epoch", str)
+
+
+class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """One try at one choice of one request.
+
+    A leg that computes a prompt for several choices carries the key of its lowest choice; the
+    sequences forked from it carry their own. A higher attempt cancels every lower one.
+    """
+
+    request_id: RequestId
+    choice: int = 0
+    attempt: int = 0
+
+    def of_choice(self, choice: int) -> "Key":
+        return Key(self.request_id, choice, self.attempt)
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.choice}.{self.attempt}"

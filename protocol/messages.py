@@ -1,0 +1,313 @@
+"""Messages between routers and nodes, and between prefill and decode nodes.
+
+One tagged union per channel and direction, each with one typed decoder (`codec`). New fields have
+defaults. No absolute foreign clocks: deadlines travel as seconds that remain. A position is the
+absolute index of a token in its sequence, prompt included.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.kv_layout import KVLayout
+from baton.protocol.sampling import Sampling
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Root of everything that travels; the tag is the class name."""
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """How one rank's pool can be read: transport name -> opaque metadata made by it."""
+
+    metadata: dict[str, bytes]
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    """What a ready node publishes about itself; the router passes it on to its peers."""
+
+    node_id: NodeId
+    epoch: Epoch
+    role: Role
+    control_endpoint: str  # where peers dial; empty when the node takes no peers
+    num_blocks: int
+    layout: KVLayout
+    ranks: tuple[RankAddress, ...]
+    model: str  # fingerprint: configuration and weights
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+# --- router to node ---------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The answer to Hello. Beats and silence are counted from here."""
+
+    router_id: str
+    router_epoch: Epoch
+
+
+class Peers(Message, frozen=True):
+    """All ready nodes of the other role, each time the set changes: the rendezvous."""
+
+    nodes: tuple[NodeInfo, ...]
+
+
+class Prefill(Message, frozen=True):
+    """Compute `token_ids` and sample the first token of each choice.
+
+    On a resume `token_ids` hold what was already streamed, and `num_prompt_tokens` says where the
+    prompt ended. `decode_node` is None when nobody takes the blocks (max_tokens = 1).
+    """
+
+    key: Key
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    num_choices: int = 1
+    decode_node: NodeId | None = None
+    extra_keys: tuple[str, ...] = ()
+    deadline_s: float | None = None
+
+
+class Decode(Message, frozen=True):
+    """Generate from where `Prefill` of the same key ends.
+
+    `prefill_node` None: compute the prompt here. `max_uncached_tokens` bounds that: more, and the
+    request is refused with code `not_cached` before any token; None sets no bound.
+    """
+
+    key: Key
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    num_choices: int = 1
+    prefill_node: NodeId | None = None
+    max_uncached_tokens: int | None = None
+    extra_keys: tuple[str, ...] = ()
+    deadline_s: float | None = None
+
+
+class Cancel(Message, frozen=True):
+    """End these sequences. Answered per key, with `Cancelled` also for keys not known."""
+
+    keys: tuple[Key, ...]
+    reason: str = "client"
+
+
+class Refused(Message, frozen=True):
+    """This Hello or Ready cannot be accepted; the node exits non-zero with the message."""
+
+    failure: Failure
+
+
+ToNode = Welcome | Peers | Prefill | Decode | Cancel | Refused
+
+
+# --- node to router ---------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    version: int
+    node_id: NodeId
+    role: Role
+    epoch: Epoch
+
+
+class Starting(Message, frozen=True):
+    """Start-up progress, at least once a second while starting, from the beat thread."""
+
+    node_id: NodeId
+    epoch: Epoch
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(Message, frozen=True):
+    info: NodeInfo
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What a node has in hand, for routing and for the stats line."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    free_blocks: int = 0  # evictable cached blocks included
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    quarantined_blocks: int = 0
+
+
+class Beat(Message, frozen=True):
+    """Sent every second by an I/O thread over a socket of its own, however long the step takes."""
+
+    node_id: NodeId
+    epoch: Epoch
+    load: Load
+    step_age_s: float = 0.0
+    predicted_s: float = 0.0
+
+
+class Accepted(Message, frozen=True):
+    """Decode has reserved everything the handoff needs (or local computing will need)."""
+
+    key: Key
+    num_cached_tokens: int = 0
+
+
+class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds of one leg, each on the clock of the node that measured it."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0  # transfer time after the last chunk was announced
+    decode_queue_s: float = 0.0
+    first_step_s: float = 0.0
+    transfer_bytes: int = 0
+    num_cached_tokens: int = 0
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """The first token of one choice, and whether it already ends the sequence."""
+
+    token_id: int
+    finish_reason: FinishReason | None = None
+
+
+class FirstTokens(Message, frozen=True):
+    """From prefill, once per handoff: entry i is choice `key.choice + i`, all at `position`."""
+
+    key: Key
+    position: int
+    tokens: tuple[FirstToken, ...]
+    times: StageTimes = StageTimes()
+
+
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence; the first of them stands at absolute `position`."""
+
+    key: Key
+    position: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    times: StageTimes | None = None  # with a sequence's first entry
+
+
+class Tokens(Message, frozen=True):
+    """All new tokens of one decode step for one router."""
+
+    entries: list[TokenEntry]
+
+
+class Failed(Message, frozen=True):
+    """This leg is over and nothing more will come of it."""
+
+    key: Key
+    failure: Failure
+
+
+class CancelDone(Message, frozen=True):
+    """Nothing more will be sent for these keys."""
+
+    keys: tuple[Key, ...]
+
+
+ToRouter = Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
+
+
+# --- prefill to decode ------------------------------------------------------------------------
+
+
+class PeerHello(Message, frozen=True):
+    """First on every peer connection, in both directions."""
+
+    version: int
+    node_id: NodeId
+    epoch: Epoch
+    model: str
+    layout_fingerprint: str
+
+
+class Started(Message, frozen=True):
+    """Prefill holds all `num_blocks` blocks of this prompt; land them."""
+
+    key: Key
+    num_tokens: int
+    num_blocks: int
+    lease_s: float
+
+
+class Span(Message, frozen=True):
+    """Blocks [first_block, first_block + len(block_ids)) of the prompt are final.
+
+    `generations` are those of prefill's pool; `valid_tokens` counts the prompt tokens that the
+    whole prompt has up to the end of this span.
+    """
+
+    key: Key
+    index: int
+    first_block: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    valid_tokens: int
+
+
+class End(Message, frozen=True):
+    """All spans were announced. Carries the first token of every choice."""
+
+    key: Key
+    num_spans: int
+    tokens: tuple[FirstToken, ...]
+
+
+class Withdrawn(Message, frozen=True):
+    """Prefill gives this handoff up; reads of it must stop."""
+
+    key: Key
+    failure: Failure
+
+
+ToDecode = PeerHello | Started | Span | End | Withdrawn
+
+
+# --- decode to prefill ------------------------------------------------------------------------
+
+
+class Landing(Message, frozen=True):
+    """Decode reserved its landing: it lacks the blocks from `first_block` on."""
+
+    key: Key
+    first_block: int
+
+
+class Done(Message, frozen=True):
+    """Every read of this handoff has ended; prefill may reuse the blocks."""
+
+    key: Key
+
+
+class Renew(Message, frozen=True):
+    """Extends the leases of these handoffs, counted from when it was sent."""
+
+    keys: tuple[Key, ...]
+
+
+class Declined(Message, frozen=True):
+    """Decode will not take this handoff (refused, cancelled or failed); no read is in flight."""
+
+    key: Key
+    failure: Failure
+
+
+ToPrefill = PeerHello | Landing | Done | Renew | Declined

@@ -1,0 +1,1 @@
+"""baton: disaggregated prefill/decode serving for large language models."""
