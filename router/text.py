@@ -1,0 +1,84 @@
+"""Text to tokens and back: the only part of baton that knows a tokenizer.
+
+`AsyncLLM` encodes a prompt once, off the event loop, and makes a `Detokenizer` per choice. Built on
+`tokenizers` over a folder's tokenizer.json alone; torch and transformers must never load here.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from baton.protocol.errors import ConfigError, RequestError
+from baton.protocol.sampling import SamplingParams
+from baton.router.detokenizer import Detokenizer
+from baton.router.stop_strings import StopAutomaton
+from baton.router.token_text import Decoding, decoding_of
+
+_ENCODE_THREADS = 2
+_AUTOMATA_KEPT = 64
+
+
+class Text:
+    """The tokenizer of one model. `close` ends its threads."""
+
+    def __init__(self, tokenizer: Tokenizer, decoding: Decoding) -> None:
+        self._tokenizer = tokenizer
+        self._decoding = decoding
+        self._pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encode")
+        # A request with many choices, or a client with a fixed stop list, builds it once.
+        self._automaton = lru_cache(maxsize=_AUTOMATA_KEPT)(StopAutomaton)
+
+    @classmethod
+    def load(cls, model_path: str) -> "Text":
+        """Raises `ConfigError` when the folder has no usable tokenizer.json."""
+        path = Path(model_path) / "tokenizer.json"
+        try:
+            data = path.read_bytes()
+            tokenizer = Tokenizer.from_buffer(data)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror}; baton needs a model folder with a "
+                f"tokenizer.json (transformers writes one with save_pretrained)"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not a tokenizer that can be used: {error}") from error
+        # Some folders were saved with a training run's limits, which would cut prompts silently.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer, decoding_of(tokenizer, data))
+
+    async def encode(self, prompt: str) -> list[int]:
+        """The ids of `prompt`, with the special tokens that the model's tokenizer adds."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self.encode_now, prompt)
+
+    def encode_now(self, prompt: str) -> list[int]:
+        """`encode`, blocking; raises `RequestError` for text that is not Unicode."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt is not Unicode text: {error}", param="prompt") from error
+        # The batch call lets the GIL go, and this variant skips offsets: a long prompt that is
+        # encoded with `encode` stops the event loop for its whole time.
+        (encoding,) = self._tokenizer.encode_batch_fast([prompt])
+        return encoding.ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        stream = self._decoding.stream((), skip_special_tokens)
+        return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+        """For one choice that continues `prompt_token_ids`."""
+        stops = tuple(params.stop_strings)
+        return Detokenizer(
+            self._decoding.stream(prompt_token_ids, params.skip_special_tokens),
+            params,
+            self._automaton(stops) if stops else None,
+        )
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
