@@ -28,5 +28,12 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     def of_choice(self, choice: int) -> "Key":
         return Key(self.request_id, choice, self.attempt)
 
+    def is_superseded_by(self, other: "Key") -> bool:
+        return (
+            self.request_id == other.request_id
+            and self.choice == other.choice
+            and self.attempt < other.attempt
+        )
+
     def __str__(self) -> str:
         return f"{self.request_id}/{self.choice}.{self.attempt}"

@@ -1,0 +1,257 @@
+"""Which sequences take the next step: continuous batching, one token each, prompts in between.
+
+Pure: called by the engine loop only. Every running sequence that has its block takes part in every
+step; local prompts get what the token budget leaves. When no block is left to grow into, the
+youngest sequence goes back to its router, which resumes it elsewhere.
+"""
+
+import msgspec
+
+from baton.decode_node.intake import Arrival, Intake, State
+from baton.decode_node.stream import Stream, fork_prompt
+from baton.engine.block_pool import BlockPool
+from baton.engine.outputs import Origin, Outputs
+from baton.engine.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduler import Limits
+from baton.kv_transfer.interfaces import ConnectorReport, Landed, LandingEnded, Offered
+from baton.protocol.errors import Failure, InvariantBroken
+from baton.protocol.ids import Key
+from baton.protocol.messages import (
+    CancelDone,
+    Decode,
+    Failed,
+    FirstToken,
+    Load,
+    Prefill,
+    StageTimes,
+)
+
+
+class DecodeScheduler:
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.outputs = Outputs()
+        self.intake = Intake(pool, self.outputs, limits.max_model_len)
+        self._running: dict[Key, Stream] = {}  # in order of joining
+        self._leaving: dict[Key, Stream] = {}  # ended, but a launched step still names them
+        self._copies: list[tuple[int, int]] = []
+        self._step_id = 0
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
+        if not isinstance(message, Decode):
+            raise InvariantBroken("a decode node was sent a Prefill")
+        for key in [k for k in self.intake.arrivals if k.is_superseded_by(message.key)]:
+            self.intake.end(self.intake.arrivals[key])
+        for key in [k for k in self._running if k.is_superseded_by(message.key)]:
+            self._leave(self._running[key])
+        self.intake.add(now_s, origin, message)
+
+    def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
+        for arrival in list(self.intake.arrivals.values()):
+            if arrival.cancel_choices(keys):
+                self.intake.end(arrival)
+        for key in keys:
+            if key in self._running:
+                self._leave(self._running[key])
+        self.outputs.say(origin, CancelDone(keys))
+
+    def forget(self, origin: Origin) -> None:
+        for arrival in list(self.intake.arrivals.values()):
+            if arrival.origin == origin and arrival.state is not State.ENDED:
+                self.intake.end(arrival)
+        for stream in list(self._running.values()):
+            if stream.origin == origin:
+                self._leave(stream)
+
+    def on_report(self, now_s: float, report: ConnectorReport) -> None:
+        match report:
+            case Offered(key=key):
+                self.intake.enqueue(now_s, key)
+            case Landed():
+                self._land(now_s, report)
+            case LandingEnded():
+                self.intake.landing_ended(report)
+            case _:
+                raise InvariantBroken(f"a decode node was told {type(report).__name__}")
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        self.intake.reserve(now_s, len(self._running))
+        slices = self._decode_slices()
+        budget = max(self.limits.chunk_tokens - len(slices), self.pool.block_size)
+        for arrival in self.intake.computing():
+            if budget == 0 or len(slices) == self.limits.max_num_seqs:
+                break
+            sequence = arrival.sequence
+            length = min(budget, sequence.num_tokens - sequence.num_planned_tokens)
+            if length > 0:
+                is_last = sequence.num_planned_tokens + length == sequence.num_tokens
+                slices.append(sequence.slice(length, arrival.choices if is_last else ()))
+                budget -= length
+        copies, self._copies = tuple(self._copies), []
+        if not slices:  # every fork ended before its first step: nobody needs the copies
+            self._drop_copies(copies)
+            return None
+        self._step_id += 1
+        return StepPlan(self._step_id, tuple(slices), copies, generations=self.pool.take_fresh())
+
+    def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
+        self._drop_copies(plan.copies)
+        for done, tokens in zip(plan.slices, result.tokens, strict=True):
+            if done.key in self._running or done.key in self._leaving:
+                self._settle_stream(done, tokens[0], result)
+            else:
+                self._settle_prompt(now_s, done, tokens)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self._running),
+            num_waiting=self.intake.num_waiting,
+            free_blocks=self.pool.num_free,
+            total_blocks=self.pool.num_blocks,
+            cached_blocks=len(self.pool.cache),
+            quarantined_blocks=self.pool.num_quarantined,
+        )
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _decode_slices(self) -> list[Slice]:
+        slices: list[Slice] = []
+        for stream in list(self._running.values()):
+            if len(slices) == self.limits.max_num_seqs:
+                break
+            if stream.wants_step and self._grow(stream):
+                slices.append(stream.sequence.slice(1, (stream.sequence.key.choice,)))
+        return slices
+
+    def _grow(self, stream: Stream) -> bool:
+        """See that the next position has a block; preempts the youngest when none is free."""
+        sequence = stream.sequence
+        if sequence.num_planned_tokens < len(sequence.block_table) * self.pool.block_size:
+            return True
+        if self.pool.num_free == 0 and not self._leaving:
+            youngest = next(reversed(self._running.values()))
+            text = "preempted: no KV block is left to grow into"
+            failure = Failure("preempted", text, retryable=True, http_status=503)
+            self.outputs.say(youngest.origin, Failed(youngest.sequence.key, failure))
+            self._leave(youngest)
+        if stream.is_ended or self.pool.num_free == 0:
+            return False
+        sequence.block_table.extend(self.pool.allocate(1))
+        return True
+
+    def _settle_stream(self, done: Slice, token_id: int, result: StepResult) -> None:
+        stream = self._running.get(done.key) or self._leaving[done.key]
+        sequence = stream.sequence
+        sequence.settle(done)
+        if stream.is_ended:
+            self._release_if_idle(stream)
+            return
+        limits = self.limits
+        reason = sequence.finish_reason(token_id, limits.eos_token_ids, limits.max_model_len)
+        sequence.token_ids.append(token_id)
+        if stream.times is not None:
+            stream.times = _with_first_step(stream.times, stream.joined_s, result)
+        self.outputs.emit(stream.origin, stream.entry(reason))
+        if reason is not None:
+            self._leave(stream)
+
+    def _settle_prompt(self, now_s: float, done: Slice, tokens: tuple[int, ...]) -> None:
+        arrival = self.intake.arrivals[done.key]
+        arrival.sequence.settle(done)
+        if arrival.state is State.ENDED:
+            self.intake.release_if_idle(arrival)
+            return
+        arrival.sequence.store_prefix(self.pool)
+        if not tokens:
+            return
+        limits, sequence = self.limits, arrival.sequence
+        firsts = [
+            FirstToken(t, sequence.finish_reason(t, limits.eos_token_ids, limits.max_model_len))
+            for t in tokens
+        ]
+        times = StageTimes(
+            queue_s=arrival.reserved_s - arrival.arrived_s,
+            prefill_s=now_s - arrival.reserved_s,
+            num_cached_tokens=arrival.num_cached_tokens,
+        )
+        for stream in self._join(now_s, arrival, firsts, times, every=True):
+            first = firsts[stream.sequence.key.choice - arrival.key.choice]
+            self.outputs.emit(stream.origin, stream.entry(first.finish_reason))
+            if first.finish_reason is not None:
+                self._leave(stream)
+
+    def _land(self, now_s: float, report: Landed) -> None:
+        arrival = self.intake.arrivals[report.key]
+        if arrival.state is State.ENDED:  # it landed while the cancel was on its way
+            self.intake.release_if_idle(arrival)
+            return
+        sequence = arrival.sequence
+        sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.num_tokens
+        sequence.store_prefix(self.pool)
+        times = StageTimes(
+            transfer_s=report.transfer_s,
+            exposed_s=report.exposed_s,
+            transfer_bytes=report.num_bytes,
+            num_cached_tokens=arrival.num_cached_tokens,
+        )
+        self._join(now_s, arrival, list(report.tokens), times, every=False)
+
+    def _join(
+        self,
+        now_s: float,
+        arrival: Arrival,
+        firsts: list[FirstToken],
+        times: StageTimes,
+        *,
+        every: bool,
+    ) -> list[Stream]:
+        """Fork the prompt into streams; `every` False leaves out those that ended at once."""
+        del self.intake.arrivals[arrival.key]
+        live = {
+            choice: first.token_id
+            for choice, first in zip(arrival.choices, firsts, strict=True)
+            if choice in arrival.live_choices and (every or first.finish_reason is None)
+        }
+        fork = fork_prompt(self.pool, arrival.sequence, arrival.tails, live)
+        self._copies.extend(fork.copies)
+        streams: list[Stream] = []
+        for sequence in fork.sequences:
+            limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+            limit = min(limit, self.limits.max_model_len)
+            position = sequence.num_computed_tokens
+            stream = Stream(sequence, arrival.origin, position, limit, now_s, times)
+            self._running[sequence.key] = stream
+            streams.append(stream)
+        return streams
+
+    def _drop_copies(self, copies: tuple[tuple[int, int], ...]) -> None:
+        for source, target in copies:
+            self.pool.release((source, target))
+
+    def _leave(self, stream: Stream) -> None:
+        """Out of the batch; its blocks follow when no launched step names them."""
+        stream.is_ended = True
+        key = stream.sequence.key
+        del self._running[key]
+        self._leaving[key] = stream
+        self._release_if_idle(stream)
+
+    def _release_if_idle(self, stream: Stream) -> None:
+        sequence = stream.sequence
+        if sequence.is_idle:
+            del self._leaving[sequence.key]
+            sequence.store_prefix(self.pool)
+            self.pool.release(sequence.block_table)
+
+
+def _with_first_step(times: StageTimes, joined_s: float, result: StepResult) -> StageTimes:
+    return msgspec.structs.replace(
+        times,
+        decode_queue_s=max(0.0, result.started_s - joined_s),
+        first_step_s=result.ended_s - result.started_s,
+    )

@@ -1,0 +1,91 @@
+"""One sequence that generates, and how several of them grow from one prompt.
+
+Held by the decode scheduler only. The prompt's whole blocks are shared by all choices; its partial
+last block is copied for each choice but the first, because a shared block is never written.
+"""
+
+from dataclasses import dataclass
+
+from baton.engine.block_pool import BlockPool
+from baton.engine.outputs import Origin
+from baton.engine.sequence import Sequence
+from baton.protocol.messages import FinishReason, StageTimes, TokenEntry
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    sequence: Sequence
+    origin: Origin
+    next_position: int  # of the first token not yet sent
+    limit: int  # no token stands at this position or beyond
+    joined_s: float
+    times: StageTimes | None  # until they are sent with the first entry
+    is_ended: bool = False
+
+    @property
+    def wants_step(self) -> bool:
+        return not self.is_ended and self.sequence.num_planned_tokens + 1 < self.limit
+
+    def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
+        """Everything not yet sent."""
+        tokens = self.sequence.token_ids
+        entry = TokenEntry(
+            self.sequence.key,
+            self.next_position,
+            tokens[self.next_position :],
+            finish_reason,
+            self.times,
+        )
+        self.next_position = len(tokens)
+        self.times = None
+        return entry
+
+
+@dataclass(slots=True)
+class Fork:
+    """What `fork_prompt` made: one sequence per live choice, and copies to run before their step.
+
+    Source and target of each copy hold one reference more until the copy is settled.
+    """
+
+    sequences: list[Sequence]
+    copies: list[tuple[int, int]]
+
+
+def fork_prompt(
+    pool: BlockPool, prompt: Sequence, tails: list[int], first_tokens: dict[int, int]
+) -> Fork:
+    """Split a computed prompt into its choices; consumes the references of prompt and tails.
+
+    `first_tokens` maps each choice that lives on to its first token; `tails` are blocks reserved
+    for the copies of a partial last block, perhaps more than are needed.
+    """
+    num_whole = prompt.num_tokens // pool.block_size
+    whole, tail = prompt.block_table[:num_whole], prompt.block_table[num_whole:]
+    sequences: list[Sequence] = []
+    copies: list[tuple[int, int]] = []
+    for index, (choice, token_id) in enumerate(first_tokens.items()):
+        pool.retain(whole)
+        own_tail = tail
+        if index > 0 and tail:
+            own_tail = [tails.pop()]
+            copies.append((tail[0], own_tail[0]))
+            pool.retain((tail[0], own_tail[0]))
+        elif tail:
+            pool.retain(tail)
+        sequences.append(
+            Sequence(
+                prompt.key.of_choice(choice),
+                [*prompt.token_ids, token_id],
+                prompt.num_prompt_tokens,
+                prompt.sampling,
+                prompt.extra_keys,
+                [*whole, *own_tail],
+                list(prompt.hashes),
+                num_computed_tokens=prompt.num_tokens,
+                num_planned_tokens=prompt.num_tokens,
+            )
+        )
+    pool.release(prompt.block_table)
+    pool.release(tails)
+    return Fork(sequences, copies)

@@ -1,0 +1,102 @@
+"""Who owns which KV block of this node: reference counts, generations, quarantine.
+
+Host-only; schedulers are its only callers. A block is free, owned (references > 0), idle in the
+prefix cache (evictable), or quarantined (bytes of an unproven read may still land in it, so it is
+never handed out again in the life of this pool).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from baton.engine.prefix_cache import PrefixCache
+from baton.protocol.block_hash import BlockHash
+from baton.protocol.errors import InvariantBroken
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens. `cache_prefixes` False keeps nothing."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, cache_prefixes: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.cache = PrefixCache()
+        self._cache_prefixes = cache_prefixes
+        self._free = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._generations = [0] * num_blocks
+        self._fresh: dict[int, int] = {}
+        self._quarantined: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, evictable cached ones included."""
+        return len(self._free) + self.cache.num_idle
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each, of a new generation."""
+        if count > self.num_free:
+            raise InvariantBroken(f"allocate {count} of {self.num_free} free blocks")
+        blocks = [self._free.popleft() if self._free else self.cache.evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+            self._generations[block] = (self._generations[block] + 1) & 0xFFFFFFFF
+            self._fresh[block] = self._generations[block]
+        return blocks
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if self._references[block] == 0:
+                self.cache.revive(block)
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference each. Later blocks of a sequence become evictable first."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] < 0:
+                raise InvariantBroken(f"block {block} released more often than retained")
+            if self._references[block] > 0:
+                continue
+            if self.cache.holds(block):
+                self.cache.rest(block)
+            else:
+                self._free.append(block)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Take owned blocks out of circulation: nobody can prove that they are quiet."""
+        for block in blocks:
+            if self._references[block] != 1 or self.cache.holds(block):
+                raise InvariantBroken(f"block {block} is shared and cannot be quarantined")
+            self._references[block] = 0
+            self._quarantined.add(block)
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The cached blocks of the longest known prefix, each with one more reference."""
+        blocks = self.cache.lookup(hashes)
+        self.retain(blocks)
+        return blocks
+
+    def store(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """Offer whole, settled blocks (still owned) to the prefix cache."""
+        if self._cache_prefixes:
+            for block_hash, block in zip(hashes, blocks, strict=True):
+                self.cache.insert(block_hash, block)
+
+    def generations_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._generations[block] for block in blocks)
+
+    def take_fresh(self) -> tuple[tuple[int, int], ...]:
+        """(block, generation) of every block allocated since the last call."""
+        fresh = tuple(self._fresh.items())
+        self._fresh.clear()
+        return fresh
+
+    def references(self, block: int) -> int:
+        return self._references[block]

@@ -1,0 +1,171 @@
+"""The loop of an engine process: listen, settle, connect, plan, execute, speak.
+
+Plain code on non-blocking parts; it never computes (executors do), so it renews leases and answers
+cancels while a step runs. It never asks which node it is in.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.engine.executor import Executor
+from baton.engine.links import FromRouter, LinkEvent, Links, RouterLost
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.scheduler import Scheduler
+from baton.kv_transfer.interfaces import (
+    Connector,
+    ConnectorEvent,
+    FromRank,
+    PeersChanged,
+    ReadEnded,
+    ToRank,
+)
+from baton.protocol.errors import InvariantBroken, NodeError
+from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, Welcome
+
+MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
+MAX_WAIT_S = 0.25
+QUARANTINE_SHARE = 0.05
+
+
+class Vitals(Protocol):
+    """Where the loop leaves what the beat thread, metrics and step records report."""
+
+    def step_started(self, at_s: float, predicted_s: float) -> None: ...
+
+    def step_settled(self, plan: StepPlan, result: StepResult) -> None: ...
+
+    def read_ended(self, rank: int, event: ReadEnded) -> None: ...
+
+    def set_load(self, load: Load) -> None: ...
+
+
+class StepForecast:
+    """Predicted seconds of a step from the recent seconds per token and per step."""
+
+    def __init__(self) -> None:
+        self._per_token_s = 0.0
+        self._per_step_s = 0.0
+
+    def predict(self, plan: StepPlan) -> float:
+        tokens = sum(part.length for part in plan.slices)
+        return max(self._per_step_s, tokens * self._per_token_s)
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        took_s = result.ended_s - result.started_s
+        tokens = sum(part.length for part in plan.slices)
+        self._per_step_s += 0.1 * (took_s - self._per_step_s)
+        self._per_token_s += 0.1 * (took_s / tokens - self._per_token_s)
+
+
+class EngineLoop:
+    """Drives one scheduler, one executor and one connector over `links`.
+
+    Errors end the process; its supervisor starts it afresh.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        connector: Connector,
+        links: Links,
+        vitals: Vitals,
+        clock: Callable[[], float],
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.connector = connector
+        self.links = links
+        self.vitals = vitals
+        self._clock = clock
+        self._forecast = StepForecast()
+        self._launched: deque[StepPlan] = deque()
+        self._events: list[ConnectorEvent] = []
+        self._wake_at_s: float | None = 0.0
+        links.watch(executor.fileno())
+        for port in executor.ports:
+            links.watch(port.fileno())
+
+    def turn(self) -> None:
+        """Everything that can be done now, then wait for the next event."""
+        now_s = self._clock()
+        for event in self.links.receive(now_s):
+            self._hear(now_s, event)
+        self._settle(now_s)
+        self._connect(now_s)
+        self._launch(now_s)
+        self._speak()
+        self.vitals.set_load(self.scheduler.load())
+        wake_s = MAX_WAIT_S if self._wake_at_s is None else self._wake_at_s - self._clock()
+        self.links.wait(min(max(wake_s, 0.0), MAX_WAIT_S))
+
+    def _hear(self, now_s: float, event: LinkEvent) -> None:
+        match event:
+            case FromRouter(origin, (Prefill() | Decode()) as message):
+                self.scheduler.add(now_s, origin, message)
+            case FromRouter(origin, Cancel(keys=keys)):
+                self.scheduler.cancel(origin, keys)
+            case FromRouter(_, Peers(nodes=nodes)):
+                self._events.append(PeersChanged(nodes))
+            case FromRouter(_, Refused(failure=failure)):
+                raise NodeError(f"the router refused this node: {failure.message}")
+            case FromRouter(_, Welcome()):
+                pass
+            case RouterLost(origin):
+                self.scheduler.forget(origin)
+            case _:
+                self._events.append(event)  # type: ignore[arg-type]
+
+    def _settle(self, now_s: float) -> None:
+        while (result := self.executor.poll()) is not None:
+            plan = self._launched.popleft()
+            if plan.step_id != result.step_id:
+                raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
+            self.scheduler.settle(now_s, plan, result)
+            self._forecast.learn(plan, result)
+            self.vitals.step_settled(plan, result)
+            if self._launched:
+                self.vitals.step_started(now_s, self._forecast.predict(self._launched[0]))
+
+    def _connect(self, now_s: float) -> None:
+        """Run the connector until neither it nor the scheduler has more to say to the other."""
+        for rank, port in enumerate(self.executor.ports):
+            for event in port.poll():
+                if isinstance(event, ReadEnded):
+                    self.vitals.read_ended(rank, event)
+                self._events.append(FromRank(rank, event))
+        self._events.extend(self.scheduler.outputs.take_connector_events())
+        due = self._wake_at_s is not None and now_s >= self._wake_at_s
+        while self._events or due:
+            due = False
+            events, self._events = self._events, []
+            step = self.connector.step(now_s, events)
+            self._wake_at_s = step.wake_at_s
+            for command in step.commands:
+                if isinstance(command, ToRank):
+                    self.executor.ports[command.rank].send(command.command)
+                else:
+                    self.links.to_peer(command)
+            for report in step.reports:
+                self.scheduler.on_report(now_s, report)
+            self._events.extend(self.scheduler.outputs.take_connector_events())
+
+    def _launch(self, now_s: float) -> None:
+        while len(self._launched) < MAX_LAUNCHED:
+            plan = self.scheduler.plan(now_s)
+            if plan is None:
+                break
+            if not self._launched:
+                self.vitals.step_started(now_s, self._forecast.predict(plan))
+            self._launched.append(plan)
+            self.executor.submit(plan)
+        if self.scheduler.outputs.to_connector:  # planning may admit, and so offer or land
+            self._connect(now_s)
+
+    def _speak(self) -> None:
+        for origin, message in self.scheduler.outputs.take_router_messages():
+            self.links.to_router(origin, message)
+        load = self.scheduler.load()
+        if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
+            raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")

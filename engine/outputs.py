@@ -1,0 +1,40 @@
+"""What a scheduler wants said, collected until the loop takes it: to routers and to the connector.
+
+`origin` is opaque to schedulers: the loop's number of the router link a request came by.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.kv_transfer.interfaces import ConnectorEvent
+from baton.protocol.messages import TokenEntry, Tokens, ToRouter
+
+Origin = int
+
+
+@dataclass(slots=True)
+class Outputs:
+    to_routers: list[tuple[Origin, ToRouter]] = field(default_factory=list)
+    to_connector: list[ConnectorEvent] = field(default_factory=list)
+    _entries: dict[Origin, list[TokenEntry]] = field(default_factory=dict)
+
+    def say(self, origin: Origin, message: ToRouter) -> None:
+        self.flush(origin)
+        self.to_routers.append((origin, message))
+
+    def emit(self, origin: Origin, entry: TokenEntry) -> None:
+        """Tokens of one step leave in one message per router."""
+        self._entries.setdefault(origin, []).append(entry)
+
+    def flush(self, origin: Origin) -> None:
+        if entries := self._entries.pop(origin, None):
+            self.to_routers.append((origin, Tokens(entries)))
+
+    def take_router_messages(self) -> list[tuple[Origin, ToRouter]]:
+        for origin in list(self._entries):
+            self.flush(origin)
+        taken, self.to_routers = self.to_routers, []
+        return taken
+
+    def take_connector_events(self) -> list[ConnectorEvent]:
+        taken, self.to_connector = self.to_connector, []
+        return taken

@@ -1,0 +1,118 @@
+"""The block pool against a plain model of who owns what."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from baton.engine.block_pool import BlockPool
+from baton.protocol.block_hash import block_hashes
+from baton.protocol.errors import InvariantBroken
+
+NUM_BLOCKS = 12
+BLOCK_SIZE = 4
+
+
+class PoolModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.held: list[list[int]] = []
+        self.quarantined = 0
+
+    @rule(count=st.integers(0, 5))
+    def allocate(self, count: int) -> None:
+        if count <= self.pool.num_free:
+            owned = {block for blocks in self.held for block in blocks}
+            blocks = self.pool.allocate(count)
+            assert not owned & set(blocks), "a block has two owners"
+            self.held.append(blocks)
+        else:
+            with pytest.raises(InvariantBroken):
+                self.pool.allocate(count)
+
+    @rule(index=st.integers(0, 20))
+    def retain(self, index: int) -> None:
+        if self.held:
+            blocks = self.held[index % len(self.held)]
+            self.pool.retain(blocks)
+            self.held.append(list(blocks))
+
+    @rule(index=st.integers(0, 20))
+    def release(self, index: int) -> None:
+        if self.held:
+            self.pool.release(self.held.pop(index % len(self.held)))
+
+    @rule(index=st.integers(0, 20), seed=st.integers(0, 3))
+    def store(self, index: int, seed: int) -> None:
+        if self.held:
+            blocks = self.held[index % len(self.held)]
+            hashes = block_hashes([seed] * (len(blocks) * BLOCK_SIZE), BLOCK_SIZE)
+            self.pool.store(hashes, blocks)
+
+    @rule(seed=st.integers(0, 3), count=st.integers(0, 4))
+    def match(self, seed: int, count: int) -> None:
+        blocks = self.pool.match(block_hashes([seed] * (count * BLOCK_SIZE), BLOCK_SIZE))
+        self.held.append(blocks)
+
+    @rule(index=st.integers(0, 20))
+    def quarantine(self, index: int) -> None:
+        if not self.held:
+            return
+        blocks = self.held[index % len(self.held)]
+        alone = [b for b in blocks if self.pool.references(b) == 1 and not self.pool.cache.holds(b)]
+        self.pool.quarantine(alone)
+        self.quarantined += len(alone)
+        blocks[:] = [b for b in blocks if b not in alone]
+
+    @invariant()
+    def every_block_is_free_or_owned_or_quarantined(self) -> None:
+        owned = {block for blocks in self.held for block in blocks}
+        assert self.pool.num_quarantined == self.quarantined
+        assert self.pool.num_free + len(owned) + self.quarantined == NUM_BLOCKS
+
+    @invariant()
+    def references_are_counted(self) -> None:
+        for block in range(NUM_BLOCKS):
+            expected = sum(blocks.count(block) for blocks in self.held)
+            assert self.pool.references(block) == expected
+
+
+PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolModel = PoolModel.TestCase
+
+
+def test_a_reused_block_has_a_new_generation() -> None:
+    pool = BlockPool(1, BLOCK_SIZE)
+    (block,) = pool.allocate(1)
+    first = pool.generations_of([block])
+    pool.release([block])
+    pool.allocate(1)
+    assert pool.generations_of([block]) != first
+    assert pool.take_fresh() == ((block, 2),)
+    assert pool.take_fresh() == ()
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    hashes = block_hashes(list(range(12)), BLOCK_SIZE)
+    blocks = pool.allocate(3)
+    pool.store(hashes, blocks)
+    pool.release(blocks)
+    assert pool.num_free == 3
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.match(hashes) == blocks[:2]
+
+
+def test_prefixes_of_different_tenants_never_meet() -> None:
+    tokens = list(range(8))
+    assert block_hashes(tokens, 4, ("a",)) != block_hashes(tokens, 4, ("b",))
+    assert block_hashes(tokens, 4)[0] == block_hashes(tokens[:4], 4)[0]
+
+
+def test_releasing_twice_is_a_broken_invariant() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(InvariantBroken):
+        pool.release(blocks)
