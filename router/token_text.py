@@ -133,11 +133,10 @@ class WindowStream:
         new_text = text[len(self._shown) :]
         if new_text:
             # What was new becomes the context of what comes next.
-            self._window = self._window[self._num_shown :]
+            del self._window[: self._num_shown]
             self._shown = self._decode()
-        elif len(self._window) > 4 * _TOKENS_OF_CONTEXT:  # a run of tokens without text
-            self._window = self._window[-_TOKENS_OF_CONTEXT:]
-            self._shown = self._decode()
+        else:  # tokens without text, special ones mostly, must not push the context out
+            del self._window[self._num_shown :]
         self._num_shown = len(self._window)
         return new_text
 

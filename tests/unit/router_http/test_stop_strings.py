@@ -1,0 +1,121 @@
+"""Stop strings: where they cut, what is held back, what min_tokens does to them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.protocol.sampling import SamplingParams
+from baton.router.detokenizer import Delta
+from baton.router.stop_strings import StopAutomaton, StopScanner
+from tests.support.small_tokenizers import END, small_text
+
+LETTERS = "ab你"
+TEXT = small_text()
+
+
+def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
+    """The plain definition: the earliest end, then the earliest start."""
+    ends = [
+        (start + len(stop), start)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start)
+    ]
+    return min(ends, default=None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text(LETTERS, max_size=4), max_size=12),
+    stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    scanner = StopScanner(StopAutomaton(tuple(stops)))
+    text, shown = "".join(pieces), ""
+    for piece in pieces:
+        shown += scanner.push(piece, may_match=True, include_match=include)
+        assert text.startswith(shown)
+        if scanner.matched is not None:
+            break
+    match first_match(text, stops):
+        case None:
+            assert scanner.matched is None
+            assert shown + scanner.flush() == text
+        case end, start:
+            assert scanner.matched == text[start:end]
+            assert shown == text[: end if include else start]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(LETTERS, max_size=20),
+    stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+    scanner = StopScanner(StopAutomaton(tuple(stops)))
+    shown = scanner.push(text, may_match=False, include_match=False)
+    held = text[len(shown) :]
+    longest = max(
+        (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0
+    )
+    assert len(held) == longest
+    assert scanner.flush() == held
+
+
+def test_a_stop_string_across_token_borders_never_shows_its_beginning() -> None:
+    detokenizer = TEXT.detokenizer([1], SamplingParams(stop="stop the"))
+    deltas = [detokenizer.push([i]) for i in TEXT.encode_now("hello stop world stop the end")]
+    assert "".join(delta.text for delta in deltas) == "hello stop world "
+    stopping = next(delta for delta in deltas if delta.stop_reason is not None)
+    assert stopping.stop_reason == "stop the"
+    assert detokenizer.stopped
+    assert deltas[-1] == Delta("", ())
+
+
+def test_the_tokens_of_a_stop_are_reported_and_those_after_it_are_not() -> None:
+    token_ids = TEXT.encode_now("hello stop world")
+    detokenizer = TEXT.detokenizer([1], SamplingParams(stop=["stop"]))
+    delta = detokenizer.push(token_ids)
+    assert list(delta.token_ids) == token_ids[:2]
+    assert (delta.text, delta.stop_reason) == ("hello ", "stop")
+
+
+def test_a_stop_string_can_be_kept_in_the_output() -> None:
+    params = SamplingParams(stop=["stop"], include_stop_str_in_output=True)
+    assert TEXT.detokenizer([1], params).push(TEXT.encode_now("a stop b")).text == "a stop"
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "reason"),
+    [(1, "", "stop"), (2, "stop ", "stop"), (3, "stop stop", None)],
+)
+def test_stop_strings_do_not_end_a_sequence_before_min_tokens(
+    min_tokens: int, shown: str, reason: str | None
+) -> None:
+    params = SamplingParams(stop="stop", min_tokens=min_tokens, max_tokens=None)
+    delta = TEXT.detokenizer([1], params).push(TEXT.encode_now("stop stop"), "length")
+    assert (delta.text, delta.stop_reason) == (shown, reason)
+
+
+def test_held_text_is_shown_when_the_sequence_ends_without_a_stop() -> None:
+    detokenizer = TEXT.detokenizer([1], SamplingParams(stop="the end of it"))
+    assert detokenizer.push(TEXT.encode_now("hello the end")).text == "hello "
+    assert detokenizer.push([], "length").text == "the end"
+
+
+def test_a_stop_string_before_the_models_end_wins() -> None:
+    (end,) = TEXT.encode_now(END)
+    detokenizer = TEXT.detokenizer([1], SamplingParams(stop="hello"))
+    delta = detokenizer.push([*TEXT.encode_now("hello"), end], "stop")
+    assert (delta.text, delta.stop_reason, len(delta.token_ids)) == ("", "hello", 1)
+
+
+def test_choices_with_the_same_stops_share_one_automaton() -> None:
+    params = SamplingParams(stop=["x" * 200])
+    first, second = (TEXT.detokenizer([1], params) for _ in range(2))
+    assert first._scanner is not None
+    assert second._scanner is not None
+    assert first._scanner._automaton is second._scanner._automaton

@@ -1,0 +1,199 @@
+"""Text: encoding, and detokenizing whatever way the tokens arrive."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.protocol.errors import ConfigError, RequestError
+from baton.protocol.sampling import SamplingParams
+from baton.router.text import Text
+from baton.router.token_text import PieceTable, decoding_of
+from tests.support.small_tokenizers import (
+    END,
+    FAMILIES,
+    Family,
+    small_text,
+    small_tokenizer,
+    write_tokenizer,
+)
+
+PARAMS = SamplingParams()
+TEXTS = st.text(
+    alphabet=st.one_of(
+        st.sampled_from("helo wrdstopn 你好😀é\u2581\n"), st.characters(codec="utf-8")
+    ),
+    max_size=40,
+)
+
+
+ALL = {family: small_text(family) for family in FAMILIES}
+
+
+def cuts(draw: st.DrawFn, token_ids: list[int]) -> list[list[int]]:
+    """`token_ids` in pieces of any sizes."""
+    pieces, rest = [], token_ids
+    while rest:
+        size = draw(st.integers(1, len(rest)))
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    return pieces
+
+
+def joined(text: Text, prompt: list[int], pushes: list[list[int]], params: SamplingParams) -> str:
+    detokenizer = text.detokenizer(prompt, params)
+    deltas = [detokenizer.push(push) for push in pushes]
+    return "".join(delta.text for delta in deltas) + detokenizer.push([], "length").text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(
+    family: Family, data: st.DataObject
+) -> None:
+    text = ALL[family]
+    token_ids = text.encode_now(data.draw(TEXTS))
+    pushes = cuts(data.draw, token_ids)
+    assert joined(text, [], pushes, PARAMS) == text.decode(token_ids)
+    assert text.decode(token_ids) == small_tokenizer(family).decode(token_ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data: st.DataObject) -> None:
+    """Random ids are mostly broken UTF-8: what is shown for it must agree as well."""
+    tokenizer, text = small_tokenizer("byte_level"), ALL["byte_level"]
+    ids = st.lists(st.integers(0, tokenizer.get_vocab_size() + 3), max_size=20)
+    token_ids = data.draw(ids)
+    for skip in (True, False):
+        params = SamplingParams(skip_special_tokens=skip)
+        expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+        assert joined(text, [], cuts(data.draw, token_ids), params) == expected
+        assert text.decode(token_ids, skip_special_tokens=skip) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_output_continues_the_text_of_the_prompt(family: Family, data: st.DataObject) -> None:
+    """What is pushed is what the whole decodes to beyond the prompt, leading space included."""
+    text = ALL[family]
+    token_ids = text.encode_now("hello " + data.draw(TEXTS) + " world")
+    whole = text.decode(token_ids)
+    cut = data.draw(st.integers(1, len(token_ids)))
+    prompt = text.decode(token_ids[:cut])
+    if prompt.endswith("\ufffd") or not whole.startswith(prompt):
+        return  # cut inside a character
+    output = joined(text, token_ids[:cut], [[i] for i in token_ids[cut:]], PARAMS)
+    assert prompt + output == whole
+
+
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback_strip"])
+def test_no_replacement_character_is_shown_inside_a_character(family: Family) -> None:
+    text = ALL[family]
+    token_ids = text.encode_now("é😀")
+    detokenizer = text.detokenizer([1], PARAMS)
+    shown = [detokenizer.push([token_id]).text for token_id in token_ids]
+    assert "\ufffd" not in "".join(shown)
+    assert "".join(shown).endswith("é😀")
+
+
+def test_a_character_cut_off_by_the_end_is_shown_as_replaced() -> None:
+    text = ALL["byte_level"]
+    token_ids = text.encode_now("ok😀")[:-1]
+    detokenizer = text.detokenizer([1], PARAMS)
+    assert detokenizer.push(token_ids).text == "ok"
+    assert detokenizer.push([], "length").text == "\ufffd"
+
+
+def test_a_character_begun_in_the_prompt_is_shown_once_completed() -> None:
+    text = ALL["byte_level"]
+    token_ids = text.encode_now("😀!")
+    detokenizer = text.detokenizer(token_ids[:2], PARAMS)
+    assert detokenizer.push(token_ids[2:]).text == "😀!"
+    broken = text.detokenizer(token_ids[:2], PARAMS)
+    assert broken.push(text.encode_now("hello")).text == "hello"
+
+
+def test_special_tokens_are_skipped_or_shown_as_asked() -> None:
+    text = ALL["byte_level"]
+    token_ids = text.encode_now(f"hello{END} world")
+    assert joined(text, [1], [token_ids], PARAMS) == "hello world"
+    shown = SamplingParams(skip_special_tokens=False)
+    assert joined(text, [1], [token_ids], shown) == f"hello{END} world"
+
+
+def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for() -> None:
+    text = ALL["byte_level"]
+    hello, world = text.encode_now("hello")[0], text.encode_now(" world")[0]
+    params = SamplingParams(stop_token_ids=[world])
+    delta = text.detokenizer([1], params).push([hello, world], "stop")
+    assert (delta.text, list(delta.token_ids)) == ("hello", [hello, world])
+    assert delta.stop_reason == world
+    included = SamplingParams(stop_token_ids=[world], include_stop_str_in_output=True)
+    assert text.detokenizer([1], included).push([hello, world], "stop").text == "hello world"
+
+
+def test_the_models_own_end_gives_no_stop_reason_and_no_text() -> None:
+    text = ALL["byte_level"]
+    (end,) = text.encode_now(END)
+    params = SamplingParams(skip_special_tokens=False)
+    delta = text.detokenizer([1], params).push([end], "stop")
+    assert (delta.text, delta.stop_reason) == ("", None)
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
+    assert ALL["byte_level"].decode([10_000_000]) == ""
+
+
+def test_known_decoders_need_no_tokenizer_per_token() -> None:
+    tokenizers = {family: small_tokenizer(family) for family in FAMILIES}
+    table = {
+        family
+        for family, tokenizer in tokenizers.items()
+        if isinstance(decoding_of(tokenizer, tokenizer.to_str().encode()), PieceTable)
+    }
+    assert table == {"byte_level", "byte_fallback", "byte_fallback_strip"}
+
+
+def test_a_long_run_of_tokens_without_text_stays_cheap() -> None:
+    text = ALL["word_piece"]
+    (end,) = text.encode_now(END)
+    detokenizer = text.detokenizer([1], PARAMS)
+    assert detokenizer.push([end] * 500).text == ""
+    assert detokenizer.push(text.encode_now("hello")).text == " hello"
+
+
+def test_encoding_off_the_loop_gives_the_same_ids() -> None:
+    text = ALL["byte_level"]
+    assert asyncio.run(text.encode("hello 你好")) == text.encode_now("hello 你好")
+
+
+def test_a_lone_surrogate_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="not Unicode") as caught:
+        ALL["byte_level"].encode_now("a\ud800b")
+    assert caught.value.param == "prompt"
+
+
+def test_a_folder_loads_and_forgets_the_limits_it_was_saved_with(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer("byte_level")
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Text.load(str(tmp_path))
+    assert len(text.encode_now("hello world hello world")) == 4
+    assert len(text.encode_now("hello")) == 1
+    text.close()
+
+
+def test_missing_and_broken_folders_are_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json: No such file") as caught:
+        Text.load(str(tmp_path))
+    assert "\n" not in caught.value.message
+    Path(write_tokenizer(tmp_path), "tokenizer.json").write_text("{]")
+    with pytest.raises(ConfigError, match="not a tokenizer") as caught:
+        Text.load(str(tmp_path))
+    assert "\n" not in caught.value.message
