@@ -1,0 +1,109 @@
+"""Addresses of channels: `tcp://host[:port]` and `ipc://path`, checked before ZMQ sees them.
+
+Used by channels and by the settings. A tcp address without a port means any free port.
+"""
+
+import ipaddress
+import os
+import socket as sockets
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from baton.protocol.errors import ConfigError
+
+# sun_path holds 108 bytes with the closing zero.
+MAX_IPC_PATH_BYTES = 107
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """A parsed address. `host` and `port` are empty and 0 for ipc, `path` is empty for tcp."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host can reach it."""
+        if self.path:
+            return True
+        try:
+            return ipaddress.ip_address(_numeric(self.host)).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def is_wildcard(self) -> bool:
+        return not self.path and self.host in ("*", "0.0.0.0", "::")
+
+    @property
+    def dial_endpoint(self) -> str:
+        """What a dialer connects to; raises `ConfigError` where nobody could."""
+        if self.path:
+            return f"ipc://{self.path}"
+        if self.port == 0 or self.is_wildcard:
+            raise ConfigError(f"cannot dial {self}: it needs a host and a port")
+        return f"tcp://{_bracketed(self.host)}:{self.port}"
+
+    def bind(self, socket: "zmq.Socket[bytes]") -> str:
+        """Binds `socket` and returns the address as it really is; raises `ConfigError`."""
+        if self.path:
+            wanted = f"ipc://{self.path}"
+        else:
+            host = self.host if self.is_wildcard else _numeric(self.host)
+            socket.setsockopt(zmq.IPV6, int(":" in host))
+            wanted = f"tcp://{_bracketed(host)}:{self.port or '*'}"
+        try:
+            socket.bind(wanted)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {self}: {error.strerror}") from error
+        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        return bound.rstrip(b"\0").decode()
+
+    def __str__(self) -> str:
+        return f"ipc://{self.path}" if self.path else f"tcp://{_bracketed(self.host)}:{self.port}"
+
+
+def bindable(text: str) -> Endpoint:
+    """Parses an address; raises `ConfigError` that says what is wrong with it."""
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme == "ipc" and rest:
+        if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
+            raise ConfigError(
+                f"{text}: a socket path has at most {MAX_IPC_PATH_BYTES} bytes; shorten it"
+            )
+        if not Path(rest).parent.is_dir():
+            raise ConfigError(f"{text}: the folder {Path(rest).parent} does not exist")
+        return Endpoint(path=rest)
+    if separator and scheme == "tcp" and rest:
+        host, port = _split_port(rest)
+        if host and (port in ("", "*") or (port.isdecimal() and int(port) <= 65535)):
+            return Endpoint(host=host, port=int(port) if port.isdecimal() else 0)
+    raise ConfigError(f"{text!r} is not an address: write tcp://host:port or ipc:///path")
+
+
+def _split_port(rest: str) -> tuple[str, str]:
+    if rest.startswith("["):
+        host, _, port = rest[1:].partition("]")
+        return host, port.removeprefix(":")
+    host, _, port = rest.partition(":")
+    return host, port
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _numeric(host: str) -> str:
+    """ZMQ binds numeric addresses only."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return str(sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"the host name {host!r} does not resolve: {error}") from error

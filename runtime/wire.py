@@ -1,0 +1,109 @@
+"""One ZMQ socket with what a channel needs around it: loss events and one descriptor for all.
+
+Used by `channel` only. A monitor socket reports connections that came and went; an epoll instance
+joins the socket, its monitor and a wake-up into one descriptor, so that an asyncio loop or a poller
+has a single thing to watch.
+"""
+
+import os
+import select
+from typing import Literal
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from baton.protocol.codec import MAX_MESSAGE_BYTES
+from baton.runtime.framing import HEADER_BYTES
+
+# A silent peer is noticed after interval + timeout = 3.2 s, while a pause of 2 s ejects nobody:
+# the timeout alone is longer than that.
+HEARTBEAT_INTERVAL_MS = 700
+HEARTBEAT_TIMEOUT_MS = 2500
+QUEUED_MESSAGES = 4096
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+CONNECT_TIMEOUT_MS = 3000
+
+_WATCHED = (
+    zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+
+ConnectionChange = tuple[Literal["up", "lost", "refused"], int]  # the int is a descriptor
+
+
+class Wire:
+    """A bounded, non-blocking, heart-beating socket."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+        # Larger frames cost their sender the connection before any memory is set aside for them.
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + HEADER_BYTES)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        self._monitor = self.socket.get_monitor_socket(_WATCHED)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._awake = False
+        self._epoll = select.epoll()
+        for descriptor in (
+            self.socket.getsockopt(zmq.FD),
+            self._monitor.getsockopt(zmq.FD),
+            self._wake,
+        ):
+            assert isinstance(descriptor, int)
+            self._epoll.register(descriptor, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def readable(self) -> bool:
+        return _has_input(self.socket)
+
+    def changes(self) -> list[ConnectionChange]:
+        """Connections that came, went or were refused since the last call."""
+        found: list[ConnectionChange] = []
+        while _has_input(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            if event["event"] == zmq.Event.DISCONNECTED:
+                found.append(("lost", int(event["value"])))
+            elif event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                found.append(("up", int(event["value"])))
+            else:
+                found.append(("refused", int(event["value"])))
+        return found
+
+    def wake_if_readable(self, anything_else: bool = False) -> None:
+        """To be called after every send: sending may swallow the signal of an arrival."""
+        if not self._awake and (anything_else or _has_input(self.socket)):
+            self._awake = True
+            os.eventfd_write(self._wake, 1)
+
+    def settle(self) -> None:
+        """To be called once there is nothing left to read."""
+        if self._awake:
+            self._awake = False
+            os.eventfd_read(self._wake)
+
+    def close(self) -> None:
+        if self.socket.closed:
+            return
+        self._epoll.close()
+        os.close(self._wake)
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)
+
+
+def _has_input(socket: "zmq.Socket[bytes]") -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
