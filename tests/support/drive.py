@@ -1,0 +1,96 @@
+"""Drives one scheduler by hand: plans run on the toy executor, what it says is collected."""
+
+from collections.abc import Iterable
+
+from baton.engine.plan import StepPlan
+from baton.engine.scheduler import Limits, Scheduler
+from baton.kv_transfer.interfaces import ConnectorEvent
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import Decode, Prefill, TokenEntry, Tokens, ToRouter
+from baton.protocol.sampling import Sampling
+from tests.support.toy_executor import ToyExecutor
+
+LIMITS = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
+
+
+def key(name: str = "r", choice: int = 0, attempt: int = 0) -> Key:
+    return Key(RequestId(name), choice, attempt)
+
+
+def sampling(max_tokens: int = 8, **fields: object) -> Sampling:
+    return Sampling(seed=0, max_tokens=max_tokens, temperature=0.0, **fields)  # type: ignore[arg-type]
+
+
+def local(name: str, prompt: list[int], max_tokens: int = 8, num_choices: int = 1) -> Decode:
+    """A request that decode computes alone."""
+    return Decode(key(name), list(prompt), len(prompt), sampling(max_tokens), num_choices)
+
+
+def handed(name: str, prompt: list[int], max_tokens: int = 8, num_choices: int = 1) -> Decode:
+    """A request whose prompt a prefill node computes."""
+    message = local(name, prompt, max_tokens, num_choices)
+    return Decode(
+        message.key, message.token_ids, len(prompt), message.sampling, num_choices,
+        prefill_node="p0",  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def prefill(name: str, prompt: list[int], num_choices: int = 1) -> Prefill:
+    return Prefill(
+        key(name), list(prompt), len(prompt), sampling(), num_choices,
+        decode_node="d0",  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+class Drive:
+    """`said` and `asked` are everything told to routers and to the connector, in order."""
+
+    def __init__(self, scheduler: Scheduler, executor: ToyExecutor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.said: list[ToRouter] = []
+        self.asked: list[ConnectorEvent] = []
+        self.plans: list[StepPlan] = []
+        self.now_s = 0.0
+
+    def launch(self) -> StepPlan | None:
+        plan = self.scheduler.plan(self.now_s)
+        self._collect()
+        if plan is not None:
+            self.plans.append(plan)
+        return plan
+
+    def settle(self, plan: StepPlan) -> None:
+        self.scheduler.settle(self.now_s, plan, self.executor.run(plan))
+        self._collect()
+
+    def run(self, steps: int = 1000, depth: int = 1) -> None:
+        """Until there is nothing to do, with up to `depth` launched steps."""
+        launched: list[StepPlan] = []
+        for _ in range(steps):
+            while len(launched) < depth and (plan := self.launch()) is not None:
+                launched.append(plan)
+            if not launched:
+                return
+            self.settle(launched.pop(0))
+        for plan in launched:
+            self.settle(plan)
+
+    def entries(self) -> Iterable[TokenEntry]:
+        self._collect()
+        for message in self.said:
+            if isinstance(message, Tokens):
+                yield from message.entries
+
+    def output(self, name: str, prompt: list[int], choice: int = 0) -> list[int]:
+        """The tokens streamed for one choice; fails when a position is missing or doubled."""
+        tokens: list[int] = []
+        for entry in self.entries():
+            if (entry.key.request_id, entry.key.choice) == (name, choice):
+                assert entry.position == len(prompt) + len(tokens)
+                tokens += entry.token_ids
+        return tokens
+
+    def _collect(self) -> None:
+        self.said += [message for _, message in self.scheduler.outputs.take_router_messages()]
+        self.asked += self.scheduler.outputs.take_connector_events()
