@@ -111,6 +111,9 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=0, description="a stats line every so often; 0 is off", extra={"unit": "s"})
     ] = 10.0
     prompts: Annotated[bool, Meta(description="log prompts, cut to 200 characters")] = False
+    records: Annotated[
+        str, Meta(description="folder for step and transfer records of each node; empty is off")
+    ] = ""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,10 @@
+"""The decode process: `baton decode`."""
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.node import EngineNode
+from baton.protocol.config import ClusterConfig
+
+
+def run(config: ClusterConfig) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code."""
+    return EngineNode(config, "decode", DecodeScheduler).run()

@@ -1,0 +1,178 @@
+"""An engine process from start to exit: everything prefill and decode nodes wire up alike.
+
+Called by the two rooms' `main.run`. Beats start before anything heavy, so the router sees progress
+while weights load; one deadline covers start-up; a fatal error is one log line and a non-zero exit.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from baton.engine.block_pool import BlockPool
+from baton.engine.executor import Executor, ExecutorInfo
+from baton.engine.local_executor import InProcessExecutor
+from baton.engine.loop import EngineLoop
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.records import Records
+from baton.engine.scheduler import Limits, Scheduler
+from baton.engine.sockets import NodeSockets
+from baton.engine.worker_executor import WorkerExecutor
+from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.interfaces import ReadEnded
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, NodeError
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
+from baton.runtime.beats import BeatThread, Vitals
+from baton.runtime.clock import monotonic
+from baton.runtime.log import logger, setup
+from baton.runtime.process import die_with_parent
+
+MakeScheduler = Callable[[BlockPool, Limits], Scheduler]
+
+log = logger("node")
+
+
+class NodeVitals:
+    """The loop's reports, passed on to the beat thread, the records and the stats line."""
+
+    def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
+        self._vitals = vitals
+        self._records = records
+        self._stats_s = stats_s
+        self._next_stats_s = monotonic() + stats_s
+        self._last = (0, 0, 0)
+        self._load = Load()
+
+    def step_started(self, at_s: float, predicted_s: float) -> None:
+        self._vitals.step_started(at_s, predicted_s)
+
+    def step_settled(self, plan: StepPlan, result: StepResult) -> None:
+        self._vitals.step_ended()
+        self._records.step(plan, result)
+
+    def read_ended(self, rank: int, event: ReadEnded) -> None:
+        self._records.read(rank, event)
+
+    def set_load(self, load: Load) -> None:
+        if load != self._load:
+            self._load = load
+            self._vitals.set_load(load)
+        if self._stats_s and monotonic() >= self._next_stats_s:
+            self._next_stats_s = monotonic() + self._stats_s
+            self._log_stats(load)
+
+    def _log_stats(self, load: Load) -> None:
+        c = self._records.counters
+        now = (c.num_prompt_tokens, c.num_output_tokens, c.num_bytes_read)
+        prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        log.info(
+            "stats",
+            running=load.num_running,
+            waiting=load.num_waiting,
+            prompt_tokens_per_s=round(prompt / self._stats_s, 1),
+            output_tokens_per_s=round(output / self._stats_s, 1),
+            read_mib_per_s=round(num_bytes / self._stats_s / (1 << 20), 1),
+            free_blocks=f"{load.free_blocks}/{load.total_blocks}",
+            cached_blocks=load.cached_blocks,
+        )
+
+
+class EngineNode:
+    """One engine process. `run` returns its exit code."""
+
+    def __init__(self, config: ClusterConfig, role: Role, make_scheduler: MakeScheduler) -> None:
+        self.config = config
+        self.role = role
+        self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
+        self.epoch = Epoch(secrets.token_hex(8))
+        self._make_scheduler = make_scheduler
+        self._vitals = Vitals()
+        self._stopping = False
+
+    def run(self) -> int:
+        die_with_parent()
+        setup(self.config.log, str(self.node_id))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        beats = BeatThread(
+            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic
+        )
+        executor = self._executor()
+        records = Records(self.config.log.records, self.node_id)
+        try:
+            hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
+            sockets = NodeSockets(self.config.node.routers, hello)
+            beats.start()
+            self._serve(executor, sockets, records)
+        except BatonError as error:
+            log.error(error.message, code=error.code)
+            return 1
+        finally:
+            beats.stop()
+            executor.close()
+            records.close()
+        log.info("stopped")
+        return 0
+
+    def _serve(self, executor: Executor, sockets: NodeSockets, records: Records) -> None:
+        info = self._start(executor)
+        endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
+        node = NodeInfo(
+            self.node_id, self.epoch, self.role, endpoint,
+            info.num_blocks, info.layout, info.ranks, info.model,
+            info.max_model_len, info.vocab_size, info.eos_token_ids,
+        )  # fmt: skip
+        pool = BlockPool(
+            info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
+        )
+        limits = Limits(
+            self.config.engine.chunk_tokens,
+            self.config.engine.max_num_seqs,
+            info.max_model_len,
+            info.eos_token_ids,
+        )
+        loop = EngineLoop(
+            self._make_scheduler(pool, limits),
+            executor,
+            NodeConnector(node, self.config.transfer),
+            sockets,
+            NodeVitals(self._vitals, records, self.config.log.stats_s),
+            monotonic,
+        )
+        self._vitals.set_ready()
+        sockets.ready(node)
+        log.info("ready", role=self.role, blocks=info.num_blocks, max_len=info.max_model_len)
+        while not self._stopping:
+            loop.turn()
+
+    def _start(self, executor: Executor) -> ExecutorInfo:
+        """Load under one deadline: a start that hangs ends the process."""
+        seconds = self.config.node.start_timeout_s
+        watchdog = threading.Timer(seconds, self._too_late, (seconds,))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            return executor.start(self._vitals.progress)
+        finally:
+            watchdog.cancel()
+
+    def _too_late(self, seconds: float) -> None:
+        log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
+        os._exit(1)
+
+    def _executor(self) -> Executor:
+        engine = self.config.engine
+        if engine.workers or engine.tensor_parallel > 1:
+            return WorkerExecutor(self.config, self.epoch)
+        return InProcessExecutor(self.config, self.epoch)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            raise NodeError("stopped by a second signal")
+        self._stopping = True

@@ -1,0 +1,105 @@
+"""What a node did, step by step and read by read, for tests, benchmarks and bug reports.
+
+`Records` keeps counters for the stats line and, when a folder is configured, appends one JSON line
+per settled step and per ended read. Called by the node's shell; never by a scheduler.
+"""
+
+from io import TextIOWrapper
+from pathlib import Path
+
+import msgspec
+
+from baton.engine.plan import StepPlan, StepResult
+from baton.kv_transfer.interfaces import ReadEnded
+from baton.protocol.ids import Key, NodeId
+
+
+class SliceRecord(msgspec.Struct, frozen=True):
+    key: Key
+    start: int
+    length: int
+    draws: int
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag="step"):
+    """Times are seconds on the host's monotonic clock."""
+
+    step_id: int
+    started_s: float
+    ended_s: float
+    slices: list[SliceRecord]
+
+
+class ReadRecord(msgspec.Struct, frozen=True, tag="read"):
+    rank: int
+    ticket: int
+    posted_s: float
+    ended_s: float
+    num_bytes: int
+    failure: str | None
+
+
+Record = StepRecord | ReadRecord
+
+
+class Counters(msgspec.Struct):
+    """Totals since the node started."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed here
+    num_output_tokens: int = 0  # sampled here
+    num_bytes_read: int = 0
+    num_reads: int = 0
+    num_failed_reads: int = 0
+    step_s: float = 0.0
+
+
+class Records:
+    def __init__(self, folder: str, node_id: NodeId) -> None:
+        self.counters = Counters()
+        self._encoder = msgspec.json.Encoder()
+        self._file: TextIOWrapper | None = None
+        if folder:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = (path / f"{node_id}.jsonl").open("a", encoding="utf-8")
+
+    def step(self, plan: StepPlan, result: StepResult) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.step_s += result.ended_s - result.started_s
+        for part in plan.slices:
+            counters.num_output_tokens += len(part.draws)
+            counters.num_prompt_tokens += max(
+                0, min(part.start + part.length, part.num_prompt_tokens) - part.start
+            )
+        if self._file is not None:
+            slices = [SliceRecord(p.key, p.start, p.length, len(p.draws)) for p in plan.slices]
+            self._write(StepRecord(plan.step_id, result.started_s, result.ended_s, slices))
+
+    def read(self, rank: int, event: ReadEnded) -> None:
+        self.counters.num_reads += 1
+        self.counters.num_bytes_read += event.num_bytes
+        self.counters.num_failed_reads += event.failure is not None
+        if self._file is not None:
+            failure = event.failure.code if event.failure else None
+            self._write(
+                ReadRecord(
+                    rank, event.ticket, event.posted_s, event.ended_s, event.num_bytes, failure
+                )
+            )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: Record) -> None:
+        assert self._file is not None
+        self._file.write(self._encoder.encode(record).decode() + "\n")
+        self._file.flush()
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of one node, in the order in which they were written."""
+    decoder = msgspec.json.Decoder(Record)
+    return [decoder.decode(line) for line in path.read_bytes().splitlines()]

@@ -1,0 +1,176 @@
+"""The ZMQ side of an engine process: channels to its routers and to its peer nodes.
+
+Implements `Links` for the engine loop, its only caller, on one thread. Every router hears Hello and
+Ready again whenever its channel begins anew, so a router that restarts needs to know nothing.
+"""
+
+import select
+
+import zmq
+
+from baton.engine.links import FromRouter, LinkEvent, RouterLost
+from baton.engine.outputs import Origin
+from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
+from baton.protocol.codec import (
+    to_decode_codec,
+    to_node_codec,
+    to_prefill_codec,
+    to_router_codec,
+)
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import (
+    Hello,
+    NodeInfo,
+    PeerHello,
+    Ready,
+    ToDecode,
+    ToNode,
+    ToPrefill,
+    ToRouter,
+)
+from baton.runtime.channel import Dialer, Disconnected, Listener
+
+Peer = tuple[NodeId, Epoch]
+
+
+class NodeSockets:
+    """Dials `routers`; `listen` opens the endpoint that prefill nodes dial (decode nodes only)."""
+
+    def __init__(self, routers: tuple[str, ...], hello: Hello) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._hello = hello
+        self._ready: Ready | None = None
+        self._epoll = select.epoll()
+        self._routers = [
+            Dialer[ToRouter, ToNode](
+                endpoint,
+                str(hello.node_id).encode(),
+                to_router_codec(),
+                to_node_codec(),
+                self._context,
+            )
+            for endpoint in routers
+        ]
+        self._listener: Listener[ToPrefill, ToDecode] | None = None
+        self._dialled: dict[Peer, Dialer[ToDecode, ToPrefill]] = {}
+        self._introduced: dict[bytes, Peer] = {}
+        for dialer in self._routers:
+            self.watch(dialer.fileno())
+            dialer.send(hello)
+
+    def listen(self, endpoint: str) -> str:
+        """Bind for prefill nodes; the endpoint that they can dial."""
+        self._listener = Listener[ToPrefill, ToDecode](
+            endpoint, to_prefill_codec(), to_decode_codec(), self._context
+        )
+        self.watch(self._listener.fileno())
+        return self._listener.endpoint
+
+    def ready(self, info: NodeInfo) -> None:
+        self._ready = Ready(info)
+        for dialer in self._routers:
+            dialer.send(self._ready)
+
+    def receive(self, now_s: float) -> list[LinkEvent]:
+        events: list[LinkEvent] = []
+        for origin, dialer in enumerate(self._routers):
+            while (message := dialer.receive()) is not None:
+                if isinstance(message, Disconnected):
+                    events.append(RouterLost(origin))
+                    self._introduce(dialer)
+                else:
+                    events.append(FromRouter(origin, message))
+        for peer in list(self._dialled):
+            self._receive_dialled(peer, events)
+        if self._listener is not None:
+            self._receive_listener(self._listener, events)
+        return events
+
+    def to_router(self, origin: Origin, message: ToRouter) -> None:
+        # A full queue ends the session, which `receive` reports as a lost router.
+        self._routers[origin].send(message)
+
+    def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
+        match command:
+            case DialPeer(node=info):
+                self._dial(info)
+            case DropPeer(node=node, epoch=epoch):
+                self._drop((node, epoch))
+            case ToPeer(node=node, epoch=epoch, message=message):
+                self._send_to_peer((node, epoch), message)
+
+    def watch(self, fileno: int) -> None:
+        self._epoll.register(fileno, select.EPOLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        self._epoll.poll(timeout_s)
+
+    def close(self) -> None:
+        for dialer in self._routers:
+            dialer.close()
+        for peer in list(self._dialled):
+            self._drop(peer)
+        if self._listener is not None:
+            self._listener.close()
+        self._epoll.close()
+        self._context.term()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _introduce(self, dialer: Dialer[ToRouter, ToNode]) -> None:
+        dialer.send(self._hello)
+        if self._ready is not None:
+            dialer.send(self._ready)
+
+    def _dial(self, info: NodeInfo) -> None:
+        peer = (info.node_id, info.epoch)
+        if peer in self._dialled:
+            return
+        identity = f"{self._hello.node_id}:{self._hello.epoch}".encode()
+        dialer = Dialer[ToDecode, ToPrefill](
+            info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(), self._context
+        )
+        self._dialled[peer] = dialer
+        self.watch(dialer.fileno())
+
+    def _drop(self, peer: Peer) -> None:
+        dialer = self._dialled.pop(peer, None)
+        if dialer is not None:
+            self._epoll.unregister(dialer.fileno())
+            dialer.close()
+        for identity in [i for i, known in self._introduced.items() if known == peer]:
+            del self._introduced[identity]
+
+    def _send_to_peer(self, peer: Peer, message: ToDecode | ToPrefill) -> None:
+        if peer in self._dialled:
+            self._dialled[peer].send(message)  # type: ignore[arg-type]
+            return
+        for identity, known in self._introduced.items():
+            if known == peer and self._listener is not None:
+                self._listener.send(identity, message)  # type: ignore[arg-type]
+                return
+
+    def _receive_dialled(self, peer: Peer, events: list[LinkEvent]) -> None:
+        dialer = self._dialled[peer]
+        while (message := dialer.receive()) is not None:
+            if isinstance(message, Disconnected):
+                self._drop(peer)
+                events.append(PeerLost(*peer))
+                return
+            events.append(FromPeer(*peer, message))
+
+    def _receive_listener(
+        self, listener: Listener[ToPrefill, ToDecode], events: list[LinkEvent]
+    ) -> None:
+        while (received := listener.receive()) is not None:
+            if received.message is None:
+                peer = self._introduced.pop(received.peer, None)
+                if peer is not None:
+                    events.append(PeerLost(*peer))
+                continue
+            if isinstance(received.message, PeerHello):
+                hello = received.message
+                self._introduced[received.peer] = (hello.node_id, hello.epoch)
+            peer = self._introduced.get(received.peer)
+            if peer is not None:  # before its PeerHello a peer is nobody
+                events.append(FromPeer(*peer, received.message))

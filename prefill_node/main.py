@@ -1,0 +1,10 @@
+"""The prefill process: `baton prefill`."""
+
+from baton.engine.node import EngineNode
+from baton.prefill_node.scheduler import PrefillScheduler
+from baton.protocol.config import ClusterConfig
+
+
+def run(config: ClusterConfig) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code."""
+    return EngineNode(config, "prefill", PrefillScheduler).run()
