@@ -1,0 +1,117 @@
+"""One rank's KV pool in host memory that other processes on this host can map.
+
+A memfd holds the blocks, behind them (page aligned) one uint32 generation per block, behind that a
+nonce page. The executor writes all of it; peers get the descriptor from the `shm` transport and can
+map it only for reading: a seal forbids every other writable mapping, and another forbids to shrink
+it under a reader. Created by executors and workers; imports neither torch nor the engine.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.protocol.errors import ConfigError
+
+NONCE_BYTES = 16
+# Linux 5.1; the fcntl module does not name it. Mappings that exist stay writable.
+_F_SEAL_FUTURE_WRITE = 0x0010
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+
+class PoolShape(msgspec.Struct, frozen=True):
+    """Where things lie in a pool's file, in bytes; both ends compute the same."""
+
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def generations_offset(self) -> int:
+        return _page_up(self.pool_bytes)
+
+    @property
+    def nonce_offset(self) -> int:
+        return self.generations_offset + _page_up(4 * self.num_blocks)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.nonce_offset + mmap.PAGESIZE
+
+
+class HostPool:
+    """`num_blocks` zeroed blocks of `block_bytes`, all memory reserved at once.
+
+    Raises `ConfigError` when the memory is not there. After `close` views that were handed out stay
+    valid until they are dropped, but no new peer can map the pool.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.shape = PoolShape(num_blocks, block_bytes)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        # Linux answers a memfd that is larger than memory not with an error but with the OOM killer.
+        if self.shape.file_bytes > available_bytes():
+            raise ConfigError(
+                f"a KV pool of {self.shape.file_bytes >> 20} MiB does not fit the "
+                f"{available_bytes() >> 20} MiB of free memory; lower cache.memory_mib"
+            )
+        self._fd = os.memfd_create("baton-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Reserve now: a page that cannot be had later is SIGBUS in the middle of a step.
+            os.posix_fallocate(self._fd, 0, self.shape.file_bytes)
+            file = mmap.mmap(self._fd, self.shape.file_bytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as error:
+            os.close(self._fd)
+            size_mib = self.shape.file_bytes >> 20
+            raise ConfigError(f"cannot reserve a KV pool of {size_mib} MiB: {error}") from error
+        nonce_offset = self.shape.nonce_offset
+        file[nonce_offset : nonce_offset + NONCE_BYTES] = self.nonce
+        self._file = memoryview(file)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The blocks as writable bytes."""
+        return self._file[: self.shape.pool_bytes]
+
+    @property
+    def generations(self) -> NDArray[np.uint32]:
+        """One writable generation per block; bumped *before* a new owner's first store."""
+        offset = self.shape.generations_offset
+        return np.frombuffer(self._file, np.uint32, self.shape.num_blocks, offset)
+
+    @property
+    def address(self) -> int:
+        """Where block 0 lies in this process."""
+        return int(np.frombuffer(self._file, np.uint8).ctypes.data)
+
+    def fileno(self) -> int:
+        """The memfd, for passing on; -1 after `close`."""
+        return self._fd
+
+    def close(self) -> None:
+        """Idempotent. The memory goes when the last view and the last peer's mapping are gone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._file = memoryview(b"")
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo does not say how much memory is available")
+
+
+def _page_up(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
