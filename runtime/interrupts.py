@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM as a request to stop; the second one as an order.
+
+Used by the mains that are plain loops (launcher, nodes). asyncio mains install handlers on their
+loop instead.
+"""
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+EXIT_INTERRUPTED = 130
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+class Interrupts:
+    """A context in which signals are noted; enter it from the main thread."""
+
+    def __init__(self, on_second: Callable[[], None]) -> None:
+        """`on_second` runs in the signal handler, right before the process ends with 130."""
+        self.requested = False
+        self._on_second = on_second
+        self._previous: list[tuple[signal.Signals, Handler]] = []
+        self._read_end, self._write_end = -1, -1
+
+    def __enter__(self) -> "Interrupts":
+        self._read_end, self._write_end = os.pipe()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous.append((number, signal.signal(number, self._on_signal)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous:
+            signal.signal(number, handler)
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def fileno(self) -> int:
+        """Readable once a stop was requested."""
+        return self._read_end
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps up to `timeout_s`; True as soon as a stop was requested."""
+        # Not threading.Event: setting one in a handler can deadlock with the thread waiting on it.
+        select.select([self._read_end], [], [], timeout_s)
+        return self.requested
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            self._on_second()
+            os._exit(EXIT_INTERRUPTED)
+        self.requested = True
+        os.write(self._write_end, b"!")

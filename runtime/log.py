@@ -1,0 +1,121 @@
+"""Structured log lines: for people by default, one JSON object a line on request.
+
+`setup` is called once per process by its main; everybody else asks `logger` for a `Log` and passes
+fields by name. Prompts are never logged unless `log.prompts` asks for it, and then only through
+`clip`.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import TextIO
+
+from baton.protocol.config import LogConfig
+
+ROOT = "baton"
+MAX_PROMPT_CHARS = 200
+
+
+class Log:
+    """A logger whose keyword arguments become `key=value` or JSON fields."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(f"{ROOT}.{name}")
+
+    def debug(self, message: str, **fields: object) -> None:
+        self._log(logging.DEBUG, message, fields)
+
+    def info(self, message: str, **fields: object) -> None:
+        self._log(logging.INFO, message, fields)
+
+    def warning(self, message: str, **fields: object) -> None:
+        self._log(logging.WARNING, message, fields)
+
+    def error(self, message: str, **fields: object) -> None:
+        self._log(logging.ERROR, message, fields)
+
+    def exception(self, message: str, **fields: object) -> None:
+        """An error with the traceback of the exception being handled."""
+        self._logger.error(message, exc_info=True, extra={"fields": fields})
+
+    def _log(self, level: int, message: str, fields: dict[str, object]) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, message, extra={"fields": fields})
+
+
+def logger(name: str) -> Log:
+    return Log(name)
+
+
+def clip(text: str) -> str:
+    """A prompt or an answer, short enough to be logged."""
+    return text if len(text) <= MAX_PROMPT_CHARS else text[:MAX_PROMPT_CHARS] + "…"
+
+
+def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
+    """Sends every line of this process, named `name`, to `stream` (stderr)."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(name) if config.json else TextFormatter(name))
+    root = logging.getLogger(ROOT)
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(config.level.upper())
+    root.propagate = False
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01.250 INFO    router: node lost node=d0 reason="three beats missed"`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        parts = [
+            f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} {self._process}: "
+            + _one_line(record.getMessage())
+        ]
+        parts += [f"{key}={_value(value)}" for key, value in _fields(record).items()]
+        line = " ".join(parts)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (unix seconds), level, process, message, then the fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "message": record.getMessage(),
+        }
+        line.update((key, value) for key, value in _fields(record).items() if key not in line)
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, dict) else {}
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    # Quoting also keeps text that others sent from forging a line of its own.
+    plain = text and text.isprintable() and not any(char in ' "=' for char in text)
+    return text if plain else json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text)[1:-1]

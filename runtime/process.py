@@ -1,0 +1,270 @@
+"""Child processes that never outlive their parent, and one that is restarted when it dies.
+
+Used by the launcher, by `LocalCluster` and by the worker executor. A child leads a process group
+of its own, so Ctrl-C reaches the parent alone, which then ends everybody in order. Nothing here
+searches processes by name: only ids of children that are not yet reaped are ever signalled.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO
+
+import msgspec
+
+from baton.protocol.errors import NodeError
+from baton.runtime.clock import Clock, monotonic
+
+DEATH_FD_VARIABLE = "BATON_DEATH_FD"
+DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
+TAIL_LINES = 20
+GRACE_S = 3.5
+POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+
+# Called with (child name, line) from a reader thread.
+Relay = Callable[[str, str], None]
+
+
+class Command(msgspec.Struct, frozen=True):
+    """`python -m module args...`, with `env` on top of the parent's environment."""
+
+    name: str
+    args: tuple[str, ...]
+    module: str = "baton"
+    env: tuple[tuple[str, str], ...] = ()
+    pass_fds: tuple[int, ...] = ()
+
+
+def die_with_parent() -> None:
+    """Ends this process by SIGKILL as soon as the one that spawned it through `Child` is gone.
+
+    To be called first thing in a child's main; does nothing in a process that no `Child` spawned.
+    """
+    inherited = os.environ.pop(DEATH_FD_VARIABLE, "")
+    by_signal = os.environ.pop(DEATH_SIGNAL_VARIABLE, "")
+    if not inherited.isdecimal():
+        return
+    descriptor = int(inherited)
+    os.set_inheritable(descriptor, False)
+    # The pipe also covers a parent that died before the signal was asked for.
+    threading.Thread(target=_watch, args=(descriptor,), name="death pipe", daemon=True).start()
+    if by_signal and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _watch(descriptor: int) -> None:
+    os.read(descriptor, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def to_stderr(name: str, line: str) -> None:
+    """The usual relay: lines that do not name their process get a prefix."""
+    named = line.startswith("{") or f" {name}: " in line
+    sys.stderr.write(line + "\n" if named else f"{name} | {line}\n")
+    sys.stderr.flush()
+
+
+class Child:
+    """One spawned process. Use it from one thread; its output is read by another."""
+
+    def __init__(self, command: Command, relay: Relay = to_stderr) -> None:
+        """Spawns at once; raises `NodeError` when the system refuses."""
+        self.name = command.name
+        self.exit_code: int | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        read_end, self._death_pipe = os.pipe()
+        env = {**os.environ, **dict(command.env), DEATH_FD_VARIABLE: str(read_end)}
+        env["PYTHONUNBUFFERED"] = "1"
+        env.pop(DEATH_SIGNAL_VARIABLE, None)
+        # The signal comes when the spawning *thread* ends, so only the main one may ask for it.
+        if threading.current_thread() is threading.main_thread():
+            env[DEATH_SIGNAL_VARIABLE] = "1"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", command.module, *command.args],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(read_end, *command.pass_fds),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(self._death_pipe)
+            raise NodeError(f"cannot start {command.name}: {error}") from error
+        finally:
+            os.close(read_end)
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stdout, relay), name=command.name, daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines it wrote."""
+        return tuple(self._tail)
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it), or None while it runs."""
+        if self.exit_code is None:
+            # Looking without reaping keeps the id taken while its group is cleared of leftovers.
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self.pid, options) is not None:
+                self._kill_group()
+                self.exit_code = self._process.wait()
+                os.close(self._death_pipe)
+                self._reader.join(1.0)
+        return self.exit_code
+
+    def terminate(self) -> None:
+        """Asks it to end (SIGTERM)."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it and everything in its group (SIGKILL), without waiting."""
+        if self.exit_code is None:
+            self._kill_group()
+
+    def wait(self, deadline_s: float) -> bool:
+        """Whether it is gone by `deadline_s` on the monotonic clock."""
+        while self.poll() is None:
+            if monotonic() >= deadline_s:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def stop(self, grace_s: float = GRACE_S) -> int:
+        """Asks, waits, and kills what is left; returns the exit code. Idempotent."""
+        self.terminate()
+        if not self.wait(monotonic() + grace_s):
+            self.kill()
+            self.wait(monotonic() + 1.0)
+        return self.exit_code if self.exit_code is not None else -signal.SIGKILL
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _read(self, output: IO[bytes], relay: Relay) -> None:
+        with output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._tail.append(line)
+                relay(self.name, line)
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """A supervised child ended by itself; it starts again in `restart_in_s`."""
+
+    name: str
+    code: int
+    tail: tuple[str, ...]
+    num_exits: int  # since the supervisor started
+    restart_in_s: float
+
+
+class Backoff:
+    """How long to wait before a restart: doubling, forgotten after a good run."""
+
+    def __init__(
+        self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0
+    ) -> None:
+        self._first_s, self._longest_s, self._good_run_s = first_s, longest_s, good_run_s
+        self._next_s = first_s
+
+    def after(self, ran_s: float) -> float:
+        """The delay after a run of `ran_s`."""
+        if ran_s >= self._good_run_s:
+            self._next_s = self._first_s
+        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return delay_s
+
+
+class Supervisor:
+    """Keeps a set of children running. `poll` it a few times a second; it never blocks."""
+
+    def __init__(
+        self, commands: tuple[Command, ...], clock: Clock = monotonic, relay: Relay = to_stderr
+    ) -> None:
+        self._posts = [_Post(command) for command in commands]
+        self._clock = clock
+        self._relay = relay
+
+    def start(self) -> None:
+        for post in self._posts:
+            post.spawn(self._clock(), self._relay)
+
+    def poll(self) -> list[Exit]:
+        """Notices exits and restarts what is due; returns the exits since the last call."""
+        exits = []
+        for post in self._posts:
+            now_s = self._clock()
+            if post.child is not None and post.child.poll() is not None:
+                exits.append(post.ended(now_s))
+            elif post.child is None and now_s >= post.restart_at_s:
+                post.spawn(now_s, self._relay)
+        return exits
+
+    def pid_of(self, name: str) -> int | None:
+        """The process id of a child, None while it is down."""
+        for post in self._posts:
+            if post.command.name == name:
+                return post.child.pid if post.child is not None else None
+        return None
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Ends all at once, by force after `grace_s`. Idempotent."""
+        children = [post.child for post in self._posts if post.child is not None]
+        for child in children:
+            child.terminate()
+        deadline_s = monotonic() + grace_s
+        for child in children:
+            if not child.wait(deadline_s):
+                child.kill()
+        for child in children:
+            child.wait(monotonic() + 1.0)
+
+    def kill(self) -> None:
+        """Ends all by force without waiting; safe in a signal handler."""
+        for post in self._posts:
+            if post.child is not None:
+                post.child.kill()
+
+
+class _Post:
+    """A place that a child is to fill."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.child: Child | None = None
+        self.restart_at_s = 0.0
+        self.num_exits = 0
+        self._started_s = 0.0
+        self._backoff = Backoff()
+
+    def spawn(self, now_s: float, relay: Relay) -> None:
+        self.child = Child(self.command, relay)
+        self._started_s = now_s
+
+    def ended(self, now_s: float) -> Exit:
+        child, self.child = self.child, None
+        assert child is not None
+        assert child.exit_code is not None
+        self.num_exits += 1
+        delay_s = self._backoff.after(now_s - self._started_s)
+        self.restart_at_s = now_s + delay_s
+        return Exit(child.name, child.exit_code, child.tail, self.num_exits, delay_s)
