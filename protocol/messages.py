@@ -76,7 +76,6 @@ class Prefill(Message, frozen=True):
     num_choices: int = 1
     decode_node: NodeId | None = None
     extra_keys: tuple[str, ...] = ()
-    deadline_s: float | None = None
 
 
 class Decode(Message, frozen=True):
@@ -94,7 +93,6 @@ class Decode(Message, frozen=True):
     prefill_node: NodeId | None = None
     max_uncached_tokens: int | None = None
     extra_keys: tuple[str, ...] = ()
-    deadline_s: float | None = None
 
 
 class Cancel(Message, frozen=True):
