@@ -33,6 +33,7 @@ from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 
 MakeScheduler = Callable[[BlockPool, Limits], Scheduler]
+MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
 
 log = logger("node")
 
@@ -84,41 +85,58 @@ class NodeVitals:
 
 
 class EngineNode:
-    """One engine process. `run` returns its exit code."""
+    """One engine node. `run` is a process's whole life and returns its exit code."""
 
-    def __init__(self, config: ClusterConfig, role: Role, make_scheduler: MakeScheduler) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        role: Role,
+        make_scheduler: MakeScheduler,
+        make_executor: MakeExecutor | None = None,
+    ) -> None:
         self.config = config
         self.role = role
         self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
         self.epoch = Epoch(secrets.token_hex(8))
         self._make_scheduler = make_scheduler
+        self._make_executor = make_executor or local_or_workers
         self._vitals = Vitals()
-        self._stopping = False
+        self._stopping = threading.Event()
 
     def run(self) -> int:
         die_with_parent()
         setup(self.config.log, str(self.node_id))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        beats = BeatThread(
-            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic
-        )
-        executor = self._executor()
-        records = Records(self.config.log.records, self.node_id)
         try:
-            hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
-            sockets = NodeSockets(self.config.node.routers, hello)
-            beats.start()
-            self._serve(executor, sockets, records)
+            self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
             return 1
+        log.info("stopped")
+        return 0
+
+    def stop(self) -> None:
+        """Ask `serve` to return; any thread may."""
+        self._stopping.set()
+
+    def serve(self) -> None:
+        """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
+        beats = BeatThread(
+            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic
+        )
+        executor = self._make_executor(self.config, self.epoch)
+        records = Records(self.config.log.records, self.node_id)
+        hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
+        sockets = NodeSockets(self.config.node.routers, hello)
+        try:
+            beats.start()
+            self._serve(executor, sockets, records)
         finally:
             beats.stop()
             executor.close()
+            sockets.close()
             records.close()
-        log.info("stopped")
-        return 0
 
     def _serve(self, executor: Executor, sockets: NodeSockets, records: Records) -> None:
         info = self._start(executor)
@@ -148,7 +166,7 @@ class EngineNode:
         self._vitals.set_ready()
         sockets.ready(node)
         log.info("ready", role=self.role, blocks=info.num_blocks, max_len=info.max_model_len)
-        while not self._stopping:
+        while not self._stopping.is_set():
             loop.turn()
 
     def _start(self, executor: Executor) -> ExecutorInfo:
@@ -166,13 +184,14 @@ class EngineNode:
         log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
         os._exit(1)
 
-    def _executor(self) -> Executor:
-        engine = self.config.engine
-        if engine.workers or engine.tensor_parallel > 1:
-            return WorkerExecutor(self.config, self.epoch)
-        return InProcessExecutor(self.config, self.epoch)
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping:
+        if self._stopping.is_set():
             raise NodeError("stopped by a second signal")
-        self._stopping = True
+        self._stopping.set()
+
+
+def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
+    """The executor that `config` asks for."""
+    if config.engine.workers or config.engine.tensor_parallel > 1:
+        return WorkerExecutor(config, epoch)
+    return InProcessExecutor(config, epoch)
