@@ -27,6 +27,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step"):
     step_id: int
     started_s: float
     ended_s: float
+    num_prompt_tokens: int
     slices: list[SliceRecord]
 
 
@@ -68,14 +69,19 @@ class Records:
         counters = self.counters
         counters.num_steps += 1
         counters.step_s += result.ended_s - result.started_s
-        for part in plan.slices:
-            counters.num_output_tokens += len(part.draws)
-            counters.num_prompt_tokens += max(
-                0, min(part.start + part.length, part.num_prompt_tokens) - part.start
-            )
+        counters.num_output_tokens += sum(len(part.draws) for part in plan.slices)
+        num_prompt_tokens = sum(
+            max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
+            for part in plan.slices
+        )
+        counters.num_prompt_tokens += num_prompt_tokens
         if self._file is not None:
             slices = [SliceRecord(p.key, p.start, p.length, len(p.draws)) for p in plan.slices]
-            self._write(StepRecord(plan.step_id, result.started_s, result.ended_s, slices))
+            self._write(
+                StepRecord(
+                    plan.step_id, result.started_s, result.ended_s, num_prompt_tokens, slices
+                )
+            )
 
     def read(self, rank: int, event: ReadEnded) -> None:
         self.counters.num_reads += 1
