@@ -4,22 +4,21 @@ The real one (`engine/sockets.py`) holds ZMQ sockets; the simulator and tests ha
 loop is the only caller. Nothing here blocks but `wait`.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from baton.engine.outputs import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
 from baton.protocol.messages import ToNode, ToRouter
 
 
-@dataclass(slots=True, frozen=True)
-class FromRouter:
+class FromRouter(msgspec.Struct, frozen=True):
     origin: Origin
     message: ToNode
 
 
-@dataclass(slots=True, frozen=True)
-class RouterLost:
+class RouterLost(msgspec.Struct, frozen=True):
     """The channel broke or the router was silent too long; its requests are nobody's now."""
 
     origin: Origin

@@ -22,9 +22,11 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.errors import InvariantBroken, NodeError
 from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, Welcome
+from baton.runtime.timeline import EventRing
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25
+RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
 
 
@@ -61,7 +63,7 @@ class StepForecast:
 class EngineLoop:
     """Drives one scheduler, one executor and one connector over `links`.
 
-    Errors end the process; its supervisor starts it afresh.
+    Errors end the process; its supervisor starts it afresh. `ring` holds what was heard last.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class EngineLoop:
         self.connector = connector
         self.links = links
         self.vitals = vitals
+        self.ring = EventRing(RING_EVENTS)
         self._clock = clock
         self._forecast = StepForecast()
         self._launched: deque[StepPlan] = deque()
@@ -91,6 +94,7 @@ class EngineLoop:
         """Everything that can be done now, then wait for the next event."""
         now_s = self._clock()
         for event in self.links.receive(now_s):
+            self.ring.record(now_s, event)
             self._hear(now_s, event)
         self._settle(now_s)
         self._connect(now_s)
@@ -119,6 +123,7 @@ class EngineLoop:
 
     def _settle(self, now_s: float) -> None:
         while (result := self.executor.poll()) is not None:
+            self.ring.record(now_s, result)
             plan = self._launched.popleft()
             if plan.step_id != result.step_id:
                 raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
@@ -134,6 +139,7 @@ class EngineLoop:
             for event in port.poll():
                 if isinstance(event, ReadEnded):
                     self.vitals.read_ended(rank, event)
+                self.ring.record(now_s, event)
                 self._events.append(FromRank(rank, event))
         self._events.extend(self.scheduler.outputs.take_connector_events())
         due = self._wake_at_s is not None and now_s >= self._wake_at_s

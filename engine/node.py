@@ -8,8 +8,10 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from baton.engine.block_pool import BlockPool
@@ -24,7 +26,7 @@ from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, NodeError
+from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.beats import BeatThread, Vitals
@@ -166,8 +168,15 @@ class EngineNode:
         self._vitals.set_ready()
         sockets.ready(node)
         log.info("ready", role=self.role, blocks=info.num_blocks, max_len=info.max_model_len)
-        while not self._stopping.is_set():
-            loop.turn()
+        try:
+            while not self._stopping.is_set():
+                loop.turn()
+        except InvariantBroken:
+            path = Path(self.config.log.records or tempfile.gettempdir())
+            path /= f"{self.node_id}-{self.epoch}.events.jsonl"
+            loop.ring.dump(path)
+            log.error("an invariant broke; what led to it was written", file=str(path))
+            raise
 
     def _start(self, executor: Executor) -> ExecutorInfo:
         """Load under one deadline: a start that hangs ends the process."""
