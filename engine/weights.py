@@ -1,0 +1,169 @@
+"""The tensors of a Hugging Face folder: read by name, a slice at a time, and told apart.
+
+Model loaders ask a `Checkpoint` for what their rank needs; nothing else of a tensor is read from
+disk. `fingerprint` lets two nodes refuse to exchange blocks of different weights. Names, shapes
+and layout of a model are not known here, and nothing is ever written.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.protocol.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Fields of config.json that differ between copies of one model.
+INCIDENTAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+WHOLE_BYTES = 65536  # a tensor up to this size is hashed in full
+SAMPLES = 16
+SAMPLE_BYTES = 512
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class Checkpoint:
+    """`model.safetensors` or the shards that `model.safetensors.index.json` lists.
+
+    Files are opened, and read through a memory map, when one of their tensors is first asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._shard_of = _shards_by_name(folder)
+        self._open: dict[Path, _OpenFile] = {}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shard_of)
+
+    def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor in the checkpoint's dtype; `columns` needs two dimensions.
+
+        It may be a view of the memory map, shared with other processes: never write into it.
+        Raises `ConfigError` if there is no such tensor or its file is damaged.
+        """
+        shard = self._shard_of.get(name)
+        if shard is None:
+            raise ConfigError(f"{self.folder} has no tensor {name}")
+        try:
+            handle = self._handle(shard)
+            if rows is None and columns is None:
+                return handle.get_tensor(name)
+            view = handle.get_slice(name)
+            rows = rows or slice(None)
+            return view[rows] if columns is None else view[rows, columns]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{shard}: tensor {name} cannot be read: {error}") from None
+
+    def _handle(self, shard: Path) -> "_OpenFile":
+        if shard not in self._open:
+            self._open[shard] = safe_open(shard, framework="pt", device="cpu")
+        return self._open[shard]
+
+
+def fingerprint(folder: Path, dtype: str) -> str:
+    """Equal for equal models served in `dtype`, however their tensors are spread over files.
+
+    Covers the configuration, all names, shapes and types, and bytes sampled from every tensor:
+    two trainings of one architecture differ, and a folder of any size takes well under a second.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(dtype.encode())
+    for field, value in _significant_fields(folder / "config.json"):
+        digest.update(f"\0{field}=".encode() + value)
+    places: dict[str, tuple[Path, _Entry]] = {}
+    for shard in sorted(set(_shards_by_name(folder).values())):
+        places |= {name: (shard, entry) for name, entry in _header(shard).items()}
+    for name, (shard, entry) in sorted(places.items()):
+        digest.update(f"\0{name} {entry.dtype} {entry.shape}".encode())
+        for sample in _samples(shard, entry.data_offsets):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
+class _View(Protocol):
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
+
+
+class _OpenFile(Protocol):
+    """What is used of `safe_open`, which carries no types."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> _View: ...
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    """One tensor in a file's header. Offsets are bytes from the file's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _shards_by_name(folder: Path) -> dict[str, Path]:
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file():
+        try:
+            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{index}: {error}") from None
+        missing = sorted(file for file in set(names.values()) if not (folder / file).is_file())
+        if missing:
+            raise ConfigError(f"{index} names {missing[0]}, which {folder} does not have")
+        return {name: folder / file for name, file in names.items()}
+    if single.is_file():
+        return dict.fromkeys(_header(single), single)
+    raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    """The table at the head of a safetensors file: 8 bytes of length, then JSON."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= MAX_HEADER_BYTES:
+                raise ConfigError(f"{file} is not a safetensors file")
+            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    for entry in entries.values():
+        first, last = entry.data_offsets
+        entry.data_offsets = (8 + length + first, 8 + length + last)
+    return entries
+
+
+def _samples(file: Path, span: tuple[int, int]) -> Iterator[bytes]:
+    first, last = span
+    with file.open("rb") as stream:
+        if last - first <= WHOLE_BYTES:
+            stream.seek(first)
+            yield stream.read(last - first)
+            return
+        for number in range(SAMPLES):
+            stream.seek(first + (last - first - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            yield stream.read(SAMPLE_BYTES)
+
+
+def _significant_fields(file: Path) -> list[tuple[str, bytes]]:
+    try:
+        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+    except FileNotFoundError:
+        raise ConfigError(f"{file.parent} has no config.json") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return sorted(
+        (name, bytes(raw)) for name, raw in fields.items() if name not in INCIDENTAL_FIELDS
+    )
