@@ -56,7 +56,7 @@ class HostPool:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.shape = PoolShape(num_blocks, block_bytes)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        # Linux answers a memfd that is larger than memory not with an error but with the OOM killer.
+        # Linux answers a memfd larger than memory not with an error but with the OOM killer.
         if self.shape.file_bytes > available_bytes():
             raise ConfigError(
                 f"a KV pool of {self.shape.file_bytes >> 20} MiB does not fit the "

@@ -112,9 +112,10 @@ class PoolMemory(msgspec.Struct, frozen=True):
 class Transport(Protocol):
     """Reads blocks of peers into the local pool. Called from one thread, the agent's.
 
-    `read` may block while it copies (shm, CMA), for one slice at most. `test` returns True when the
-    read has ended and raises `TransferError` when it failed. After `cancel` returns True no byte of
-    that read can land any more; False means that nobody knows.
+    Only `read` may block, while it copies, for one slice at most. `test` returns True when the read
+    has ended and raises `TransferError` when it failed; either forgets the handle, as does `cancel`
+    returning True. After `cancel` returns True no byte of that read can land any more; False means
+    that nobody knows: the handle stays, and `test` may still see its end.
     """
 
     name: str
@@ -123,19 +124,36 @@ class Transport(Protocol):
         """Opaque metadata with which a peer's `add_peer` can read the local pool."""
         ...
 
-    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None: ...
+    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+        """Begin to make that pool readable. Raises `TransferError`."""
+        ...
 
-    def remove_peer(self, peer: Epoch) -> None: ...
+    def connected(self, peer: Epoch) -> bool:
+        """True once `read` will work; `TransferError` when it never will."""
+        ...
+
+    def remove_peer(self, peer: Epoch) -> None:
+        """Forget that pool; an unknown one is no error. Its reads must have ended or been given up:
+        what could not be cancelled may land until `close`."""
+        ...
 
     def read(
         self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
     ) -> int:
-        """Post a read of one slice; returns its handle."""
+        """Post a read of one slice; returns its handle. Raises `TransferError`."""
         ...
 
     def test(self, handle: int) -> bool: ...
 
     def cancel(self, handle: int) -> bool: ...
+
+    def fileno(self) -> int:
+        """Readable when `service` has something to do; -1: never."""
+        ...
+
+    def service(self) -> list[Epoch]:
+        """Answer peers that connect; returns the peers that were found to be gone."""
+        ...
 
     def close(self) -> None: ...
 
