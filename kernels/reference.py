@@ -1,0 +1,166 @@
+"""The plain-torch twin of every kernel in this room: what each one means, in fp32.
+
+The engine runs these on machines without a GPU that Triton can use, and the tests hold each kernel
+to its twin. A twin states the meaning as plainly as torch allows; speed is the kernels' concern.
+Nothing here may import Triton.
+
+The pool of a rank is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]` with
+keys at 0 and values at 1 of the fourth axis. A slot is `block_id * block_size + offset`.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  (the signatures are the kernels': tensors, not records)
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def paged_decode_attention(
+    q: Tensor,  # [batch, num_heads, head_dim]
+    pool: Tensor,
+    layer: int,
+    block_tables: Tensor,  # [batch, max_blocks]
+    context_lens: Tensor,  # [batch]
+    scale: float,
+) -> Tensor:
+    """Attention of one new token per sequence over its paged context, shaped as `q`.
+
+    `context_lens` counts the new token, whose keys and values are already in the pool. A row of
+    length 0, padding of a captured graph, gives zeros.
+    """
+    rows = [
+        _causal_attention(q[i, None], *_visible_kv(pool, layer, block_tables[i], length), scale)
+        for i, length in enumerate(context_lens.tolist())
+    ]
+    return torch.cat(rows)
+
+
+def paged_prefill_attention(
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    pool: Tensor,
+    layer: int,
+    block_tables: Tensor,  # [batch, max_blocks]
+    query_starts: Tensor,  # [batch + 1]
+    context_lens: Tensor,  # [batch]
+    scale: float,
+) -> Tensor:
+    """Causal attention of a ragged batch of chunks over their prefixes and selves, shaped as `q`.
+
+    Sequence `s` owns the tokens `query_starts[s]:query_starts[s + 1]`, the last of
+    `context_lens[s]` positions. Tokens past `query_starts[-1]` belong to nobody; what is returned
+    for them is undefined (zeros here).
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = query_starts.tolist()
+    for i, length in enumerate(context_lens.tolist()):
+        chunk = slice(starts[i], starts[i + 1])
+        k, v = _visible_kv(pool, layer, block_tables[i], length)
+        out[chunk] = _causal_attention(q[chunk], k, v, scale)
+    return out
+
+
+def rope_and_store(
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    k: Tensor,  # [num_tokens, kv_heads, head_dim]
+    v: Tensor,  # [num_tokens, kv_heads, head_dim]
+    positions: Tensor,  # [num_tokens]
+    cos_sin: Tensor,  # [max_position, head_dim]: the cosines, then the sines
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,  # [num_tokens], -1: do not store
+    q_norm_weight: Tensor | None = None,  # [head_dim]
+    k_norm_weight: Tensor | None = None,  # [head_dim]
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotate queries and keys, store keys and values in the pool, return the queries.
+
+    With norm weights, each head is RMS-normalised before its rotation (Qwen3). The rotation pairs
+    element `i` with `i + head_dim / 2` (Llama and Qwen checkpoints as Hugging Face lays them out).
+    All in fp32, rounded once.
+    """
+    block_size = pool.shape[4]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
+    blocks, offsets = slots // block_size, slots % block_size
+    rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin)
+    pool[blocks, :, layer, 0, offsets] = rotated_k[kept].to(pool.dtype)
+    pool[blocks, :, layer, 1, offsets] = v[kept].to(pool.dtype)
+    return _rotate(_head_norm(q, q_norm_weight, eps), positions, cos_sin).to(q.dtype)
+
+
+def add_rms_norm(
+    x: Tensor,  # [num_tokens, hidden]
+    residual: Tensor | None,  # [num_tokens, hidden]
+    weight: Tensor,  # [hidden]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream `x + residual` and its RMS norm, as `(normed, new_residual)`.
+
+    The norm is of the *rounded* sum, the value that the next layer adds to. Without a residual, `x`
+    starts the stream.
+    """
+    stream = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    normed = _rms_norm(stream.float(), weight, eps)
+    return normed.to(x.dtype), stream
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[num_tokens, 2 * features]`, gates first: `[num_tokens, features]`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
+    """Copy the blocks `block_ids` of `[num_blocks, block_numel]` to the first rows of `out`."""
+    out[: len(block_ids)] = pool[block_ids.long()]
+
+
+def scatter_blocks(blocks: Tensor, block_ids: Tensor, pool: Tensor) -> None:
+    """Copy the first rows of `blocks` to the blocks `block_ids`, all different, of `pool`."""
+    pool[block_ids.long()] = blocks[: len(block_ids)]
+
+
+def _visible_kv(
+    pool: Tensor, layer: int, block_table: Tensor, context_len: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a context in fp32, each `[kv_heads, context_len, head_dim]`.
+
+    Cut, not masked: whatever a slot beyond the context holds, NaN included, cannot reach a result.
+    """
+    _, kv_heads, _, _, block_size, head_dim = pool.shape
+    num_blocks = -(-context_len // block_size)
+    blocks = pool[block_table[:num_blocks].long(), :, layer]  # [blocks, kv_heads, 2, size, dim]
+    kv = blocks.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, num_blocks * block_size, head_dim)
+    k, v = kv[:, :, :context_len].float()
+    return k, v
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the last `len(q)` positions of one sequence, shaped as `q`."""
+    q_len, num_heads, head_dim = q.shape
+    kv_heads, context_len, _ = k.shape
+    if context_len == 0:
+        return torch.zeros_like(q)
+    grouped = q.float().unflatten(1, (kv_heads, num_heads // kv_heads))
+    scores = torch.einsum("qkgd,knd->kgqn", grouped, k) * scale
+    own = torch.arange(context_len - q_len, context_len, device=q.device)
+    hidden = torch.arange(context_len, device=q.device) > own[:, None]  # [q_len, context_len]
+    probs = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    out = torch.einsum("kgqn,knd->qkgd", probs, v)
+    return out.reshape(q_len, num_heads, head_dim).to(q.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x.float() if weight is None else _rms_norm(x.float(), weight, eps)
+
+
+def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    cos, sin = cos_sin[positions.long()].float()[:, None].chunk(2, dim=-1)  # [tokens, 1, dim / 2]
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)

@@ -1,0 +1,72 @@
+"""Residual addition and RMS norm in one pass over the hidden states.
+
+One program per token, its row in registers: each value is read once and written once, and the
+reduction order of a row depends on the hidden size alone. Called by the decoder layers. The meaning
+is `reference.add_rms_norm`.
+"""
+
+# ruff: noqa: N803, PLR0913, PLR0917
+# Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def add_rms_norm(
+    x: Tensor,  # [num_tokens, hidden]
+    residual: Tensor | None,  # [num_tokens, hidden]
+    weight: Tensor,  # [hidden]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream `x + residual` and its RMS norm, as `(normed, new_residual)`.
+
+    Both are new tensors; without a residual the stream is `x` itself.
+    """
+    num_tokens, hidden = x.shape
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    stream = x
+    if residual is not None:
+        assert residual.shape == x.shape
+        assert residual.is_contiguous()
+        stream = torch.empty_like(normed)
+    block = triton.next_power_of_2(hidden)
+    _add_rms_norm_kernel[(num_tokens,)](
+        x, residual, weight, normed, stream, x.stride(0), eps, HIDDEN=hidden, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16), num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return normed, stream
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    stream_ptr: tl.tensor,
+    stride_x: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    live = d < HIDDEN
+    x = tl.load(x_ptr + token * stride_x + d, mask=live, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + token * HIDDEN + d, mask=live, other=0.0).to(tl.float32)
+        stream = x.to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + token * HIDDEN + d, stream, mask=live)
+        x = stream.to(
+            tl.float32
+        )  # the next layer adds to the rounded sum, so that is what is normed
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)
+    normed = (x * inverse * weight).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + token * HIDDEN + d, normed, mask=live)
