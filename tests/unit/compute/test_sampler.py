@@ -1,0 +1,249 @@
+"""A draw is right in distribution, and a pure function of its row."""
+
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.engine.sampler import Sampler, SampleRow
+from baton.protocol.sampling import Sampling
+
+EOS = 3
+
+
+def row(
+    position: int = 10, *, choice: int = 0, num_output_tokens: int = 5, **fields: float
+) -> SampleRow:
+    settled: dict[str, object] = {"seed": 7, "max_tokens": 100, **fields}
+    return SampleRow(Sampling(**settled), choice, position, num_output_tokens)  # type: ignore[arg-type]
+
+
+def logits_of(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+def draws(logits: Tensor, num: int, **fields: float) -> Counter[int]:
+    """`num` draws from one distribution, a position each."""
+    rows = [row(position, **fields) for position in range(num)]
+    return Counter(Sampler((EOS,)).sample(logits.expand(num, -1).clone(), rows))
+
+
+def chi_square(seen: Counter[int], probabilities: Tensor, num: int) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; cells below five are pooled."""
+    statistic, cells, pooled_seen, pooled_expected = 0.0, 0, 0, 0.0
+    for token, probability in enumerate(probabilities.tolist()):
+        expected = probability * num
+        if expected < 5:
+            pooled_seen, pooled_expected = pooled_seen + seen[token], pooled_expected + expected
+            continue
+        statistic += (seen[token] - expected) ** 2 / expected
+        cells += 1
+    if pooled_expected >= 5:
+        statistic += (pooled_seen - pooled_expected) ** 2 / pooled_expected
+        cells += 1
+    return statistic, cells - 1
+
+
+def assert_fits(seen: Counter[int], probabilities: Tensor, num: int) -> None:
+    statistic, freedom = chi_square(seen, probabilities, num)
+    # Wilson and Hilferty: this cube root is nearly normal; 4 is one in thirty thousand.
+    spread = 2 / (9 * freedom)
+    deviation = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    assert abs(deviation) < 4, f"chi-square {statistic:.1f} with {freedom} degrees of freedom"
+    assert all(probabilities[token] > 0 for token in seen)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seed", [0, 1, 2**62, -5])
+def test_draws_follow_the_softmax_at_that_temperature(temperature: float, seed: int) -> None:
+    logits = logits_of(1, 50)
+    seen = draws(logits, 20_000, temperature=temperature, seed=seed)
+    assert_fits(seen, torch.softmax(logits[0] / temperature, -1), 20_000)
+
+
+@pytest.mark.parametrize("vary", ["seed", "choice"])
+def test_draws_of_other_seeds_and_choices_are_independent(vary: str) -> None:
+    logits, num = logits_of(1, 30, seed=3), 20_000
+    rows = [row(4, **{vary: value}) for value in range(num)]
+    seen = Counter(Sampler().sample(logits.expand(num, -1).clone(), rows))
+    assert_fits(seen, torch.softmax(logits[0], -1), num)
+
+
+def test_neighbouring_positions_are_not_correlated() -> None:
+    num, logits = 20_000, torch.zeros(1, 6)
+    rows = [row(position) for position in range(num)]
+    tokens = Sampler().sample(logits.expand(num, -1).clone(), rows)
+    pairs = Counter(6 * one + other for one, other in itertools.pairwise(tokens))
+    assert_fits(pairs, torch.full((36,), 1 / 36), num - 1)
+
+
+def kept_by_reference(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution after the filters, the slow and plain way."""
+    probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
+    kept = probabilities >= sampling.min_p * probabilities.max()
+    if sampling.top_k:
+        order = torch.where(kept, probabilities, 0).argsort(descending=True, stable=True)
+        kept[order[sampling.top_k :]] = False
+    left = torch.where(kept, probabilities, 0)
+    left /= left.sum()
+    order = left.argsort(descending=True, stable=True)
+    before = left[order].cumsum(0) - left[order]
+    kept[order[before >= sampling.top_p]] = False
+    left = torch.where(kept, left, 0)
+    return left / left.sum()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 5},
+        {"top_k": 1},
+        {"top_p": 0.7},
+        {"top_p": 0.05},
+        {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.8},
+        {"top_k": 12, "top_p": 0.9, "min_p": 0.03, "temperature": 1.7},
+    ],
+)
+def test_filters_leave_what_their_definitions_say(fields: dict[str, float]) -> None:
+    logits, num = logits_of(1, 60, seed=5), 20_000
+    seen = draws(logits, num, **fields)
+    expected = kept_by_reference(logits[0], row(**fields).sampling)
+    if int((expected > 0).sum()) == 1:
+        assert seen == {int(expected.argmax()): num}
+    else:
+        assert_fits(seen, expected, num)
+
+
+def test_a_nucleus_larger_than_the_first_look_is_kept_whole() -> None:
+    vocab = 3000
+    logits = torch.linspace(0, 0.1, vocab)[None]
+    seen = draws(logits, 4000, top_p=0.9)
+    expected = kept_by_reference(logits[0], row(top_p=0.9).sampling)
+    assert int((expected > 0).sum()) > 2048
+    assert all(expected[token] > 0 for token in seen)
+    assert len(seen) > 1500
+
+
+def test_equals_at_the_edge_of_a_filter_stay_together() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, -1.0]])
+    assert set(draws(logits, 500, top_k=2)) == {1, 2, 3}
+    assert set(draws(logits, 500, top_p=0.4)) == {1, 2, 3}
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [7.0, 7.0, 7.0, 7.0]])
+    assert Sampler().sample(logits, [row(temperature=0.0)] * 2) == [1, 0]
+
+
+def test_greedy_and_drawn_rows_may_share_a_batch() -> None:
+    logits = logits_of(4, 100)
+    rows = [row(1), row(2, temperature=0.0), row(3), row(4, temperature=0.0)]
+    tokens = Sampler().sample(logits.clone(), rows)
+    assert [tokens[1], tokens[3]] == [int(logits[1].argmax()), int(logits[3].argmax())]
+    assert [tokens[0], tokens[2]] == Sampler().sample(logits[[0, 2]], [rows[0], rows[2]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_end_is_sampled_before_min_tokens(temperature: float) -> None:
+    logits = torch.zeros(1, 8)
+    logits[0, EOS], logits[0, 5] = 30.0, 29.0
+    early = SampleRow(Sampling(1, 9, 4, temperature, stop_token_ids=(5, 999)), 0, 12, 3)
+    late = SampleRow(early.sampling, 0, 13, 4)
+    tokens = Sampler((EOS,)).sample(logits.expand(2, -1).clone(), [early, late])
+    assert tokens[0] not in (EOS, 5)
+    assert tokens[1] in (EOS, 5)
+
+
+def test_an_empty_batch_gives_nothing() -> None:
+    assert Sampler().sample(torch.zeros(0, 10), []) == []
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    max_tokens=st.just(100),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.5]),
+    top_k=st.sampled_from([0, 1, 7, 40, 100_000]),
+    top_p=st.sampled_from([0.2, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05]),
+)
+ROWS = st.builds(
+    SampleRow, SAMPLINGS, st.integers(0, 127), st.integers(0, 10**6), st.integers(0, 100)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ROWS, min_size=1, max_size=9), st.randoms(use_true_random=False), st.integers(1, 9))
+def test_a_row_draws_the_same_alone_and_in_any_batch(rows, random, seed) -> None:  # type: ignore[no-untyped-def]
+    logits = logits_of(len(rows), 1237, seed)
+    together = Sampler().sample(logits.clone(), rows)
+    alone = [Sampler().sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
+    assert together == alone
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    mixed = Sampler().sample(logits[order].clone(), [rows[i] for i in order])
+    assert mixed == [together[i] for i in order]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(ROWS, min_size=1, max_size=4), st.integers(1, 9))
+def test_a_drawn_token_is_one_that_the_filters_leave(rows, seed) -> None:  # type: ignore[no-untyped-def]
+    logits = logits_of(len(rows), 301, seed)
+    tokens = Sampler().sample(logits.clone(), rows)
+    for index, token in enumerate(tokens):
+        if not rows[index].is_greedy:
+            assert kept_by_reference(logits[index], rows[index].sampling)[token] > 0
+
+
+def test_the_filters_do_not_change_the_noise() -> None:
+    """A token that survives and wins without a filter wins with it too."""
+    logits = logits_of(200, 500)
+    free = Sampler().sample(logits.clone(), [row(p) for p in range(200)])
+    kept = Sampler().sample(logits.clone(), [row(p, top_k=30) for p in range(200)])
+    top = logits.topk(30, dim=-1).indices.tolist()
+    survivors = [index for index in range(200) if free[index] in top[index]]
+    assert len(survivors) > 50
+    assert [free[index] for index in survivors] == [kept[index] for index in survivors]
+
+
+PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
+
+
+def test_draws_are_pinned_across_releases() -> None:
+    """Nodes of two versions may continue one another's sequences."""
+    rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
+    assert Sampler().sample(torch.zeros(8, 64), rows) == PINNED
+
+
+def test_another_process_with_other_threads_draws_the_same() -> None:
+    script = (
+        "import torch; torch.set_num_threads(2)\n"
+        "from baton.engine.sampler import SampleRow, Sampler\n"
+        "from baton.protocol.sampling import Sampling\n"
+        "g = torch.Generator().manual_seed(1)\n"
+        "x = torch.randn(5, 20000, generator=g)\n"
+        "rows = [SampleRow(Sampling(p, 9, top_p=0.95), 1, p, 0) for p in range(5)]\n"
+        "print(Sampler().sample(x, rows))\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    logits = torch.randn(5, 20000, generator=torch.Generator().manual_seed(1))
+    rows = [SampleRow(Sampling(p, 9, top_p=0.95), 1, p, 0) for p in range(5)]
+    assert output.strip() == str(Sampler().sample(logits, rows))
+
+
+def test_a_row_of_a_large_vocabulary_does_not_depend_on_its_place() -> None:
+    """The vector instructions of `exp` and `log1p` must not care where a row starts."""
+    vocab = 50_257
+    logits = logits_of(1, vocab).expand(8, -1).clone()
+    rows = [row(77, top_p=0.99)] * 8
+    assert len(set(Sampler().sample(logits, rows))) == 1
