@@ -1,0 +1,289 @@
+"""Reads between processes of one host: the peer's pool is mapped, blocks are copied by the reader.
+
+The owner passes its memfd over a unix socket to whoever knows the pool's nonce. The reader maps it
+read-only, finds the nonce in the mapping (the proof that both see the same memory), and reads the
+generations again after each copy: a block that got a new owner meanwhile is a failed read. Driven
+by an agent's thread. A copy has ended when `read` returns, so nothing lands later. Never
+`multiprocessing.shared_memory`: it unlinks when any attacher exits and outlives a killed owner.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape
+from baton.kv_transfer.transports.shm_address import ShmAddress, decode_address, this_host
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
+
+MAX_READERS = 1024
+
+
+class ShmTransport:
+    """The local `pool` for others to map, and the pools of peers for reading."""
+
+    name = "shm"
+
+    def __init__(self, pool: HostPool, epoch: Epoch) -> None:
+        self._pool = pool
+        self._epoch = epoch
+        self._ended: set[int] = set()
+        self._next_handle = 0
+        self._peers: dict[Epoch, _Peer] = {}
+        self._readers: dict[int, socket.socket] = {}
+        self._links: dict[int, Epoch] = {}
+        self._gone: list[Epoch] = []
+        self._poller = select.epoll()
+        self._socket_name = f"baton-{secrets.token_hex(8)}"
+        self._listener = _unix_socket()
+        self._listener.bind("\0" + self._socket_name)
+        self._listener.listen(64)
+        self._poller.register(self._listener, select.EPOLLIN)
+
+    def address(self) -> bytes:
+        return ShmAddress(this_host(), self._socket_name, self._pool.nonce, self._epoch).encode()
+
+    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+        where = decode_address(address)
+        if where.host != this_host():
+            raise TransferError("the pool is on another host")
+        if where.epoch != peer or len(where.nonce) != NONCE_BYTES:
+            raise TransferError("the address is not that peer's")
+        if block_bytes != self._pool.shape.block_bytes:
+            mine = self._pool.shape.block_bytes
+            raise TransferError(f"its blocks have {block_bytes} bytes, ours {mine}")
+        self.remove_peer(peer)
+        link = _unix_socket()
+        try:
+            link.connect("\0" + where.socket)
+            link.send(where.nonce)
+        except (OSError, ValueError) as error:
+            link.close()
+            raise TransferError(f"cannot reach the owner of the pool: {error}") from error
+        self._peers[peer] = _Peer(link, where.nonce, PoolShape(num_blocks, block_bytes))
+        self._links[link.fileno()] = peer
+        self._poller.register(link, select.EPOLLIN)
+
+    def connected(self, peer: Epoch) -> bool:
+        return self._peer(peer).mapping is not None
+
+    def remove_peer(self, peer: Epoch) -> None:
+        found = self._peers.pop(peer, None)
+        if found is not None:
+            self._drop_link(found)
+            if found.mapping is not None:
+                found.mapping.close()
+
+    def read(
+        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+    ) -> int:
+        mapping = self._peer(peer).mapping
+        if mapping is None:
+            raise TransferError("the pool is not mapped yet")
+        source = np.asarray(remote, np.int64)
+        target = np.asarray(local, np.int64)
+        expected = np.asarray(generations, np.int64)
+        if not len(source) == len(target) == len(expected):
+            raise TransferError("a read needs a local block and a generation for each remote one")
+        _check_range(source, mapping.shape.num_blocks)
+        _check_range(target, self._pool.shape.num_blocks)
+        _check_generations(mapping, source, expected)
+        copy_blocks(self._pool.address, target, mapping.address, source, mapping.shape.block_bytes)
+        # The owner bumps a generation before the first store of a block's next owner, so equal
+        # numbers here mean that nothing of the next owner was copied.
+        _check_generations(mapping, source, expected)
+        self._next_handle += 1
+        self._ended.add(self._next_handle)
+        return self._next_handle
+
+    def test(self, handle: int) -> bool:
+        self._ended.remove(handle)
+        return True
+
+    def cancel(self, handle: int) -> bool:
+        self._ended.discard(handle)
+        return True
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    def service(self) -> list[Epoch]:
+        for descriptor, _ in self._poller.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._readers:
+                self._answer(descriptor)
+            elif descriptor in self._links:
+                self._hear_owner(descriptor)
+        gone, self._gone = self._gone, []
+        return gone
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._listener.close()
+        self._poller.close()
+
+    # --- the owner's side -----------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            reader, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._readers) >= MAX_READERS:
+            reader.close()
+            return
+        reader.setblocking(False)
+        self._readers[reader.fileno()] = reader
+        self._poller.register(reader, select.EPOLLIN)
+
+    def _answer(self, descriptor: int) -> None:
+        """Passes the pool on for the right nonce; anything else ends the connection."""
+        reader = self._readers[descriptor]
+        try:
+            said = reader.recv(NONCE_BYTES + 1)
+            # Anybody in this network namespace may connect to an abstract name. The nonce is the
+            # key: it only travels over authenticated control channels.
+            if secrets.compare_digest(said, self._pool.nonce):
+                socket.send_fds(reader, [b"pool"], [self._pool.fileno()])
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        del self._readers[descriptor]
+        self._poller.unregister(reader)
+        reader.close()
+
+    # --- the reader's side ----------------------------------------------------------------------
+
+    def _peer(self, peer: Epoch) -> "_Peer":
+        found = self._peers.get(peer)
+        if found is None:
+            raise TransferError("unknown peer")
+        if found.failure:
+            raise TransferError(found.failure)
+        return found
+
+    def _hear_owner(self, descriptor: int) -> None:
+        """The owner sent its pool, or its process ended."""
+        epoch = self._links[descriptor]
+        peer = self._peers[epoch]
+        assert peer.link is not None
+        try:
+            said, descriptors, _, _ = socket.recv_fds(peer.link, 16, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said, descriptors = b"", []
+        try:
+            if descriptors and peer.mapping is None:
+                peer.mapping = _Mapping(descriptors[0], peer.shape, peer.nonce)
+            elif not said:
+                raise TransferError("the owner of the pool is gone")
+        except TransferError as error:
+            peer.failure = error.message
+            self._drop_link(peer)
+            self._gone.append(epoch)
+        finally:
+            for received in descriptors:
+                os.close(received)
+
+    def _drop_link(self, peer: "_Peer") -> None:
+        if peer.link is not None:
+            del self._links[peer.link.fileno()]
+            self._poller.unregister(peer.link)
+            peer.link.close()
+            peer.link = None
+
+
+@dataclass(slots=True)
+class _Peer:
+    link: socket.socket | None
+    nonce: bytes
+    shape: PoolShape
+    mapping: "_Mapping | None" = None
+    failure: str = ""
+
+
+class _Mapping:
+    """A peer's pool, mapped read-only. Raises `TransferError` when it is not what was announced."""
+
+    def __init__(self, descriptor: int, shape: PoolShape, nonce: bytes) -> None:
+        self.shape = shape
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if os.fstat(descriptor).st_size != shape.file_bytes:
+                raise TransferError("the pool has another size than announced")
+            # Unless it is sealed, a shrinking file would be SIGBUS in the middle of a copy.
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise TransferError("the pool is not sealed against shrinking")
+            self._file = mmap.mmap(descriptor, shape.file_bytes, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot map the pool: {error}") from error
+        begin = shape.nonce_offset
+        if self._file[begin : begin + NONCE_BYTES] != nonce:
+            self._file.close()
+            raise TransferError("the pool's nonce is not in the mapping: not the same memory")
+        self.generations: NDArray[np.uint32] | None = np.frombuffer(
+            self._file, np.uint32, shape.num_blocks, shape.generations_offset
+        )
+        self.address = int(np.frombuffer(self._file, np.uint8).ctypes.data)
+
+    def close(self) -> None:
+        self.generations = None  # a view would keep the file open
+        self._file.close()
+
+
+def copy_blocks(
+    target_address: int,
+    target: NDArray[np.int64],
+    source_address: int,
+    source: NDArray[np.int64],
+    block_bytes: int,
+) -> None:
+    """Copies block `source[i]` to `target[i]`, neighbours as one; every copy lets the GIL go."""
+    joins = (np.diff(source) == 1) & (np.diff(target) == 1)
+    starts = np.concatenate(([0], np.flatnonzero(~joins) + 1)) if len(source) else np.empty(0, int)
+    counts = np.diff(np.append(starts, len(source)))
+    for to, frm, num_bytes in zip(
+        (target_address + target[starts] * block_bytes).tolist(),
+        (source_address + source[starts] * block_bytes).tolist(),
+        (counts * block_bytes).tolist(),
+        strict=True,
+    ):
+        ctypes.memmove(to, frm, num_bytes)
+
+
+def _check_range(blocks: NDArray[np.int64], num_blocks: int) -> None:
+    if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
+        raise TransferError(f"a block id is outside of 0..{num_blocks - 1}")
+
+
+def _check_generations(
+    mapping: _Mapping, blocks: NDArray[np.int64], expected: NDArray[np.int64]
+) -> None:
+    assert mapping.generations is not None
+    changed = mapping.generations[blocks] != expected
+    if changed.any():
+        block = int(blocks[changed.argmax()])
+        raise TransferError(f"block {block} of the peer has a new owner", code="stale_block")
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
