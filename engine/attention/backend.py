@@ -1,0 +1,73 @@
+"""What a decoder asks of the device it runs on, and the batch of one step.
+
+The decoder is the same on every device; a backend brings attention over the paged pool and the few
+operations that are fused differently. Called by `engine.models` and built by the runner. A backend
+never sees requests, keys or plans, and never decides which token is computed.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """Tokens [start, start + length) of one sequence, in rows [row, row + length) of the batch.
+
+    Their keys and values are not yet in the pool; those of every position below `start` are.
+    """
+
+    row: int
+    start: int
+    length: int
+    block_table: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(slots=True, frozen=True)
+class Batch:
+    """The tokens of one step, packed. Rows past `num_tokens` are padding and belong to nobody."""
+
+    token_ids: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+    slots: Tensor  # [num_tokens] int64: block * block_size + offset
+    spans: tuple[Span, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+
+class Backend(Protocol):
+    """One device's attention and fused operations over one pool."""
+
+    def padded(self, num_rows: int) -> int:
+        """How many rows a linear layer must get so that each row's bits depend on it alone."""
+        ...
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare what all layers of this step share."""
+        ...
+
+    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+        """Store the batch's keys and values, then attend: `[num_rows, num_heads * head_dim]`.
+
+        `qkv` is the packed projection `[num_rows, (num_heads + 2 * kv_heads) * head_dim]`.
+        `head_norms`, one RMS norm weight for each query and key head
+        `[num_heads + kv_heads, head_dim]`, is applied before the rotation.
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The RMS norm of `x + residual`, and that sum, both `[num_rows, hidden]`."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+        ...

@@ -1,0 +1,257 @@
+"""Attention on CPUs, batch-invariant: a token's bits depend on its own sequence alone.
+
+Three things see to that. Linear layers and products get enough rows for one code path of the
+library (`ROWS`, `MIN_ROWS`: measured). Keys are cut into tiles at absolute positions, each tile is
+its own product, and tiles are added in order. And a softmax row is padded to whole tiles with zero
+weights, which change no sum. So decode, chunked and whole prompts agree bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention.backend import Batch, Span
+
+TILE = 128  # keys
+ROWS = 8  # rows of a linear layer come in multiples of this
+MIN_ROWS = 4  # of an attention product
+QUERIES = 128  # of one prompt at a time: bounds the scores, and skips tiles that none of them sees
+
+
+@dataclass(slots=True, frozen=True)
+class Gather:
+    """Where the keys and values of some sequences lie, padded to `num_keys` each."""
+
+    blocks: Tensor  # [2 * batch * kv_heads * num_blocks]: rows of layer 0 in `_Pool.blocks`
+    dead: Tensor  # rows of the gathered keys and values that must not be seen, whatever they hold
+    batch: int
+    num_keys: int
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeGroup:
+    """Sequences that decode one token over contexts of about equal length."""
+
+    rows: Tensor  # [batch]: rows of the batch
+    gather: Gather
+    mask: Tensor  # [batch, 1, 1, num_keys], -inf where nothing is
+
+
+@dataclass(slots=True, frozen=True)
+class PromptPart:
+    """A few queries of one prompt: their rows and which of the first `num_keys` keys they see."""
+
+    first: int  # row within the prompt's span
+    last: int
+    num_keys: int
+    mask: Tensor  # [last - first, 1, masked keys], for the last keys only
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    span: Span
+    gather: Gather
+    parts: tuple[PromptPart, ...]
+
+
+class CpuBackend:
+    """Attention over a host pool, and the plain forms of the fused operations."""
+
+    def __init__(
+        self,
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        num_heads: int,
+        cos_sin: Tensor,  # [max_position, head_dim]
+        eps: float,
+        window: int | None = None,  # keys that a query sees, itself included
+    ) -> None:
+        _, self.kv_heads, self.num_layers, _, self.block_size, self.head_dim = pool.shape
+        self.num_heads = num_heads
+        self.group = num_heads // self.kv_heads
+        self.eps = eps
+        self.window = window
+        self.dtype = pool.dtype
+        self._blocks = pool.view(-1, self.block_size * self.head_dim)
+        self._slots = pool.view(-1, self.head_dim)
+        self._cos, self._sin = cos_sin.chunk(2, dim=-1)  # [max_position, head_dim / 2]
+
+    def padded(self, num_rows: int) -> int:
+        return -(-num_rows // ROWS) * ROWS
+
+    # --- once per step -------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> None:
+        positions = batch.positions[: batch.num_tokens]
+        self._cos_now = self._cos[positions][:, None]  # [num_tokens, 1, head_dim / 2]
+        self._sin_now = self._sin[positions][:, None]
+        self._targets = self._slot_rows(batch.slots)
+        self._num_tokens = batch.num_tokens
+        decoding = [span for span in batch.spans if span.length == 1]
+        self._groups = [self._decode_group(spans) for spans in _by_tiles(decoding)]
+        self._prompts = [self._prompt(span) for span in batch.spans if span.length > 1]
+
+    def _slot_rows(self, slots: Tensor) -> Tensor:
+        """Rows of `_slots` for keys and values of layer 0: `[num_tokens * 2 * kv_heads]`."""
+        block, offset = slots // self.block_size, slots % self.block_size
+        heads = torch.arange(self.kv_heads)
+        first = (block[:, None] * self.kv_heads + heads) * self.num_layers * 2  # [tokens, heads]
+        rows = first[:, None] + torch.tensor([0, 1])[:, None]  # [tokens, 2, heads]
+        return (rows * self.block_size + offset[:, None, None]).flatten()
+
+    def _gather(self, spans: list[Span]) -> Gather:
+        num_keys = max(_tiles(span) for span in spans) * TILE
+        num_blocks = -(-num_keys // self.block_size)
+        tables = torch.empty(len(spans), num_blocks, dtype=torch.int64)
+        live = torch.tensor([span.end for span in spans])
+        for i, span in enumerate(spans):
+            used = span.block_table[: -(-span.end // self.block_size)]
+            tables[i, : len(used)] = torch.tensor(used)
+            # Some block of its own: whatever follows the context gets weight zero.
+            tables[i, len(used) :] = used[0]
+        heads = torch.arange(self.kv_heads)[:, None]
+        rows = (tables[:, None] * self.kv_heads + heads) * self.num_layers * 2
+        blocks = torch.stack((rows, rows + 1)).flatten()
+        # A slot that nobody wrote may hold NaN, and 0 x NaN is NaN. Those are the slots past the
+        # end in the last block, and in every copy of a block that is the only one.
+        keys = torch.arange(num_blocks * self.block_size)
+        last = -(-live // self.block_size) * self.block_size
+        last = torch.where(live < self.block_size, keys.numel(), last)
+        offset_is_dead = keys % self.block_size >= live[:, None]
+        dead = (keys >= live[:, None]) & (keys < last[:, None])
+        dead &= offset_is_dead | (live[:, None] >= self.block_size)
+        at = dead[None, :, None].expand(2, -1, self.kv_heads, -1).flatten().nonzero()[:, 0]
+        return Gather(blocks, at, len(spans), num_keys)
+
+    def _decode_group(self, spans: list[Span]) -> DecodeGroup:
+        gather = self._gather(spans)
+        positions = torch.tensor([span.start for span in spans])[:, None, None, None]
+        mask = self._mask(positions, torch.arange(gather.num_keys))
+        return DecodeGroup(torch.tensor([span.row for span in spans]), gather, mask)
+
+    def _prompt(self, span: Span) -> Prompt:
+        parts = []
+        first = 0
+        while first < span.length:
+            position = span.start + first
+            last = min(span.length, first + QUERIES - position % QUERIES)
+            num_keys = -(-(span.start + last) // TILE) * TILE
+            own = torch.arange(position, span.start + last)[:, None, None]
+            # Without a window every query sees all keys before the first one's tile.
+            first_masked = 0 if self.window else position // TILE * TILE
+            mask = self._mask(own, torch.arange(first_masked, num_keys))
+            parts.append(PromptPart(first, last, num_keys, mask))
+            first = last
+        return Prompt(span, self._gather([span]), tuple(parts))
+
+    def _mask(self, positions: Tensor, keys: Tensor) -> Tensor:
+        """What to add to the scores: -inf where a query at `positions` must not see a key."""
+        hidden = keys > positions
+        if self.window is not None:
+            hidden |= keys <= positions - self.window
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+
+    # --- once per layer ------------------------------------------------------------------------
+
+    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+        num_tokens, heads, kv_heads = self._num_tokens, self.num_heads, self.kv_heads
+        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.head_dim)
+        qk = self._rotate(qkv[:num_tokens, : heads + kv_heads], head_norms)
+        kv = torch.stack((qk[:, heads:], qkv[:num_tokens, heads + kv_heads :]), dim=1)
+        targets = self._targets + layer * 2 * self.block_size
+        self._slots.index_copy_(0, targets, kv.view(-1, self.head_dim))
+        out = qkv.new_zeros(len(qkv), heads, self.head_dim)
+        q = qk[:, :heads].view(num_tokens, kv_heads, self.group, self.head_dim)
+        for group in self._groups:
+            out[group.rows] = self._decode(layer, q[group.rows], group)
+        for prompt in self._prompts:
+            self._prefill(layer, q, prompt, out)
+        return out.flatten(1)
+
+    def _rotate(self, qk: Tensor, head_norms: Tensor | None) -> Tensor:
+        """Norm and rotation of query and key heads in fp32; queries come scaled."""
+        x = qk.float()  # [num_tokens, num_heads + kv_heads, head_dim]
+        if head_norms is not None:
+            x = F.rms_norm(x, (self.head_dim,), None, self.eps) * head_norms
+        low, high = x.chunk(2, dim=-1)
+        cos, sin = self._cos_now, self._sin_now
+        x = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        x[:, : self.num_heads] *= self.head_dim**-0.5
+        return x.to(self.dtype)
+
+    def _read(self, layer: int, gather: Gather) -> tuple[Tensor, Tensor]:
+        """Keys and values, each `[batch * kv_heads, num_keys, head_dim]`."""
+        kv = self._blocks.index_select(0, gather.blocks + layer * 2)
+        if len(gather.dead):
+            kv.view(-1, self.head_dim).index_fill_(0, gather.dead, 0.0)
+        kv = kv.view(2, gather.batch * self.kv_heads, -1, self.head_dim)
+        k, v = kv[:, :, : gather.num_keys]
+        return k, v
+
+    def _decode(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
+        """Attention of one token per sequence; `q` is `[batch, kv_heads, group, head_dim]`."""
+        batch, kv_heads, num_rows, head_dim = q.shape
+        k, v = self._read(layer, group.gather)
+        q = q.flatten(0, 1)
+        if num_rows < MIN_ROWS:
+            q = F.pad(q, (0, 0, 0, MIN_ROWS - num_rows))
+        scores = torch.bmm(q, k.transpose(1, 2))
+        scores.view(batch, kv_heads, q.shape[1], -1).add_(group.mask)
+        weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
+        tiles = weights.view(len(q), q.shape[1], -1, TILE).transpose(1, 2).flatten(0, 1)
+        parts = torch.bmm(tiles, v.reshape(-1, TILE, head_dim))
+        parts = parts.view(batch * kv_heads, -1, q.shape[1], head_dim)[:, :, :num_rows].float()
+        out = parts[:, 0]
+        for tile in range(1, parts.shape[1]):
+            out = out + parts[:, tile]
+        return out.reshape(batch, kv_heads * num_rows, head_dim).to(self.dtype)
+
+    def _prefill(self, layer: int, q: Tensor, prompt: Prompt, out: Tensor) -> None:
+        """Attention of a chunk into `out`; `q` is `[num_tokens, kv_heads, group, head_dim]`."""
+        span = prompt.span
+        keys, values = self._read(layer, prompt.gather)  # [kv_heads, num_keys, head_dim]
+        q = q[span.row : span.row + span.length].transpose(0, 1)
+        for part in prompt.parts:
+            rows = q[:, part.first : part.last].flatten(1, 2)  # [kv_heads, queries, head_dim]
+            num_rows = rows.shape[1]
+            if num_rows < MIN_ROWS:
+                rows = F.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
+            scores = torch.bmm(rows, keys[:, : part.num_keys].transpose(1, 2))
+            seen = scores[:, :num_rows].view(len(rows), -1, self.group, part.num_keys)
+            seen[..., part.num_keys - part.mask.shape[-1] :].add_(part.mask)
+            weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
+            mixed = torch.bmm(weights[..., :TILE], values[:, :TILE]).float()
+            for tile in range(TILE, part.num_keys, TILE):
+                here = slice(tile, tile + TILE)
+                mixed = mixed + torch.bmm(weights[..., here], values[:, here])
+            mixed = mixed[:, :num_rows].view(len(rows), -1, self.group, self.head_dim)
+            own = out[span.row + part.first : span.row + part.last]
+            own.view(-1, len(rows), self.group, self.head_dim).copy_(mixed.transpose(0, 1))
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        stream = x if residual is None else x + residual
+        return F.rms_norm(stream, (stream.shape[-1],), weight, eps), stream
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def _tiles(span: Span) -> int:
+    return -(-span.end // TILE)
+
+
+def _by_tiles(spans: list[Span]) -> list[list[Span]]:
+    """Groups in which padding to the longest context wastes a third at most."""
+    groups: list[list[Span]] = []
+    for span in sorted(spans, key=_tiles):
+        if groups and _tiles(span) <= _tiles(groups[-1][0]) * 3 // 2:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups

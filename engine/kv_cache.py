@@ -1,0 +1,90 @@
+"""One rank's KV pool as compute sees it: a tensor over the pool's memory.
+
+Made by the rank's loader; the runner copies blocks and writes generations through it, attention
+reads and writes the tensor. Which block belongs to whom is decided elsewhere, and nothing here
+checks it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.engine.model_config import DecoderConfig
+from baton.kv_transfer.host_pool import HostPool
+from baton.protocol.config import CacheConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_layout import KVLayout, Run
+
+
+class KVCache:
+    """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
+
+    On a GPU the blocks lie in device memory and `generations` in the host pool's table.
+    """
+
+    def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
+        self.pool = pool
+        self._generations = generations
+
+    def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
+        """Before the new owners' first store, or a reader could take new bytes for old ones."""
+        for block, generation in generations:
+            self._generations[block] = generation
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.pool[target].copy_(self.pool[source])
+
+
+def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCache:
+    """The cache whose blocks are the host pool's own bytes."""
+    pool = torch.frombuffer(host.buffer, dtype=dtype).view(*shape)
+    return KVCache(pool, host.generations)
+
+
+def pool_shape(
+    config: DecoderConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
+) -> tuple[int, ...]:
+    kv_heads = _num_kv_heads(config, num_ranks)
+    return (num_blocks, kv_heads, config.num_layers, 2, cache.block_size, config.head_dim)
+
+
+def kv_layout(
+    config: DecoderConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
+) -> KVLayout:
+    """The layout of each of `num_ranks` pools. Pools of other degrees share its fingerprint."""
+    kv_heads = _num_kv_heads(config, num_ranks)
+    head_bytes = config.num_layers * 2 * config.head_dim * dtype.itemsize
+    block_bytes = kv_heads * head_bytes * cache.block_size
+    shared = (
+        "heads-layers-kv-tokens", str(dtype), config.num_kv_heads, config.num_layers,
+        config.head_dim, cache.block_size,
+    )  # fmt: skip
+    return KVLayout(
+        block_size=cache.block_size,
+        block_bytes=block_bytes,
+        groups={"kv": (Run(0, block_bytes),)},
+        trailer_bytes=0,
+        kv_heads=kv_heads,
+        bytes_per_token=kv_heads * head_bytes * num_ranks,
+        fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
+    )
+
+
+def num_blocks_for(cache: CacheConfig, layout: KVLayout, num_ranks: int) -> int:
+    """What is configured, or what fits the memory; raises `ConfigError` when that is nothing."""
+    if cache.num_blocks:
+        return cache.num_blocks
+    num_blocks = (cache.memory_mib << 20) // (layout.block_bytes * num_ranks)
+    if num_blocks == 0:
+        needed = -(-layout.block_bytes * num_ranks >> 20)
+        raise ConfigError(f"cache.memory_mib: one KV block takes {needed} MiB")
+    return num_blocks
+
+
+def _num_kv_heads(config: DecoderConfig, num_ranks: int) -> int:
+    return max(1, config.num_kv_heads // num_ranks)

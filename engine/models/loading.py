@@ -1,0 +1,136 @@
+"""From a Hugging Face folder to one rank's `Decoder`: names, slices, dtype and device.
+
+Called once per rank, at load. Reads of each tensor only what the rank keeps. A dimension that the
+ranks cannot share evenly is a `ConfigError` here, before any weight is read.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.engine.executor import Progress
+from baton.engine.layers.linear import Linear, share
+from baton.engine.model_config import DecoderConfig
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.tensor_parallel import Ranks
+from baton.engine.weights import Checkpoint
+from baton.protocol.errors import ConfigError
+
+
+def load_decoder(
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> Decoder:
+    """Raises `ConfigError` when the ranks cannot share the model or a tensor is missing."""
+    return _Loader(config, checkpoint, ranks, dtype, device).load(progress)
+
+
+def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
+    """Query and KV heads of one of `size` ranks."""
+    return config.num_heads // size, max(1, config.num_kv_heads // size)
+
+
+def check_split(config: DecoderConfig, size: int) -> None:
+    """Raise `ConfigError` unless `size` ranks can share the model evenly."""
+    kv_heads = config.num_kv_heads
+    for name, units in (("heads", config.num_heads), ("MLP width", config.intermediate_size)):
+        if units % size:
+            raise ConfigError(f"engine.tensor_parallel: {size} does not divide the {name}, {units}")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(f"engine.tensor_parallel: {size} ranks cannot share {kv_heads} KV heads")
+
+
+class _Loader:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        check_split(config, ranks.size)
+        self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
+        self.dtype, self.device = dtype, device
+        rank, size = ranks.rank, ranks.size
+        self.heads = share(config.num_heads, rank, size, config.head_dim)
+        self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
+        self.features = share(config.intermediate_size, rank, size)
+
+    def load(self, progress: Progress) -> Decoder:
+        config, total = self.config, self.config.num_layers + 1
+        layers = []
+        for number in range(config.num_layers):
+            progress("weights", number, total)
+            layers.append(self._layer(f"model.layers.{number}."))
+        progress("weights", config.num_layers, total)
+        embedding = self._read("model.embed_tokens.weight")
+        head, is_split = self._head(embedding)
+        progress("weights", total, total)
+        norm = self._read("model.norm.weight")
+        return Decoder(
+            embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks
+        )
+
+    def _layer(self, name: str) -> DecoderLayer:
+        config, attention, mlp = self.config, name + "self_attn.", name + "mlp."
+        qkv = [
+            (attention + "q_proj", self.heads),
+            (attention + "k_proj", self.kv_heads),
+            (attention + "v_proj", self.kv_heads),
+        ]
+        gate_up = [(mlp + "gate_proj", self.features), (mlp + "up_proj", self.features)]
+        return DecoderLayer(
+            attention_norm=self._read(name + "input_layernorm.weight"),
+            qkv=self._columns(qkv, has_bias=config.qkv_bias),
+            head_norms=self._head_norms(attention) if config.qk_norm else None,
+            output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
+            mlp_norm=self._read(name + "post_attention_layernorm.weight"),
+            gate_up=self._columns(gate_up, has_bias=config.mlp_bias),
+            down=self._rows(mlp + "down_proj", self.features, has_bias=config.mlp_bias),
+        )
+
+    def _head(self, embedding: Tensor) -> tuple[Linear, bool]:
+        """The output projection; split over ranks when they divide the vocabulary."""
+        vocab, size = self.config.vocab_size, self.ranks.size
+        if size == 1 or vocab % size:
+            if self.config.tie_word_embeddings:
+                return Linear(embedding), False
+            return Linear(self._read("lm_head.weight")), False
+        rows = share(vocab, self.ranks.rank, size)
+        if self.config.tie_word_embeddings:
+            return Linear(embedding[rows]), True
+        return Linear(self._read("lm_head.weight", rows=rows)), True
+
+    def _head_norms(self, attention: str) -> Tensor:
+        num_heads, kv_heads = local_heads(self.config, self.ranks.size)
+        q = self._read(attention + "q_norm.weight").expand(num_heads, -1)
+        k = self._read(attention + "k_norm.weight").expand(kv_heads, -1)
+        return torch.cat((q, k))
+
+    def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:
+        """Several column-parallel layers as one."""
+        weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
+        if not has_bias:
+            return Linear(weight)
+        bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
+        return Linear(weight, bias)
+
+    def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
+        weight = self._read(name + ".weight", columns=columns)
+        # The ranks' results are summed: one of them brings the bias.
+        if not has_bias or self.ranks.rank != 0:
+            return Linear(weight)
+        return Linear(weight, self._read(name + ".bias"))
+
+    def _read(
+        self, name: str, *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """A copy of its own: the checkpoint's pages may be dropped or replaced under a view."""
+        if self.ranks.size == 1:
+            rows = columns = None
+        tensor = self.checkpoint.read(name, rows=rows, columns=columns)
+        return tensor.to(self.device, self.dtype, copy=True).contiguous()

@@ -1,0 +1,135 @@
+"""Everything that computes one rank: weights, pool, runner and transfer port, made in one place.
+
+Called by `InProcessExecutor` and by each rank's worker process. Decides what a configuration means
+for a rank (device, dtype, block count) and refuses what cannot work before anything large is
+allocated. Starts no threads but the port's own.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.engine.attention.backend import Backend
+from baton.engine.attention.cpu import CpuBackend
+from baton.engine.executor import ExecutorInfo, Progress
+from baton.engine.kv_cache import KVCache, host_cache, kv_layout, num_blocks_for, pool_shape
+from baton.engine.layers.rope import rope_table
+from baton.engine.model_config import DecoderConfig, read_decoder_config
+from baton.engine.models.loading import check_split, load_decoder, local_heads
+from baton.engine.runner import Runner
+from baton.engine.sampler import Sampler
+from baton.engine.tensor_parallel import Ranks
+from baton.engine.weights import Checkpoint, fingerprint
+from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.host_pool import HostPool
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.ids import Epoch
+from baton.protocol.kv_layout import KVLayout
+from baton.runtime.clock import monotonic
+
+
+@dataclass(slots=True, frozen=True)
+class RankPlan:
+    """What a configuration comes to for each rank, before anything is allocated."""
+
+    folder: Path
+    decoder: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    layout: KVLayout
+    num_blocks: int
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedRank:
+    """One rank, ready to compute. `info.ranks` holds this rank's address alone."""
+
+    runner: Runner
+    pool: HostPool
+    port: TransferAgent
+    info: ExecutorInfo
+
+    def close(self) -> None:
+        """End the port, then let go of the pool."""
+        self.port.close()
+        self.pool.close()
+
+
+def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
+    """Load and allocate one rank. Raises `ConfigError`.
+
+    Sets the number of threads that torch uses in this process.
+    """
+    plan = plan_rank(config, ranks.size)
+    torch.set_num_threads(config.engine.threads)
+    runner, pool = load_runner(plan, config, ranks, progress)
+    port = make_port(pool, epoch, config.transfer)
+    info = ExecutorInfo(
+        num_blocks=plan.num_blocks,
+        layout=plan.layout,
+        ranks=(port.address(),),
+        model=fingerprint(plan.folder, str(plan.dtype).removeprefix("torch.")),
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.decoder.vocab_size,
+        eos_token_ids=plan.decoder.eos_token_ids,
+    )
+    return LoadedRank(runner, pool, port, info)
+
+
+def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
+    """Raises `ConfigError` when the settings and the model do not go together."""
+    if not config.model.path:
+        raise ConfigError("model.path: no model folder is given")
+    folder = Path(config.model.path)
+    decoder = read_decoder_config(folder)
+    check_split(decoder, num_ranks)
+    limit = decoder.max_position_embeddings
+    if config.model.max_len > limit:
+        raise ConfigError(f"model.max_len: the model has {limit} positions")
+    name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
+    dtype = torch.float32 if name == "float32" else torch.bfloat16
+    layout = kv_layout(decoder, config.cache, num_ranks, dtype)
+    return RankPlan(
+        folder=folder,
+        decoder=decoder,
+        device=_device(config),
+        dtype=dtype,
+        max_model_len=config.model.max_len or limit,
+        layout=layout,
+        num_blocks=num_blocks_for(config.cache, layout, num_ranks),
+    )
+
+
+def load_runner(
+    plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
+) -> tuple[Runner, HostPool]:
+    """Weights first: they take longest, and a bad folder shows there."""
+    checkpoint = Checkpoint(plan.folder)
+    decoder = load_decoder(plan.decoder, checkpoint, ranks, plan.dtype, plan.device, progress)
+    progress("kv pool", 0, 1)
+    pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
+    shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks)
+    cache = host_cache(pool, shape, plan.dtype)
+    progress("kv pool", 1, 1)
+    backend = _backend(plan, cache, ranks.size)
+    sampler = Sampler(plan.decoder.eos_token_ids)
+    return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+
+
+def _device(config: ClusterConfig) -> torch.device:
+    wanted = config.engine.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: no CUDA device is available")
+    return torch.device(wanted)
+
+
+def _backend(plan: RankPlan, cache: KVCache, num_ranks: int) -> Backend:
+    decoder = plan.decoder
+    num_heads, _ = local_heads(decoder, num_ranks)
+    table = rope_table(decoder.rope, decoder.head_dim, plan.max_model_len)
+    return CpuBackend(cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window)

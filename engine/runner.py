@@ -1,0 +1,125 @@
+"""A step on one rank: from a plan to tokens.
+
+Called by an executor's compute thread or a rank's worker process, one plan after the other. It
+packs the slices, runs the decoder and samples; it keeps nothing of a sequence but the tokens that
+a plan in flight may refer to. It trusts its plans: block tables and positions are the scheduler's.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.engine.attention.backend import Backend, Batch, Span
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.decoder import Decoder
+from baton.engine.plan import Slice, StepPlan, StepResult
+from baton.engine.sampler import Sampler, SampleRow
+from baton.protocol.errors import InvariantBroken
+from baton.protocol.ids import Key
+from baton.runtime.clock import Clock
+
+# Steps whose sampled tokens are kept: a plan may leave out a token only while its step is unsettled
+# (two steps at most), so older ones cannot be asked for, whether `ended` named them or not.
+REMEMBERED_STEPS = 4
+
+
+class Runner:
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        cache: KVCache,
+        sampler: Sampler,
+        device: torch.device,
+        clock: Clock,
+    ) -> None:
+        self.decoder = decoder
+        self.backend = backend
+        self.cache = cache
+        self.sampler = sampler
+        self.device = device
+        self._clock = clock
+        self._sampled: deque[dict[Key, int]] = deque(maxlen=REMEMBERED_STEPS)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Returns when every store is visible to transports."""
+        started_s = self._clock()
+        self.cache.write_generations(plan.generations)
+        self.cache.copy_blocks(plan.copies)
+        with torch.inference_mode():
+            tokens = self._compute(plan.slices)
+        self._forget(plan.ended)
+        return StepResult(plan.step_id, tokens, started_s, self._clock())
+
+    def _compute(self, slices: tuple[Slice, ...]) -> tuple[tuple[int, ...], ...]:
+        batch = self._pack(slices)
+        drawing = [i for i, part in enumerate(slices) if part.draws]
+        last = [batch.spans[i].row + batch.spans[i].length - 1 for i in drawing]
+        rows = last + [0] * (self.backend.padded(len(last)) - len(last))
+        logits = self.decoder.forward(batch, torch.tensor(rows, device=self.device), self.backend)
+        # One row per draw: choices of one prompt share its logits.
+        draws = [row for row, i in enumerate(drawing) for _ in slices[i].draws]
+        chosen = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
+        tokens = iter(self.sampler.sample(chosen, list(_sample_rows(slices))))
+        drawn = tuple(tuple(next(tokens) for _ in part.draws) for part in slices)
+        self._remember(slices, drawn)
+        return drawn
+
+    def _pack(self, slices: tuple[Slice, ...]) -> Batch:
+        block_size = self.cache.pool.shape[4]
+        spans: list[Span] = []
+        token_ids: list[int] = []
+        positions: list[NDArray[np.int64]] = []
+        slots: list[NDArray[np.int64]] = []
+        for part in slices:
+            spans.append(Span(len(token_ids), part.start, part.length, part.block_table))
+            token_ids += part.token_ids or (self._last_sampled(part),)
+            own = np.arange(part.start, part.start + part.length)
+            first = part.start // block_size
+            table = np.array(part.block_table[first:], dtype=np.int64)
+            positions.append(own)
+            slots.append(table[own // block_size - first] * block_size + own % block_size)
+        padding = [0] * (self.backend.padded(len(token_ids)) - len(token_ids))
+        return Batch(
+            torch.tensor(token_ids + padding, device=self.device),
+            self._tensor(np.concatenate([*positions, np.array(padding, dtype=np.int64)])),
+            self._tensor(np.concatenate(slots)),
+            tuple(spans),
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _last_sampled(self, part: Slice) -> int:
+        for step in reversed(self._sampled):
+            token_id = step.get(part.key)
+            if token_id is not None:
+                return token_id
+        raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
+
+    def _remember(self, slices: tuple[Slice, ...], drawn: tuple[tuple[int, ...], ...]) -> None:
+        self._sampled.append(
+            {
+                part.key.of_choice(choice): token_id
+                for part, tokens in zip(slices, drawn, strict=True)
+                for choice, token_id in zip(part.draws, tokens, strict=True)
+            }
+        )
+
+    def _forget(self, ended: tuple[Key, ...]) -> None:
+        for key in ended:
+            for step in self._sampled:
+                step.pop(key, None)
+
+
+def _sample_rows(slices: tuple[Slice, ...]) -> Iterator[SampleRow]:
+    for part in slices:
+        for choice in part.draws:
+            if part.sampling is None:
+                raise InvariantBroken(f"{part.key}: a draw without sampling")
+            position = part.start + part.length
+            yield SampleRow(part.sampling, choice, position, position - part.num_prompt_tokens)
