@@ -4,17 +4,44 @@ The HTTP handlers and `LLM` call it. It tokenizes once, checks what was asked, a
 `core`; beyond it nobody sees text. It never computes anything itself and never loads torch.
 """
 
-from collections.abc import AsyncIterator
-from typing import TypedDict
+import asyncio
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict
 
-from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import RequestError
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.errors import Cancelled, NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
-from baton.router.outputs import RequestOutput
+from baton.router.outputs import CompletionOutput, RequestOutput
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import Cumulated, RequestStream
 from baton.router.text import Text
+from baton.runtime.log import logger
+from baton.runtime.process import Exit
+
+WATCH_S = 0.2
+
+log = logger("router")
+
+
+class LocalNodes(Protocol):
+    """Node processes on this host, as `deploy` starts and restarts them."""
+
+    def start(self) -> None: ...
+
+    def poll(self) -> Sequence[Exit]:
+        """Those that ended since the last call; never blocks."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+Launcher = Callable[[ClusterConfig, str], LocalNodes]
 
 
 class TextPrompt(TypedDict):
@@ -31,21 +58,69 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 class AsyncLLM:
     """One router, on the event loop that called `start`."""
 
-    def __init__(self, core: RouterCore, text: Text) -> None:
+    def __init__(
+        self, config: ClusterConfig, core: RouterCore, text: Text, launcher: Launcher | None = None
+    ) -> None:
+        """`launcher` makes the nodes that `start` starts; without one, nodes come by themselves."""
+        self._config = config
         self._core = core
         self._text = text
-        self._live: dict[str, RequestStream] = {}
+        self._launcher = launcher
+        self._nodes: LocalNodes | None = None
+        self._folder: str | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._live: dict[str, RequestStream | None] = {}  # None: its prompt is being tokenized
+        self._aborted: set[str] = set()  # of those that are being tokenized
+        self._num_requests = 0
+        self._is_started = self._is_closed = False
 
     @classmethod
-    def from_config(cls, config: ClusterConfig, *, start_nodes: bool = True) -> "AsyncLLM":
-        """`start_nodes` starts the nodes of `config` here; else they dial `router.control`."""
-        ...
+    def from_config(
+        cls,
+        config: ClusterConfig,
+        *,
+        start_nodes: bool = True,
+        launcher: Launcher | None = None,
+    ) -> "AsyncLLM":
+        """`start_nodes` starts the nodes of `config` here; else they dial `router.control`.
+
+        Raises `ConfigError` when the model's folder has no usable tokenizer.
+        """
+        text = Text.load(config.model.path)
+        chosen = (launcher or _local_cluster()) if start_nodes else None
+        return cls(config, RouterCore(config), text, chosen)
 
     async def start(self) -> None:
         """Open the control endpoint and start the nodes; does not wait for them."""
+        assert not self._is_started, "an AsyncLLM starts once"
+        self._is_started = True
+        try:
+            endpoint = self._core.start(self._control())
+            if self._launcher is not None:
+                self._nodes = self._launcher(self._config, endpoint)
+                self._nodes.start()
+                self._watch_nodes()
+        except BaseException:
+            await self.shutdown()
+            raise
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until requests can be served; raises `NodeError` when they will never be."""
+        """Wait until the nodes of `config` are in service.
+
+        When some are late it is enough that requests can be served; else raises `NodeError`.
+        """
+        num_prefill = self._config.prefill
+        if self._config.router.local_prefill == "always":
+            num_prefill = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._core.wait_for(num_prefill, self._config.decode)
+        except TimeoutError:
+            health = self.health()
+            if not health.can_serve:
+                text = f"no node was ready within {timeout_s:g} s: {health.message}"
+                raise NodeError(text, code="not_ready") from None
+            log.warning("serving with less than all nodes", reason=health.message)
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -55,29 +130,158 @@ class AsyncLLM:
         The caller must drain the stream or `close` it. `request_id` is for the caller's eyes; one
         that is live already is refused.
         """
-        ...
+        self._num_requests += 1
+        name = request_id or f"request-{self._num_requests}"
+        if name in self._live:
+            raise RequestError(f"request id {name!r} is in use", param="request_id")
+        self._live[name] = None
+        try:
+            text, token_ids = await self._tokens_of(prompt)
+            if name in self._aborted:
+                raise Cancelled("the request was cancelled (client)")
+            self._core.check(token_ids)
+            detokenizers = [self._text.detokenizer(token_ids, params) for _ in range(params.n)]
+            stream = RequestStream(name, text, token_ids, params, detokenizers)
+            stream.on_end(lambda: self._forget(name))
+            self._live[name] = stream
+            self._core.submit(stream)
+        except BaseException:
+            self._forget(name)
+            raise
+        return stream
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come, in the form of `output_kind`; leaving early aborts the request."""
-        yield ...
+        stream = await self.submit(prompt, sampling_params, request_id)
+        whole = Cumulated(sampling_params.n)
+        kind = sampling_params.output_kind
+        try:
+            while deltas := await stream.take():
+                if kind == "delta":
+                    yield stream.output(_merged(deltas, sampling_params.n))
+                    continue
+                for delta in deltas:
+                    whole.add(delta)
+                if kind == "cumulative":
+                    yield stream.output(whole.outputs())
+            if kind == "final":
+                yield stream.output(whole.outputs())
+        finally:
+            stream.close()
 
     async def abort(self, request_id: str) -> None:
         """End a live request, whose reader gets `Cancelled`; unknown ids are ignored."""
+        stream = self._live.get(request_id)
+        if stream is not None:
+            stream.close()
+        elif request_id in self._live:
+            self._aborted.add(request_id)
 
     async def shutdown(self) -> None:
-        """End every request, then the nodes that were started here."""
+        """End every request, then the nodes that were started here. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._core.close()
+        self._text.close()
+        nodes, self._nodes = self._nodes, None
+        if nodes is not None:
+            await asyncio.to_thread(nodes.stop)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def health(self) -> Health: ...
+    def health(self) -> Health:
+        return self._core.health()
 
     @property
-    def is_running(self) -> bool: ...
+    def is_running(self) -> bool:
+        return self._is_started and not self._is_closed and not self._core.has_failed
 
     @property
-    def errored(self) -> bool: ...
+    def errored(self) -> bool:
+        """Whether it has ended for another reason than `shutdown`."""
+        return self._core.has_failed and not self._is_closed
 
     def get_tokenizer(self) -> Text:
         return self._text
 
-    def get_model_config(self) -> ServedModel: ...
+    def get_model_config(self) -> ServedModel:
+        """What the nodes serve; raises `NodeError` until one was ready."""
+        model = self._core.registry.model
+        if model is None:
+            raise NodeError("no node was ready yet", code="not_ready")
+        path = self._config.model.path
+        return ServedModel(
+            self._config.model.name or Path(path).resolve().name,
+            path,
+            model.model,
+            model.layout.fingerprint,
+            model.max_model_len,
+            model.vocab_size,
+            model.layout.block_size,
+            model.eos_token_ids,
+        )
+
+    def _forget(self, name: str) -> None:
+        self._live.pop(name, None)
+        self._aborted.discard(name)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    async def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        match prompt:
+            case str():
+                return prompt, await self._text.encode(prompt)
+            case {"prompt_token_ids": list() as token_ids}:
+                return None, _checked(token_ids)
+            case {"prompt": str() as text}:
+                return text, await self._text.encode(text)
+            case list():
+                return None, _checked(prompt)
+        raise RequestError(
+            "a prompt is text, a list of token ids, or a dict with prompt or prompt_token_ids",
+            param="prompt",
+        )
+
+    def _control(self) -> str:
+        """Nodes of our own meet us in a private folder, unless the settings name an endpoint."""
+        endpoint = self._config.router.control
+        if self._launcher is None or endpoint != RouterConfig().control:
+            return endpoint
+        self._folder = tempfile.mkdtemp(prefix="baton-")  # of mode 0700
+        return f"ipc://{os.path.join(self._folder, 'control')}"
+
+    def _watch_nodes(self) -> None:
+        """Nodes are restarted when they end, but one that never gets ready never will."""
+        assert self._nodes is not None
+        for exit_ in self._nodes.poll():
+            log.warning("node process ended", node=exit_.name, code=exit_.code)
+            if self._core.registry.model is None:
+                tail = "\n".join(exit_.tail)
+                text = f"{exit_.name} ended with code {exit_.code} at its start:\n{tail}"
+                self._core.fail(NodeError(text, code="start_failed").to_failure())
+        self._watch = asyncio.get_running_loop().call_later(WATCH_S, self._watch_nodes)
+
+
+def _merged(deltas: list[CompletionOutput], num_choices: int) -> list[CompletionOutput]:
+    """One delta per choice that has any."""
+    merged = Cumulated(num_choices)
+    for delta in deltas:
+        merged.add(delta)
+    return [merged.output(index) for index in sorted({delta.index for delta in deltas})]
+
+
+def _checked(token_ids: list[int]) -> list[int]:
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise RequestError("token ids must be integers", param="prompt")
+    return token_ids
+
+
+def _local_cluster() -> Launcher:
+    """The launcher of this host. The one place where the router reaches up to a front door."""
+    launcher: Launcher = importlib.import_module("baton.deploy.local").LocalCluster
+    return launcher

@@ -7,7 +7,7 @@ here knows nodes, sockets or how text comes about.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.protocol.messages import FinishReason
+from baton.protocol.messages import FinishReason, StageTimes
 
 # Which way a request took: a pair of nodes, decode alone (it computed the prompt itself), or
 # prefill alone (one token wanted).
@@ -54,6 +54,18 @@ class RequestMetrics:
     num_attempts: int = 0
     resumed: bool = False  # some choice went on elsewhere after its first token
     max_tokens_clamped: int | None = None  # the room that was left, when less than max_tokens
+
+    def add_stages(self, times: StageTimes, *, of_prompt: bool) -> None:
+        """What one node measured. A resume adds to what was spent before."""
+        if of_prompt:
+            self.queue_s += times.queue_s
+            self.prefill_s += times.prefill_s
+            self.num_cached_tokens = max(self.num_cached_tokens, times.num_cached_tokens)
+        self.transfer_s += times.transfer_s
+        self.exposed_s += times.exposed_s
+        self.transfer_bytes += times.transfer_bytes
+        self.decode_queue_s += times.decode_queue_s
+        self.first_step_s += times.first_step_s
 
 
 @dataclass(slots=True)

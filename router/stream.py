@@ -59,6 +59,7 @@ class RequestStream:
         self._detokenizers = detokenizers
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
+        self._on_end: Callable[[], None] | None = None
         self._deltas: list[CompletionOutput] = []
         self._sink: Sink | None = None
         self._error: BatonError | None = None
@@ -110,7 +111,7 @@ class RequestStream:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
-            finished=self.finished and not self._deltas,
+            finished=self.finished and self._error is None and not self._deltas,
             metrics=self.metrics,
         )
 
@@ -122,7 +123,12 @@ class RequestStream:
     # --- the router's side ------------------------------------------------------------------
 
     def on_close(self, callback: Callable[[], None]) -> None:
+        """To be called when the caller gives up."""
         self._on_close = callback
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """To be called once, at the end of the request, however it ends."""
+        self._on_end = callback
 
     def push(
         self, choice: int, token_ids: list[int], finish_reason: FinishReason | None
@@ -159,6 +165,8 @@ class RequestStream:
         self.finished = True
         self._error = error
         self.metrics.e2e_s = time.monotonic() - self._arrival_s
+        if self._on_end is not None:
+            self._on_end()
         self._wake()
 
     def _wake(self) -> None:

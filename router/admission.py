@@ -1,0 +1,192 @@
+"""Who may come in, and who waits for nodes in which order.
+
+Pure: `core` is its only caller. What can never fit is refused at once; the line of waiting requests
+is bounded; what was placed before (a retry, a resume) goes before what is new, because its caller
+has waited already and its blocks may be cached somewhere.
+"""
+
+import math
+
+import msgspec
+
+from baton.protocol.errors import Overloaded, RequestError
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.sampling import Sampling, SamplingParams
+from baton.router.policy import blocks_needed
+from baton.router.request_events import Place
+
+MAX_RETRY_AFTER_S = 60.0
+# Weight of the newest gap between two ends of requests.
+PACE_WEIGHT = 0.1
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the nodes have told; pools in blocks, None where there is no such node."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    prefill_blocks: int | None
+    decode_blocks: int | None
+
+
+class Admission:
+    """The line of legs that wait for nodes, and the count of requests that have some."""
+
+    def __init__(self, max_queued: int, max_inflight: int) -> None:
+        self._max_queued = max_queued
+        self._max_inflight = max_inflight
+        self._inflight: set[RequestId] = set()
+        self._again: dict[Key, Place] = {}
+        self._new: dict[Key, Place] = {}
+        self._stalled_since_s: float | None = None
+        self._last_end_s: float | None = None
+        self._pace_s = 1.0  # between two ends of requests
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._new) + len(self._again)
+
+    def check_room(self, *, could_place: bool) -> None:
+        """Raise `Overloaded` when a new request would have to wait in a line that is full."""
+        must_wait = not could_place or self._new or len(self._inflight) >= self._max_inflight
+        if must_wait and len(self._new) >= self._max_queued:
+            raise Overloaded(
+                f"{len(self._new)} requests wait already",
+                code="queue_full",
+                http_status=429,
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def retry_after_s(self) -> float:
+        """When the line will be gone at the pace of late."""
+        seconds = math.ceil(self._pace_s * (self.num_queued + 1))
+        return float(min(max(seconds, 1), MAX_RETRY_AFTER_S))
+
+    def wait(self, place: Place) -> None:
+        line = self._again if place.key.request_id in self._inflight else self._new
+        line[place.key] = place
+
+    def leave(self, key: Key) -> None:
+        """It waits no more; its request may be in flight all the same."""
+        self._again.pop(key, None)
+        self._new.pop(key, None)
+        if not self.num_queued:
+            self._stalled_since_s = None
+
+    def head(self) -> Place | None:
+        """The next one that nodes may be chosen for."""
+        for place in self._again.values():
+            return place
+        if len(self._inflight) < self._max_inflight:
+            for place in self._new.values():
+                return place
+        return None
+
+    def placed(self, key: Key) -> None:
+        self._inflight.add(key.request_id)
+        self._stalled_since_s = None
+        self.leave(key)
+
+    def stalled(self, now_s: float) -> None:
+        """No node could take the head."""
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+
+    def overdue(self, now_s: float, patience_s: float) -> list[Key]:
+        """Everyone in the line, once nobody could be placed for that long."""
+        since_s = self._stalled_since_s
+        if since_s is None or now_s - since_s < patience_s:
+            return []
+        return [*self._again, *self._new]
+
+    def forget(self, request_id: RequestId) -> None:
+        """Nothing of this request is known any more, whatever state it was in."""
+        self._inflight.discard(request_id)
+        for key in [key for key in (*self._again, *self._new) if key.request_id == request_id]:
+            self.leave(key)
+
+    def ended(self, now_s: float, request_id: RequestId) -> None:
+        """Its nodes owe it nothing any more."""
+        if request_id in self._inflight:
+            self._inflight.discard(request_id)
+            if self._last_end_s is not None:
+                gap_s = min(now_s - self._last_end_s, MAX_RETRY_AFTER_S)
+                self._pace_s += PACE_WEIGHT * (gap_s - self._pace_s)
+            self._last_end_s = now_s
+
+
+def check_prompt(token_ids: list[int], limits: Limits) -> None:
+    """Raise `RequestError` for a prompt that no node could compute."""
+    if not token_ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        text = f"token ids must be at least 0 and below {limits.vocab_size}"
+        raise RequestError(text, param="prompt")
+    if len(token_ids) >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, and this model takes "
+            f"{limits.max_model_len} with the output",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+    blocks = limits.prefill_blocks
+    if blocks is not None and -(-len(token_ids) // limits.block_size) > blocks:
+        raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
+
+
+def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, int | None]:
+    """The most tokens to generate, and the same when that is less than was asked for.
+
+    Asking for more than the model's length is cut to the room that is left; asking for what no
+    pool can hold raises `RequestError`.
+    """
+    room = limits.max_model_len - num_prompt
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    if wanted < params.min_tokens:
+        text = f"min_tokens is {params.min_tokens}, but only {wanted} tokens are left for output"
+        raise RequestError(text, param="min_tokens")
+    held = _held_by_pool(num_prompt, params.n, limits)
+    if held is not None and held < max(params.min_tokens, 1 if params.max_tokens is None else 0):
+        raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
+    if held is not None and wanted > held:
+        if params.max_tokens is not None:
+            raise RequestError(
+                f"prompt, max_tokens and n can never fit the KV pool of a node: at most {held} "
+                f"tokens could be generated",
+                param="max_tokens",
+            )
+        wanted = held
+    clamped = params.max_tokens is not None and wanted < params.max_tokens
+    return wanted, wanted if clamped else None
+
+
+def _held_by_pool(num_prompt: int, num_choices: int, limits: Limits) -> int | None:
+    """How many tokens each choice could have if decode's pool were empty; at least 0."""
+    if limits.decode_blocks is None:
+        return None
+    shared = num_prompt // limits.block_size
+    own = (limits.decode_blocks - shared) // num_choices
+    held = max((shared + own) * limits.block_size - num_prompt, 0)
+    size, final = limits.block_size, num_prompt + held
+    assert held == 0 or blocks_needed(size, num_prompt, final, num_choices) <= limits.decode_blocks
+    return held
+
+
+def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
+    """What travels to the engines: `params` without text, complete."""
+    return Sampling(
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        ignore_eos=params.ignore_eos,
+    )

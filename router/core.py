@@ -1,0 +1,397 @@
+"""The router without text: requests as token ids in, tokens of every choice out.
+
+`AsyncLLM` is its only caller, on one event loop. It joins the pure parts (`lifecycle` per request,
+`registry`, `policy`, `admission`) with the nodes' sockets and the callers' streams, and decides
+nothing that they could decide. Nothing here blocks; one request's error ends that request alone.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import (
+    BatonError,
+    Failure,
+    Overloaded,
+    from_failure,
+)
+from baton.protocol.ids import Epoch, NodeId, RequestId
+from baton.protocol.messages import (
+    Accepted,
+    Beat,
+    Cancel,
+    CancelDone,
+    Failed,
+    FirstTokens,
+    Hello,
+    Peers,
+    Ready,
+    Refused,
+    Role,
+    Starting,
+    TokenEntry,
+    Tokens,
+    ToRouter,
+    Welcome,
+)
+from baton.protocol.sampling import SEED_BITS
+from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.leg import Request
+from baton.router.lifecycle import Lifecycle
+from baton.router.nodes import NodeSockets
+from baton.router.policy import Decision, LeastLoaded
+from baton.router.registry import Change, Entered, Health, Left, Refuse, Registry, Status
+from baton.router.request_events import (
+    Begun,
+    CallerGone,
+    ChoiceStopped,
+    Closed,
+    Deliver,
+    NodeLost,
+    NodeSaid,
+    NotPlaced,
+    Outcome,
+    Place,
+    Release,
+    RequestCommand,
+    RequestEvent,
+    Resumed,
+    Send,
+    Tick,
+    Timed,
+    Unplace,
+)
+from baton.router.stream import RequestStream
+from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import logger
+
+TICK_S = 0.25
+# How long requests wait for a node to come (back) before they are turned away.
+PATIENCE_S = 30.0
+
+Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
+
+log = logger("router")
+
+
+@dataclass(slots=True, eq=False)
+class Active:
+    """A request from `submit` until no node owes it anything."""
+
+    request_id: RequestId
+    lifecycle: Lifecycle
+    stream: RequestStream
+    began_s: float
+    is_broken: bool = False
+
+
+class RouterCore:
+    """`start`, then `submit`; `close` ends everything."""
+
+    def __init__(
+        self, config: ClusterConfig, clock: Clock = monotonic, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.epoch = Epoch(secrets.token_hex(8))
+        self.registry = Registry()
+        self._config = config.router
+        self._clock = clock
+        self._patience_s = patience_s
+        self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
+        self._admission = Admission(config.router.max_queued, config.router.max_inflight)
+        self._active: dict[RequestId, Active] = {}
+        self._num_requests = 0
+        self._events: deque[tuple[Active, RequestEvent]] = deque()
+        self._is_feeding = False
+        self._now_s = clock()
+        self._failure: Failure | None = None
+        self._sockets: NodeSockets | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed: asyncio.Event = asyncio.Event()
+
+    # --- its caller -----------------------------------------------------------------------------
+
+    def start(self, endpoint: str) -> str:
+        """Open the endpoint that nodes dial, and say what it is; raises `ConfigError`."""
+        self._sockets = NodeSockets(endpoint, self._heard, self._gone, self._place_waiting)
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        return self._sockets.endpoint
+
+    def check(self, token_ids: list[int]) -> None:
+        """Raise what a prompt would be refused with; to be called before `submit`."""
+        check_prompt(token_ids, self._limits())
+
+    def submit(self, stream: RequestStream) -> RequestId:
+        """Take a request in; raises `RequestError` or `Overloaded`, and then it never was."""
+        limits = self._limits()
+        prompt, params = stream.prompt_token_ids, stream.params
+        max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
+        self._admission.check_room(could_place=self._can_serve())
+        self._num_requests += 1
+        request_id = RequestId(f"{self.epoch}-{self._num_requests:x}")
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+        sampling = sampling_of(params, seed, max_tokens)
+        request = Request(request_id, prompt, sampling, params.n, self._config.max_attempts)
+        self._now_s = self._clock()
+        active = Active(request_id, Lifecycle(request), stream, self._now_s)
+        self._active[request_id] = active
+        stream.on_close(lambda: self.cancel(request_id))
+        self._feed(active, Begun())
+        self._place_waiting()
+        return request_id
+
+    def cancel(self, request_id: RequestId, reason: str = "client") -> None:
+        """End a request, whose stream gets `Cancelled`. Unknown and ended ones are ignored."""
+        active = self._active.get(request_id)
+        if active is not None:
+            self._now_s = self._clock()
+            self._feed(active, CallerGone(reason))
+            self._place_waiting()
+
+    def health(self) -> Health:
+        nodes = self.registry.nodes_health(self._clock())
+        status, message = self._status(all(node.state == "ready" for node in nodes))
+        running, queued = self._admission.num_inflight, self._admission.num_queued
+        return Health(status, nodes, running, queued, message)
+
+    async def wait_for(self, num_prefill: int, num_decode: int) -> None:
+        """Until so many nodes are in service; raises when the router has failed."""
+        while True:
+            if self._failure is not None:
+                raise from_failure(self._failure)
+            num = len(self.registry.in_service("prefill")), len(self.registry.in_service("decode"))
+            if num[0] >= num_prefill and num[1] >= num_decode:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def fail(self, failure: Failure) -> None:
+        """Nothing can be served any more: every caller, present and future, is told why."""
+        self._failure = failure
+        self._changed.set()
+        for active in list(self._active.values()):
+            active.stream.finish(from_failure(failure))
+            self._feed(active, CallerGone(failure.code))
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def close(self) -> None:
+        """End every request and the connections to all nodes. Idempotent."""
+        if self._failure is None:
+            text = "the router is shutting down"
+            self.fail(Overloaded(text, code="shutting_down").to_failure())
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sockets is not None:
+            self._sockets.close()
+
+    # --- nodes ----------------------------------------------------------------------------------
+
+    def _heard(self, node: NodeId, message: ToRouter) -> None:
+        self._now_s = now_s = self._clock()
+        match message:
+            case Tokens(entries=entries):
+                for entry in entries:
+                    self._said(node, entry.key.request_id, entry)
+            case Accepted() | FirstTokens() | Failed():
+                self._said(node, message.key.request_id, message)
+            case CancelDone(keys=keys):
+                for request_id in dict.fromkeys(key.request_id for key in keys):
+                    self._said(node, request_id, message)
+            case Beat(node_id=node_id):
+                if node_id == node:
+                    self._apply(self.registry.beat(now_s, message))
+            case Starting(node_id=node_id):
+                if node_id == node:
+                    self.registry.starting(now_s, message)
+            case Hello():
+                self._apply(self.registry.hello(now_s, node, message))
+                self._send(node, Welcome("router", self.epoch))
+            case Ready():
+                self._apply(self.registry.ready(now_s, node, message))
+            case _:
+                assert_never(message)
+
+    def _said(self, node: NodeId, request_id: RequestId, message: Said) -> None:
+        active = self._active.get(request_id)
+        if active is not None:
+            self._feed(active, NodeSaid(node, message))
+        elif isinstance(message, Accepted | FirstTokens | TokenEntry):
+            # Somebody still works for a request that has ended.
+            self._send(node, Cancel((message.key,), "ended"))
+
+    def _gone(self, node: NodeId) -> None:
+        self._now_s = self._clock()
+        self._apply(self.registry.gone(node))
+
+    def _apply(self, changes: list[Change]) -> None:
+        for change in changes:
+            match change:
+                case Refuse(node=node, failure=failure):
+                    log.warning("node refused", node=node, reason=failure.message)
+                    self._send(node, Refused(failure))
+                case Entered(info=info):
+                    log.info("node in service", node=info.node_id, role=info.role)
+                    self._introduce(info.role)
+                    self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
+                case Left(node=node, role=role, failure=failure):
+                    log.warning("node out of service", node=node, reason=failure.message)
+                    self._introduce(role)
+                    for active in list(self._active.values()):
+                        self._feed(active, NodeLost(node, failure))
+                case _:
+                    assert_never(change)
+        if changes:
+            self._changed.set()
+
+    def _introduce(self, role: Role) -> None:
+        """The set of these nodes has changed: tell all of the other role."""
+        other: Role = "decode" if role == "prefill" else "prefill"
+        peers = Peers(self.registry.peers_of(other))
+        for node in self.registry.in_service(other):
+            self._send(node.node_id, peers)
+
+    def _send(self, node: NodeId, message: Welcome | Peers | Refused | Cancel) -> None:
+        assert self._sockets is not None
+        self._sockets.send(node, message)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _feed(self, active: Active, event: RequestEvent) -> None:
+        """Commands may cause events (a stop string, a caller that leaves): one after the other."""
+        self._events.append((active, event))
+        if self._is_feeding:
+            return
+        self._is_feeding = True
+        try:
+            while self._events:
+                self._step(*self._events.popleft())
+        finally:
+            self._is_feeding = False
+
+    def _step(self, active: Active, event: RequestEvent) -> None:
+        commands: Iterator[RequestCommand] = iter(())
+        try:
+            commands = iter(active.lifecycle.step(self._now_s, event))
+            for command in commands:
+                self._carry_out(active, command)
+        except Exception:
+            log.exception("a request broke", request=active.request_id, at=type(event).__name__)
+            self._contain(active, commands)
+
+    def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
+        """A bug met this request. It ends with an error; the others go on."""
+        active.stream.finish(BatonError("the router failed to handle this request"))
+        if not active.is_broken:
+            active.is_broken = True
+            self._events.append((active, CallerGone("router error")))
+            for command in commands:
+                self._carry_out(active, command)
+        elif self._active.pop(active.request_id, None) is not None:
+            # Nodes that still work for it are told to stop when they next speak of it.
+            self.registry.forget(active.request_id)
+            self._admission.forget(active.request_id)
+
+    def _carry_out(self, active: Active, command: RequestCommand) -> None:
+        match command:
+            case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
+                if active.stream.push(choice, token_ids, reason) is not None:
+                    self._feed(active, ChoiceStopped(choice))
+            case Send(node=node, message=message):
+                assert self._sockets is not None
+                self._sockets.send(node, message)
+            case Place():
+                self._admission.wait(command)
+            case Unplace(key=key):
+                self._admission.leave(key)
+            case Release(node=node, key=key):
+                self.registry.release(node, key)
+            case Timed(times=times, of_prompt=of_prompt):
+                active.stream.metrics.add_stages(times, of_prompt=of_prompt)
+            case Resumed():
+                active.stream.metrics.resumed = True
+            case Outcome(failure=failure):
+                active.stream.finish(None if failure is None else from_failure(failure))
+            case Closed():
+                del self._active[active.request_id]
+                self._admission.ended(self._now_s, active.request_id)
+            case _:
+                assert_never(command)
+
+    def _limits(self) -> Limits:
+        """What a request must fit; raises when none can be served."""
+        if self._failure is not None:
+            raise from_failure(self._failure)
+        model = self.registry.model
+        if model is None or self._sockets is None:
+            raise Overloaded("no node is ready yet", code="not_ready", retry_after_s=1.0)
+        return Limits(
+            model.max_model_len,
+            model.vocab_size,
+            model.layout.block_size,
+            self.registry.largest_pool("prefill"),
+            self.registry.largest_pool("decode"),
+        )
+
+    # --- placing and time -----------------------------------------------------------------------
+
+    def _place_waiting(self) -> None:
+        while (place := self._admission.head()) is not None:
+            decision = self._policy.choose(self.registry, place)
+            if decision is None:
+                self._admission.stalled(self._clock())
+                return
+            self._place(place, decision)
+
+    def _place(self, place: Place, decision: Decision) -> None:
+        active = self._active[place.key.request_id]
+        self._admission.placed(place.key)
+        for node, charge in decision.charges:
+            self.registry.charge(node, place.key, charge)
+        metrics = active.stream.metrics
+        if metrics.num_attempts == 0:
+            metrics.router_queue_s = self._clock() - active.began_s
+        metrics.num_attempts = max(metrics.num_attempts, place.key.attempt + 1)
+        metrics.path = decision.path
+        metrics.local_fallback = decision.is_fallback
+        self._feed(active, decision.placed)
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        assert self._sockets is not None
+        # Beats may be waiting in the socket if this loop was held up, so they are read first.
+        self._sockets.drain()
+        self._now_s = now_s = self._clock()
+        self._apply(self.registry.tick(now_s))
+        overdue = self._admission.overdue(now_s, self._patience_s)
+        for key in overdue:
+            text = "no node is in service that could take this request"
+            retry_after_s = self._admission.retry_after_s()
+            failure = Overloaded(text, code="no_nodes", retry_after_s=retry_after_s).to_failure()
+            self._admission.leave(key)
+            self._feed(self._active[key.request_id], NotPlaced(key, failure))
+        for active in list(self._active.values()):
+            self._feed(active, Tick())
+        self._place_waiting()
+
+    def _status(self, is_whole: bool) -> tuple[Status, str]:
+        if self._failure is not None:
+            return "failed", self._failure.message
+        if self.registry.model is None:
+            return "starting", "nodes are starting"
+        if not self._can_serve():
+            return "failed", "no node is in service"
+        wants_prefill = self._config.local_prefill != "always"
+        if is_whole and (self.registry.in_service("prefill") or not wants_prefill):
+            return "ready", ""
+        return "degraded", "some nodes are not in service"
+
+    def _can_serve(self) -> bool:
+        needs_prefill = self._config.local_prefill == "never"
+        has_prefill = bool(self.registry.in_service("prefill"))
+        return bool(self.registry.in_service("decode")) and (has_prefill or not needs_prefill)

@@ -1,0 +1,91 @@
+"""The socket that nodes dial, on the router's event loop: bytes in, typed messages out.
+
+`core` is its only caller and decides everything. A plain ZMQ socket with the loop's reader on its
+descriptor: a message costs a few microseconds, an awaited one several times that. Never blocks.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.ids import NodeId
+from baton.protocol.messages import ToNode, ToRouter
+from baton.runtime.channel import Listener, Received
+
+BEATS = b"beats:"
+# Messages read in one go before the loop may serve others.
+BATCH = 512
+
+Heard = Callable[[NodeId, ToRouter], None]
+Gone = Callable[[NodeId], None]
+
+
+class NodeSockets:
+    """`heard` gets what a node says over either of its channels, `gone` the end of the main one.
+
+    `idle` is called after each batch of them.
+    """
+
+    def __init__(self, endpoint: str, heard: Heard, gone: Gone, idle: Callable[[], None]) -> None:
+        """Binds; raises `ConfigError` when it cannot. To be called on a running event loop."""
+        self._heard, self._gone, self._idle = heard, gone, idle
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._listener = Listener[ToNode, ToRouter](
+                endpoint, to_node_codec(), to_router_codec(), self._context
+            )
+        except BaseException:
+            self._context.term()
+            raise
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Handle | None = None
+        self._is_open = True
+        self._loop.add_reader(self._listener.fileno(), self.drain)
+
+    @property
+    def endpoint(self) -> str:
+        return self._listener.endpoint
+
+    @property
+    def num_malformed(self) -> int:
+        return self._listener.num_malformed
+
+    def send(self, node: NodeId, message: ToNode) -> bool:
+        """False: the node is gone or too slow, and `gone` will say so if it was known."""
+        return self._is_open and self._listener.send(node.encode(), message)
+
+    def drain(self) -> None:
+        """Read what is there."""
+        if not self._is_open:
+            return
+        for _ in range(BATCH):
+            received = self._listener.receive()
+            if received is None:
+                break
+            self._pass_on(received)
+        else:
+            # The descriptor tells of changes only, so what is left must be read without it.
+            self._again = self._loop.call_soon(self.drain)
+        self._idle()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            if self._again is not None:
+                self._again.cancel()
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._context.term()
+
+    def _pass_on(self, received: Received[ToRouter]) -> None:
+        is_beat = received.peer.startswith(BEATS)
+        try:
+            node = NodeId(received.peer.removeprefix(BEATS).decode())
+        except UnicodeDecodeError:
+            return  # no node of ours: their names are text
+        if received.message is not None:
+            self._heard(node, received.message)
+        elif not is_beat:
+            self._gone(node)

@@ -1,0 +1,300 @@
+"""Which nodes there are, in what state, and what was charged to each.
+
+Pure: `core` feeds it what nodes say and how time passes, and acts on the changes it returns. It
+never picks a node (`policy` does) and never speaks to one. A node that falls silent or is stuck
+is out of service but remembered: with its next good beat it is back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from baton.protocol.errors import Failure, NodeError
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Hello,
+    Load,
+    NodeInfo,
+    Ready,
+    Role,
+    Starting,
+)
+
+# Three beats of one second, and half of one for a busy router.
+SILENCE_S = 3.5
+STUCK_S = 10.0
+STUCK_FACTOR = 8.0
+NO_LOAD = Load()
+
+NodeState = Literal["starting", "ready", "silent", "stuck"]
+Status = Literal["starting", "ready", "degraded", "failed"]
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What the nodes serve, as the first of them that was ready told it."""
+
+    name: str
+    path: str
+    fingerprint: str
+    layout_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class NodeHealth(msgspec.Struct, frozen=True):
+    node_id: NodeId
+    role: Role
+    state: NodeState
+    phase: str  # of start-up, with `done` of `total`
+    done: int
+    total: int
+    load: Load  # as of the last beat
+    beat_age_s: float
+    step_age_s: float
+    num_legs: int  # charged by this router
+    num_tokens: int  # of those
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`ready` and `degraded` (some node is not ready) serve requests; the others do not."""
+
+    status: Status
+    nodes: tuple[NodeHealth, ...]
+    num_running: int  # requests with nodes
+    num_queued: int  # requests that wait for nodes
+    message: str = ""
+
+    @property
+    def can_serve(self) -> bool:
+        return self.status in ("ready", "degraded")
+
+
+class Charge(msgspec.Struct, frozen=True):
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One process. `info` is there once it was ready."""
+
+    node_id: NodeId
+    role: Role
+    epoch: Epoch
+    heard_s: float
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    info: NodeInfo | None = None
+    load: Load = NO_LOAD
+    step_age_s: float = 0.0
+    state: NodeState = "starting"
+    charges: dict[Key, Charge] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_sequences: int = 0
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """Tell this node, connected but not taken in, why."""
+
+    node: NodeId
+    failure: Failure
+
+
+class Entered(msgspec.Struct, frozen=True):
+    """In service from now on."""
+
+    info: NodeInfo
+
+
+class Left(msgspec.Struct, frozen=True):
+    """Out of service: nothing more is expected of what it was given."""
+
+    node: NodeId
+    role: Role
+    failure: Failure
+
+
+Change = Refuse | Entered | Left
+
+
+class Registry:
+    def __init__(self) -> None:
+        self._nodes: dict[NodeId, Node] = {}
+        self._model: NodeInfo | None = None
+
+    # --- what nodes say -------------------------------------------------------------------------
+
+    def hello(self, now_s: float, peer: NodeId, message: Hello) -> list[Change]:
+        if message.version != PROTOCOL_VERSION:
+            text = f"this router speaks protocol {PROTOCOL_VERSION}, not {message.version}"
+            return [Refuse(peer, _mismatch("protocol_mismatch", text))]
+        if message.node_id != peer:
+            text = f"{message.node_id} dials as {peer}"
+            return [Refuse(peer, _mismatch("identity_mismatch", text))]
+        changes = self.gone(peer, "a new process took its place")
+        self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
+        return changes
+
+    def starting(self, now_s: float, message: Starting) -> None:
+        node = self._node(message.node_id, message.epoch)
+        if node is not None:
+            node.heard_s = now_s
+            node.phase, node.done, node.total = message.phase, message.done, message.total
+
+    def ready(self, now_s: float, peer: NodeId, message: Ready) -> list[Change]:
+        info = message.info
+        node = self._node(peer, info.epoch)
+        if node is None or info.node_id != peer or info.role != node.role:
+            text = "ready without a hello of the same process"
+            return [Refuse(peer, _mismatch("identity_mismatch", text))]
+        if (failure := self._stranger(info)) is not None:
+            del self._nodes[peer]
+            return [Refuse(peer, failure)]
+        if self._model is None or not self._serves_any():
+            self._model = info
+        node.info, node.heard_s, node.state = info, now_s, "ready"
+        node.phase = "ready"
+        return [Entered(info)]
+
+    def beat(self, now_s: float, message: Beat) -> list[Change]:
+        node = self._node(message.node_id, message.epoch)
+        if node is None:
+            return []
+        node.heard_s, node.load, node.step_age_s = now_s, message.load, message.step_age_s
+        if node.info is None:
+            return []
+        was = node.state
+        node.state = "stuck" if _is_stuck(message) else "ready"
+        if was == "ready" and node.state == "stuck":
+            text = f"{node.node_id} is stuck: its step runs for {message.step_age_s:.0f} s"
+            return [Left(node.node_id, node.role, _lost(text))]
+        return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
+
+    def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
+        """Its channel ended. It will introduce itself again, if it lives."""
+        node = self._nodes.pop(peer, None)
+        if node is None or node.info is None:
+            return []
+        # Those that are not `ready` left before, but may have been given a cancel since.
+        return [Left(peer, node.role, _lost(f"{peer} is lost: {why}"))]
+
+    def tick(self, now_s: float) -> list[Change]:
+        changes: list[Change] = []
+        for node in self._nodes.values():
+            if node.state == "ready" and now_s - node.heard_s > SILENCE_S:
+                node.state = "silent"
+                failure = _lost(f"{node.node_id} is silent for {SILENCE_S:g} s")
+                changes.append(Left(node.node_id, node.role, failure))
+        return changes
+
+    # --- what it knows --------------------------------------------------------------------------
+
+    def in_service(self, role: Role) -> list[Node]:
+        """Ready nodes, in order of their ids."""
+        nodes = (node for node in self._nodes.values() if node.role == role)
+        return sorted((n for n in nodes if n.state == "ready"), key=lambda node: node.node_id)
+
+    def known(self) -> Iterable[Node]:
+        return self._nodes.values()
+
+    def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
+        """What nodes of `role` are to know: those of the other one."""
+        other: Role = "decode" if role == "prefill" else "prefill"
+        return tuple(node.info for node in self.in_service(other) if node.info is not None)
+
+    @property
+    def model(self) -> NodeInfo | None:
+        """The node that stands for the model that all serve; None until one was ready."""
+        return self._model
+
+    def largest_pool(self, role: Role) -> int | None:
+        """In blocks, of the nodes of that role that were ever ready here; None without any."""
+        infos = (node.info for node in self._nodes.values() if node.role == role)
+        return max((info.num_blocks for info in infos if info is not None), default=None)
+
+    def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
+        nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
+        return tuple(_health(now_s, node) for node in nodes)
+
+    # --- load -----------------------------------------------------------------------------------
+
+    def forget(self, request_id: RequestId) -> None:
+        """Take every charge of a request off, whatever became of it."""
+        for node in self._nodes.values():
+            for key in [key for key in node.charges if key.request_id == request_id]:
+                self.release(node.node_id, key)
+
+    def charge(self, node_id: NodeId, key: Key, charge: Charge) -> None:
+        node = self._nodes[node_id]
+        assert key not in node.charges, f"{key} is charged to {node_id} already"
+        node.charges[key] = charge
+        node.num_tokens += charge.num_tokens
+        node.num_sequences += charge.num_sequences
+
+    def release(self, node_id: NodeId, key: Key) -> None:
+        """A node that was lost took its charges with it, and its successor starts at zero."""
+        node = self._nodes.get(node_id)
+        charge = node.charges.pop(key, None) if node is not None else None
+        if node is not None and charge is not None:
+            node.num_tokens -= charge.num_tokens
+            node.num_sequences -= charge.num_sequences
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _node(self, node_id: NodeId, epoch: Epoch) -> Node | None:
+        node = self._nodes.get(node_id)
+        return node if node is not None and node.epoch == epoch else None
+
+    def _serves_any(self) -> bool:
+        return any(node.info is not None for node in self._nodes.values())
+
+    def _stranger(self, info: NodeInfo) -> Failure | None:
+        """Why a node cannot serve next to the others."""
+        model = self._model
+        if model is None:
+            return None
+        if info.model != model.model:
+            text = f"{info.node_id} serves another model ({info.model}, not {model.model})"
+            return _mismatch("model_mismatch", text)
+        # A cluster that is replaced as a whole may have other blocks, but not another model.
+        if self._serves_any() and info.layout.fingerprint != model.layout.fingerprint:
+            ours, theirs = model.layout.fingerprint, info.layout.fingerprint
+            text = f"KV blocks of {info.node_id} have another layout ({theirs}, not {ours})"
+            return _mismatch("layout_mismatch", text)
+        return None
+
+
+def _is_stuck(beat: Beat) -> bool:
+    has_work = beat.load.num_running + beat.load.num_waiting > 0
+    return has_work and beat.step_age_s > max(STUCK_S, STUCK_FACTOR * beat.predicted_s)
+
+
+def _health(now_s: float, node: Node) -> NodeHealth:
+    return NodeHealth(
+        node.node_id,
+        node.role,
+        node.state,
+        node.phase,
+        node.done,
+        node.total,
+        node.load,
+        max(0.0, now_s - node.heard_s),
+        node.step_age_s,
+        len(node.charges),
+        node.num_tokens,
+    )
+
+
+def _lost(message: str) -> Failure:
+    return NodeError(message).to_failure()
+
+
+def _mismatch(code: str, message: str) -> Failure:
+    return NodeError(message, code=code).to_failure()
