@@ -6,6 +6,8 @@ map it only for reading: a seal forbids every other writable mapping, and anothe
 it under a reader. Created by executors and workers; imports neither torch nor the engine.
 """
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -20,6 +22,8 @@ from baton.protocol.errors import ConfigError
 NONCE_BYTES = 16
 # Linux 5.1; the fcntl module does not name it. Mappings that exist stay writable.
 _F_SEAL_FUTURE_WRITE = 0x0010
+# Linux 5.14; the mmap module does not name it.
+_MADV_POPULATE_WRITE = 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
@@ -64,9 +68,9 @@ class HostPool:
             )
         self._fd = os.memfd_create("baton-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Reserve now: a page that cannot be had later is SIGBUS in the middle of a step.
-            os.posix_fallocate(self._fd, 0, self.shape.file_bytes)
+            os.ftruncate(self._fd, self.shape.file_bytes)
             file = mmap.mmap(self._fd, self.shape.file_bytes)
+            _populate(self._fd, file)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError as error:
             os.close(self._fd)
@@ -102,6 +106,22 @@ class HostPool:
             os.close(self._fd)
             self._fd = -1
         self._file = memoryview(b"")
+
+
+def _populate(descriptor: int, file: mmap.mmap) -> None:
+    """Takes every page now: one that cannot be had later is SIGBUS in the middle of a step.
+
+    Mapping them too keeps page faults, here five times the time of the copy, out of steps and
+    reads. Through ctypes because it lets the GIL go, which `mmap.madvise` does not.
+    """
+    address = np.frombuffer(file, np.uint8).ctypes.data
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if madvise(address, len(file), _MADV_POPULATE_WRITE) == 0:
+        return
+    if ctypes.get_errno() != errno.EINVAL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.posix_fallocate(descriptor, 0, len(file))
 
 
 def available_bytes() -> int:

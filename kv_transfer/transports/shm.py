@@ -16,6 +16,7 @@ import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class ShmTransport:
 
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
         self._pool = pool
+        self._blocks = block_view(pool.buffer, pool.shape)
         self._epoch = epoch
         self._ended: set[int] = set()
         self._next_handle = 0
@@ -97,7 +99,7 @@ class ShmTransport:
         _check_range(source, mapping.shape.num_blocks)
         _check_range(target, self._pool.shape.num_blocks)
         _check_generations(mapping, source, expected)
-        copy_blocks(self._pool.address, target, mapping.address, source, mapping.shape.block_bytes)
+        copy_blocks(self._blocks, target, mapping.blocks, source)
         # The owner bumps a generation before the first store of a block's next owner, so equal
         # numbers here mean that nothing of the next owner was copied.
         _check_generations(mapping, source, expected)
@@ -238,34 +240,43 @@ class _Mapping:
         if self._file[begin : begin + NONCE_BYTES] != nonce:
             self._file.close()
             raise TransferError("the pool's nonce is not in the mapping: not the same memory")
-        self.generations: NDArray[np.uint32] | None = np.frombuffer(
+        self.generations = np.frombuffer(
             self._file, np.uint32, shape.num_blocks, shape.generations_offset
         )
-        self.address = int(np.frombuffer(self._file, np.uint8).ctypes.data)
+        self.blocks = block_view(self._file, shape)
 
     def close(self) -> None:
-        self.generations = None  # a view would keep the file open
+        del self.generations, self.blocks  # a view would keep the file open
         self._file.close()
 
 
+def block_view(buffer: mmap.mmap | memoryview, shape: PoolShape) -> NDArray[np.void]:
+    """The blocks of a pool, each one opaque element."""
+    return np.ndarray(shape.num_blocks, np.dtype((np.void, shape.block_bytes)), buffer)
+
+
 def copy_blocks(
-    target_address: int,
+    target_pool: NDArray[np.void],
     target: NDArray[np.int64],
-    source_address: int,
+    source_pool: NDArray[np.void],
     source: NDArray[np.int64],
-    block_bytes: int,
 ) -> None:
-    """Copies block `source[i]` to `target[i]`, neighbours as one; every copy lets the GIL go."""
-    joins = (np.diff(source) == 1) & (np.diff(target) == 1)
-    starts = np.concatenate(([0], np.flatnonzero(~joins) + 1)) if len(source) else np.empty(0, int)
-    counts = np.diff(np.append(starts, len(source)))
-    for to, frm, num_bytes in zip(
-        (target_address + target[starts] * block_bytes).tolist(),
-        (source_address + source[starts] * block_bytes).tolist(),
-        (counts * block_bytes).tolist(),
-        strict=True,
-    ):
-        ctypes.memmove(to, frm, num_bytes)
+    """Copies block `source[i]` to `target[i]`; ids are in range, no target occurs twice.
+
+    Neighbours in both pools are one copy; neighbours in the target alone are one gather. Either
+    lets the GIL go once: per block, a busy thread could take it for 5 ms each time.
+    """
+    order = np.argsort(target, kind="stable")
+    target, source = target[order], source[order]
+    begins = np.flatnonzero(np.diff(target, prepend=-2) != 1).tolist()
+    block_bytes = target_pool.itemsize
+    for begin, end in pairwise([*begins, len(target)]):
+        to, sources = target_pool[target[begin] : target[end - 1] + 1], source[begin:end]
+        if (np.diff(sources) == 1).all():
+            start = source_pool.ctypes.data + int(sources[0]) * block_bytes
+            ctypes.memmove(to.ctypes.data, start, to.nbytes)
+        else:
+            np.take(source_pool, sources, out=to, mode="clip")  # "raise" would copy twice
 
 
 def _check_range(blocks: NDArray[np.int64], num_blocks: int) -> None:
@@ -276,7 +287,6 @@ def _check_range(blocks: NDArray[np.int64], num_blocks: int) -> None:
 def _check_generations(
     mapping: _Mapping, blocks: NDArray[np.int64], expected: NDArray[np.int64]
 ) -> None:
-    assert mapping.generations is not None
     changed = mapping.generations[blocks] != expected
     if changed.any():
         block = int(blocks[changed.argmax()])
