@@ -1,0 +1,35 @@
+"""What one step of the connector wants done, collected while its machines run.
+
+Every machine of this room writes here and nowhere else. Order is kept: commands to one peer or one
+rank leave in the order in which they were decided.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.kv_transfer.interfaces import (
+    AgentCommand,
+    ConnectorCommand,
+    ConnectorReport,
+    ToPeer,
+    ToRank,
+)
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import ToDecode, ToPrefill
+
+PeerName = tuple[NodeId, Epoch]
+
+
+@dataclass(slots=True)
+class Effects:
+    """`reachable`: peers that have a channel; what is told to others would go nowhere."""
+
+    reachable: set[PeerName]
+    commands: list[ConnectorCommand] = field(default_factory=list)
+    reports: list[ConnectorReport] = field(default_factory=list)
+
+    def tell(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
+        if peer in self.reachable:
+            self.commands.append(ToPeer(*peer, message))
+
+    def order(self, rank: int, command: AgentCommand) -> None:
+        self.commands.append(ToRank(rank, command))

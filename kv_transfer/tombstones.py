@@ -1,0 +1,102 @@
+"""What is remembered of handoffs that have ended, and of messages that came too early.
+
+Held by the connector only. Everything is bounded: the oldest tombstone goes first (its key is then
+parked and refused like an unknown one), and what cannot be parked is refused at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from baton.kv_transfer.effects import PeerName
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import End, Span, Started
+
+MAX_TOMBSTONES = 4096
+MAX_PARKED_KEYS = 512
+MAX_PARKED_MESSAGES = 8192
+PARKED_S = 5.0
+
+Answer = TypeVar("Answer")
+Early = Started | Span | End
+
+
+class Tombstones(Generic[Answer]):
+    """Ended keys with the answer to whatever still comes for them, and the newest attempts."""
+
+    def __init__(self, max_keys: int = MAX_TOMBSTONES) -> None:
+        self._max_keys = max_keys
+        self._answers: dict[Key, Answer] = {}
+        self._newest: dict[tuple[RequestId, int], int] = {}
+
+    def bury(self, key: Key, answer: Answer) -> None:
+        self._answers.pop(key, None)
+        self._answers[key] = answer
+        if len(self._answers) > self._max_keys:
+            del self._answers[next(iter(self._answers))]
+
+    def answer(self, key: Key) -> Answer | None:
+        return self._answers.get(key)
+
+    def note_attempt(self, key: Key) -> None:
+        place = (key.request_id, key.choice)
+        self._newest[place] = max(key.attempt, self._newest.pop(place, 0))
+        if len(self._newest) > self._max_keys:
+            del self._newest[next(iter(self._newest))]
+
+    def is_superseded(self, key: Key) -> bool:
+        return key.attempt < self._newest.get((key.request_id, key.choice), 0)
+
+
+@dataclass(slots=True)
+class Parked:
+    """Messages of one key, in order, all from one peer."""
+
+    peer: PeerName
+    until_s: float
+    messages: list[Early] = field(default_factory=list)
+
+
+class Parking:
+    """Announcements that came before the request did."""
+
+    def __init__(
+        self, max_keys: int = MAX_PARKED_KEYS, max_messages: int = MAX_PARKED_MESSAGES
+    ) -> None:
+        self._max_keys = max_keys
+        self._max_messages = max_messages
+        self._num_messages = 0
+        self._parked: dict[Key, Parked] = {}  # the oldest first, so also the first to end
+
+    @property
+    def deadline_s(self) -> float | None:
+        return next((parked.until_s for parked in self._parked.values()), None)
+
+    def park(self, now_s: float, peer: PeerName, message: Early) -> bool:
+        """False when there is no room, or when it does not belong to what is parked."""
+        parked = self._parked.get(message.key)
+        if parked is None:
+            if not isinstance(message, Started) or len(self._parked) == self._max_keys:
+                return False
+            parked = self._parked[message.key] = Parked(peer, now_s + PARKED_S)
+        if parked.peer != peer or self._num_messages == self._max_messages:
+            return False
+        parked.messages.append(message)
+        self._num_messages += 1
+        return True
+
+    def take(self, key: Key) -> Parked | None:
+        parked = self._parked.pop(key, None)
+        if parked is not None:
+            self._num_messages -= len(parked.messages)
+        return parked
+
+    def take_expired(self, now_s: float) -> list[tuple[Key, Parked]]:
+        keys = [key for key, parked in self._parked.items() if parked.until_s <= now_s]
+        return [(key, parked) for key in keys if (parked := self.take(key)) is not None]
+
+    def forget_peer(self, peer: PeerName) -> None:
+        for key in [key for key, parked in self._parked.items() if parked.peer == peer]:
+            self.take(key)
+
+    def peers(self) -> set[PeerName]:
+        return {parked.peer for parked in self._parked.values()}
