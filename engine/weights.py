@@ -73,8 +73,7 @@ def fingerprint(folder: Path, dtype: str) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(dtype.encode())
-    for field, value in _significant_fields(folder / "config.json"):
-        digest.update(f"\0{field}=".encode() + value)
+    digest.update(_significant_config(folder / "config.json"))
     places: dict[str, tuple[Path, _Entry]] = {}
     for shard in sorted(set(_shards_by_name(folder).values())):
         places |= {name: (shard, entry) for name, entry in _header(shard).items()}
@@ -139,9 +138,12 @@ def _header(file: Path) -> dict[str, _Entry]:
         raise ConfigError(f"{file} is not a safetensors file: {error}") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    for entry in entries.values():
-        first, last = entry.data_offsets
-        entry.data_offsets = (8 + length + first, 8 + length + last)
+    size = file.stat().st_size
+    for name, entry in entries.items():
+        first, last = (8 + length + offset for offset in entry.data_offsets)
+        if not 0 <= first <= last <= size:
+            raise ConfigError(f"{file} ends before tensor {name} does")
+        entry.data_offsets = (first, last)
     return entries
 
 
@@ -157,13 +159,13 @@ def _samples(file: Path, span: tuple[int, int]) -> Iterator[bytes]:
             yield stream.read(SAMPLE_BYTES)
 
 
-def _significant_fields(file: Path) -> list[tuple[str, bytes]]:
+def _significant_config(file: Path) -> bytes:
+    """config.json in one spelling, without what does not change the model."""
     try:
-        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except FileNotFoundError:
         raise ConfigError(f"{file.parent} has no config.json") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return sorted(
-        (name, bytes(raw)) for name, raw in fields.items() if name not in INCIDENTAL_FIELDS
-    )
+    kept = {name: value for name, value in fields.items() if name not in INCIDENTAL_FIELDS}
+    return msgspec.json.encode(kept, order="sorted")

@@ -1,0 +1,194 @@
+"""A folder's configuration is read completely or refused in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.engine.model_config import DecoderConfig, Rope, read_decoder_config
+from baton.protocol.errors import ConfigError
+from tests.support.checkpoints import FAMILIES, model_folder
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3_ROPE: dict[str, object] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+ABSENT = object()
+
+
+def folder_of(folder: Path, **fields: object) -> Path:
+    config = {name: value for name, value in (LLAMA | fields).items() if value is not ABSENT}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def read(folder: Path, **fields: object) -> DecoderConfig:
+    return read_decoder_config(folder_of(folder, **fields))
+
+
+def refusal(folder: Path, **fields: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, **fields)
+    assert "\n" not in caught.value.message
+    assert str(folder / "config.json") in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_random_checkpoints_are_read_as_they_were_written(family: str) -> None:
+    config = read_decoder_config(model_folder(family, tie=True, max_position_embeddings=512))
+    assert (config.family, config.num_layers, config.hidden_size) == (family, 4, 128)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
+    assert (config.max_position_embeddings, config.vocab_size) == (512, 1024)
+    assert config.tie_word_embeddings
+    assert config.qkv_bias == (family == "qwen2")
+    assert config.qk_norm == (family == "qwen3")
+    assert config.rope == Rope(10000.0)
+    assert (config.sliding_window, config.dtype, config.eos_token_ids) == (None, "float32", ())
+
+
+def test_absent_fields_take_what_transformers_takes(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert (config.head_dim, config.rms_norm_eps, config.rope) == (128, 1e-6, Rope(10000.0))
+    assert not config.tie_word_embeddings
+    assert read(tmp_path, num_key_value_heads=ABSENT).num_kv_heads == 32
+    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], hidden_size=1024)
+    assert qwen3.head_dim == 128
+
+
+def test_biases_go_where_the_family_has_them(tmp_path: Path) -> None:
+    llama = read(tmp_path, attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], attention_bias=True, mlp_bias=True)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias) == (True, True, False)
+    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    mistral = read(tmp_path, architectures=["MistralForCausalLM"], attention_bias=True)
+    assert (mistral.qkv_bias, mistral.output_bias) == (False, False)
+
+
+def test_rope_is_read_from_old_and_new_fields(tmp_path: Path) -> None:
+    scaled = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE).rope == scaled
+    assert read(tmp_path, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}).rope == scaled
+    linear = {"type": "linear", "factor": 2.0}
+    assert read(tmp_path, rope_scaling=linear).rope == Rope(10000.0, "linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "yarn"),
+        ({"rope_type": "dynamic", "factor": 4.0}, "dynamic"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+    ],
+)
+def test_a_rope_we_cannot_compute_is_refused(
+    rope: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    assert named in refusal(tmp_path, rope_scaling=rope)
+
+
+def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
+    mistral, qwen2 = ["MistralForCausalLM"], ["Qwen2ForCausalLM"]
+    assert read(tmp_path, sliding_window=100).sliding_window is None
+    assert read(tmp_path, architectures=mistral, sliding_window=100).sliding_window == 100
+    assert read(tmp_path, architectures=mistral, sliding_window=None).sliding_window is None
+    assert read(tmp_path, architectures=mistral).sliding_window == 4096
+    assert read(tmp_path, architectures=mistral, sliding_window=8192).sliding_window is None
+    assert read(tmp_path, architectures=qwen2, sliding_window=100).sliding_window is None
+    used: dict[str, object] = {"architectures": qwen2, "use_sliding_window": True}
+    used["sliding_window"] = 100
+    assert read(tmp_path, **used, max_window_layers=32).sliding_window is None
+    assert read(tmp_path, **used, max_window_layers=0).sliding_window == 100
+    assert "max_window_layers" in refusal(tmp_path, **used, max_window_layers=7)
+    mixed = ["full_attention", "sliding_attention"] * 16
+    assert "layer_types" in refusal(tmp_path, **used, layer_types=mixed)
+
+
+def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
+    assert read(tmp_path, eos_token_id=7).eos_token_ids == (4, 7, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read(tmp_path, eos_token_id=[7, 7]).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32"), (None, "float32")],
+)
+def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: Path) -> None:
+    assert read(tmp_path, torch_dtype=given).dtype == taken
+    assert read(tmp_path, dtype=given, torch_dtype=ABSENT).dtype == taken
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": ABSENT, "model_type": "bert"}, "bert"),
+        ({"architectures": ABSENT}, "architectures"),
+        ({"hidden_size": ABSENT}, "hidden_size"),
+        ({"hidden_size": "large"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"head_dim": 33}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+)
+def test_a_refusal_names_the_file_and_the_field(
+    fields: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    assert named in refusal(tmp_path, **fields)
+
+
+def test_model_type_stands_in_for_absent_architectures(tmp_path: Path) -> None:
+    assert read(tmp_path, architectures=ABSENT, model_type="qwen2").family == "qwen2"
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        read_decoder_config(tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_decoder_config(tmp_path)
+    for broken in ("{", "[]", "", '"text"'):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            read_decoder_config(tmp_path)
+    folder_of(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        read_decoder_config(tmp_path)
+
+
+def test_reading_a_configuration_does_not_load_torch() -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from baton.engine.model_config import read_decoder_config\n"
+        f"read_decoder_config(Path({str(model_folder('llama'))!r}))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
