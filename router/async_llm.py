@@ -9,7 +9,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -152,7 +152,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, in the form of `output_kind`; leaving early aborts the request."""
         stream = await self.submit(prompt, sampling_params, request_id)
         whole = Cumulated(sampling_params.n)

@@ -110,7 +110,7 @@ class RouterCore:
         self._failure: Failure | None = None
         self._sockets: NodeSockets | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._changed: asyncio.Event = asyncio.Event()
+        self._changed = asyncio.Event()
 
     # --- its caller -----------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class RouterCore:
     def health(self) -> Health:
         nodes = self.registry.nodes_health(self._clock())
         status, message = self._status(all(node.state == "ready" for node in nodes))
-        running, queued = self._admission.num_inflight, self._admission.num_queued
-        return Health(status, nodes, running, queued, message)
+        line = self._admission
+        return Health(status, nodes, line.num_inflight, line.num_queued, message)
 
     async def wait_for(self, num_prefill: int, num_decode: int) -> None:
         """Until so many nodes are in service; raises when the router has failed."""
@@ -175,6 +175,11 @@ class RouterCore:
         for active in list(self._active.values()):
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
+
+    @property
+    def num_active(self) -> int:
+        """Requests whose nodes have not all confirmed their end."""
+        return len(self._active)
 
     @property
     def has_failed(self) -> bool:
@@ -246,8 +251,7 @@ class RouterCore:
                         self._feed(active, NodeLost(node, failure))
                 case _:
                     assert_never(change)
-        if changes:
-            self._changed.set()
+        self._changed.set()
 
     def _introduce(self, role: Role) -> None:
         """The set of these nodes has changed: tell all of the other role."""
@@ -368,13 +372,12 @@ class RouterCore:
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
-        overdue = self._admission.overdue(now_s, self._patience_s)
-        for key in overdue:
+        for key in self._admission.overdue(now_s, self._patience_s):
             text = "no node is in service that could take this request"
-            retry_after_s = self._admission.retry_after_s()
-            failure = Overloaded(text, code="no_nodes", retry_after_s=retry_after_s).to_failure()
+            retry_s = self._admission.retry_after_s()
+            error = Overloaded(text, code="no_nodes", retry_after_s=retry_s)
             self._admission.leave(key)
-            self._feed(self._active[key.request_id], NotPlaced(key, failure))
+            self._feed(self._active[key.request_id], NotPlaced(key, error.to_failure()))
         for active in list(self._active.values()):
             self._feed(active, Tick())
         self._place_waiting()

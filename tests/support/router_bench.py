@@ -1,0 +1,94 @@
+"""A router in a folder, on a clock that the test moves, and the nodes that dial it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.messages import NodeInfo, Peers, Welcome
+from baton.protocol.sampling import SamplingParams
+from baton.router.async_llm import AsyncLLM
+from baton.router.core import RouterCore
+from baton.router.outputs import RequestOutput
+from baton.runtime.clock import VirtualClock
+from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
+from tests.support.small_tokenizers import small_text
+
+T = TypeVar("T")
+PROMPT = [5, 6, 7, 8, 9, 10]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+REMOTE = RouterConfig(local_prefill="never")
+
+
+class RouterBench:
+    """`run` starts the router, uses it and ends everything."""
+
+    def __init__(self, folder: Path, router: RouterConfig = REMOTE) -> None:
+        self.clock = VirtualClock()
+        config = ClusterConfig(
+            router=msgspec.structs.replace(router, control=f"ipc://{folder}/control")
+        )
+        self.core = RouterCore(config, self.clock)
+        self.llm = AsyncLLM(config, self.core, small_text())
+        self.endpoint = config.router.control
+        self.nodes: list[ScriptedNode] = []
+
+    def run(self, use: Callable[["RouterBench"], Awaitable[T]]) -> T:
+        return asyncio.run(self._run(use))
+
+    async def _run(self, use: Callable[["RouterBench"], Awaitable[T]]) -> T:
+        await self.llm.start()
+        try:
+            async with asyncio.timeout(60.0):
+                return await use(self)
+        finally:
+            for node in self.nodes:
+                node.die()
+            await self.llm.shutdown()
+
+    async def scripted(self, info: NodeInfo) -> ScriptedNode:
+        node = ScriptedNode(self.endpoint, info)
+        await self._join(node)
+        return node
+
+    async def toy(self, info: NodeInfo, max_steps: int | None = None) -> ToyNode:
+        node = ToyNode(self.endpoint, info, max_steps)
+        await self._join(node)
+        return node
+
+    async def _join(self, node: ScriptedNode) -> None:
+        self.nodes.append(node)
+        node.join()
+        await node.hear(Welcome)
+        await node.hear(Peers)
+
+    async def pair(self) -> tuple[ScriptedNode, ScriptedNode]:
+        prefill = await self.scripted(node_info("p0", "prefill"))
+        return prefill, await self.scripted(node_info("d0", "decode"))
+
+    async def toy_pair(self) -> tuple[ToyNode, ToyNode]:
+        prefill = await self.toy(node_info("p0", "prefill"))
+        return prefill, await self.toy(node_info("d0", "decode"))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20.0):
+            while not holds():  # noqa: ASYNC110 - what it waits for has no event
+                await asyncio.sleep(0.01)
+
+    async def settled(self) -> None:
+        """No request is left, and no node carries a charge."""
+        await self.until(lambda: not self.core.num_active)
+        assert all(node.num_legs == node.num_tokens == 0 for node in self.core.health().nodes)
+
+
+async def whole(
+    llm: AsyncLLM, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT
+) -> RequestOutput:
+    """The last output of a request."""
+    async for output in llm.generate(prompt, params):
+        last = output
+    assert last.finished
+    return last
