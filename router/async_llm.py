@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.errors import Cancelled, NodeError, RequestError
+from baton.protocol.errors import Cancelled, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
 from baton.router.outputs import CompletionOutput, RequestOutput
@@ -86,6 +86,8 @@ class AsyncLLM:
 
         Raises `ConfigError` when the model's folder has no usable tokenizer.
         """
+        if not config.model.path:
+            raise ConfigError("model.path is empty: name a Hugging Face folder")
         text = Text.load(config.model.path)
         chosen = (launcher or _local_cluster()) if start_nodes else None
         return cls(config, RouterCore(config), text, chosen)
