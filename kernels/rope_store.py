@@ -107,11 +107,11 @@ def _rope_store_kernel(
         target = (pool_ptr + place + slot % BLOCK_SIZE * HEAD_DIM)[:, None] + d
         if is_value:
             source = v_ptr + token * stride_v + head * HEAD_DIM
-            low = tl.load(source[:, None] + d, mask=live[:, None])
-            high = tl.load(source[:, None] + half + d, mask=live[:, None])
+            low_bits = tl.load(source[:, None] + d, mask=live[:, None])
+            high_bits = tl.load(source[:, None] + half + d, mask=live[:, None])
             target += BLOCK_SIZE * HEAD_DIM
-            tl.store(target, low, mask=live[:, None])
-            tl.store(target + half, high, mask=live[:, None])
+            tl.store(target, low_bits, mask=live[:, None])
+            tl.store(target + half, high_bits, mask=live[:, None])
         else:
             source = k_ptr + token * stride_k + head * HEAD_DIM
             low, high = _normed_halves(source, live, k_weight_ptr, eps, HEAD_DIM)

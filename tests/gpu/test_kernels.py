@@ -1,0 +1,107 @@
+"""Every kernel against its torch twin on a real GPU, at the shapes of real models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support import kernel_cases as cases
+from tests.support.kernel_cases import AttentionShape
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device: the interpreter tests stand in", allow_module_level=True)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LENGTHS = (1, 15, 16, 17, 255, 256, 257, 1000, 4097, 0)
+PROMPTS = AttentionShape(
+    contexts=(1000, 5, 2049, 129, 64), queries=(700, 5, 300, 129, 1), num_heads=32, kv_heads=8,
+    head_dim=128, dtype=BF16,
+)  # fmt: skip
+MODELS = {
+    "8B": PROMPTS,
+    "group of 7": replace(PROMPTS, num_heads=28, kv_heads=4),
+    "group of 16": replace(PROMPTS, num_heads=32, kv_heads=2),
+    "no groups": replace(PROMPTS, num_heads=8, kv_heads=8),
+    "heads of 64, blocks of 32": replace(PROMPTS, head_dim=64, block_size=32),
+    "blocks of 128": replace(PROMPTS, block_size=128),
+    "fp32": replace(PROMPTS, dtype=FP32, num_heads=8, kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_agrees_with_its_twin(model: str) -> None:
+    cases.check_decode(_decode(LENGTHS, model), "cuda")
+
+
+def test_a_context_of_more_than_64_splits_agrees_with_its_twin() -> None:
+    cases.check_decode(_decode((40_000, 3), "8B"), "cuda")
+
+
+@pytest.mark.parametrize("model", ["8B", "fp32"])
+def test_a_decode_row_has_the_same_bits_in_any_batch(model: str) -> None:
+    cases.check_decode_alone(_decode(LENGTHS, model), "cuda")
+
+
+def test_a_large_decode_batch_agrees_with_its_twin() -> None:
+    cases.check_decode(_decode(tuple(range(1, 513)), "8B"), "cuda")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_prefill_agrees_with_its_twin(model: str) -> None:
+    cases.check_prefill(MODELS[model], "cuda")
+
+
+@pytest.mark.parametrize("model", ["8B", "fp32"])
+def test_a_prefill_row_has_the_same_bits_in_any_chunking(model: str) -> None:
+    cases.check_prefill_chunks(MODELS[model], "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 333])
+def test_rope_and_store_agrees_with_its_twin(
+    dtype: torch.dtype, qk_norm: bool, num_tokens: int
+) -> None:
+    shape = replace(PROMPTS, queries=(num_tokens,), dtype=dtype)
+    cases.check_rope_store(shape, "cuda", qk_norm=qk_norm)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("hidden", [48, 4096, 5120, 8192])
+@pytest.mark.parametrize("residual", [False, True])
+def test_add_rms_norm_agrees_with_its_twin(dtype: torch.dtype, hidden: int, residual: bool) -> None:
+    cases.check_add_rms_norm(hidden, dtype, "cuda", residual=residual)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("features", [96, 2048, 14336])
+def test_silu_mul_agrees_with_its_twin(dtype: torch.dtype, features: int) -> None:
+    cases.check_silu_mul(features, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
+def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
+    cases.check_block_copy(numel, dtype, "cuda")
+
+
+def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:
+    from baton.kernels.decode_attention import paged_decode_attention
+
+    case = cases.attention_batch(_decode((300, 2000, 700), "8B"), "cuda")
+    lens = torch.tensor([1, 16, 257], dtype=torch.int32, device="cuda")
+    call = (case.q, case.pool, cases.LAYER, case.block_tables)
+    paged_decode_attention(*call, lens, case.scale)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_decode_attention(*call, lens, case.scale)
+    lens.copy_(case.context_lens)
+    graph.replay()
+    torch.cuda.synchronize()  # the replay wrote `out`
+    cases.assert_equal_bits(out, paged_decode_attention(*call, case.context_lens, case.scale))
+
+
+def _decode(lengths: tuple[int, ...], model: str) -> AttentionShape:
+    queries = (1,) * len(lengths)
+    return replace(MODELS[model], contexts=lengths, queries=queries)

@@ -1,0 +1,271 @@
+"""Kernels held to their torch twins: one check per kernel, on any device, shared by two test files.
+
+On a CPU the checks run in Triton's interpreter, which must be chosen before Triton is imported: so
+nothing here imports a kernel until a check runs. Every slot that no sequence owns holds NaN; so does
+all of block 0, which unused table entries and masked ids name. Who reads too much cannot pass.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAYERS, LAYER = 3, 1
+# The interpreter rounds towards zero where a GPU rounds to nearest, so bf16 may be off by one unit
+# in the last place of the result, and by what that does to a probability on its way there.
+TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1.6e-2)}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """A batch of sequences: the last `queries[i]` of `contexts[i]` positions are the new ones."""
+
+    contexts: tuple[int, ...]
+    queries: tuple[int, ...]
+    num_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What an attention kernel is called with."""
+
+    q: Tensor  # [num_tokens, num_heads, head_dim]
+    pool: Tensor  # [num_blocks, kv_heads, LAYERS, 2, block_size, head_dim]
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    scale: float
+
+
+def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
+    """Random queries over a pool of scattered blocks; equal for equal shapes and seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    size, heads, dim = shape.block_size, shape.kv_heads, shape.head_dim
+    needs = [-(-length // size) for length in shape.contexts]
+    pool = torch.full((sum(needs) + 1, heads, LAYERS, 2, size, dim), float("nan"))
+    order = (1 + torch.randperm(sum(needs), generator=generator)).split(needs)
+    tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32)
+    for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
+        tables[row, : len(blocks)] = blocks
+        position = torch.arange(length)
+        owners, offsets = blocks[position // size], position % size
+        kv = torch.randn(length, heads, LAYERS, 2, dim, generator=generator)
+        pool[owners, :, :, :, offsets] = kv
+    num_tokens = sum(shape.queries)
+    # Queries are a slice of a packed projection, as the engine's are: rows with a gap between.
+    packed = torch.randn(num_tokens, shape.num_heads + 2 * heads, dim, generator=generator)
+    starts = torch.tensor([0, *shape.queries]).cumsum(0)
+    return Batch(
+        q=packed.to(device, shape.dtype)[:, : shape.num_heads],
+        pool=pool.to(device, shape.dtype),
+        block_tables=tables.to(device),
+        query_starts=starts.to(device, torch.int32),
+        context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
+        scale=dim**-0.5,
+    )
+
+
+def check_decode(shape: AttentionShape, device: str) -> None:
+    """One new token each; a sequence of length 0 pads a captured graph and gives zeros."""
+    from baton.kernels import decode_attention, reference
+
+    case = attention_batch(shape, device)
+    call = (case.q, case.pool, LAYER, case.block_tables, case.context_lens, case.scale)
+    assert_close(
+        decode_attention.paged_decode_attention(*call), reference.paged_decode_attention(*call)
+    )
+
+
+def check_decode_alone(shape: AttentionShape, device: str) -> None:
+    """A sequence gets the same bits alone, in a batch, and with a wider block table."""
+    from baton.kernels.decode_attention import paged_decode_attention
+
+    case = attention_batch(shape, device)
+    tables, lens = case.block_tables, case.context_lens
+    batched = paged_decode_attention(case.q, case.pool, LAYER, tables, lens, case.scale)
+    wider = torch.cat([tables, tables, tables], dim=1)
+    padded = paged_decode_attention(case.q, case.pool, LAYER, wider, lens, case.scale)
+    assert_equal_bits(padded, batched)
+    for i in range(len(lens)):
+        one = slice(i, i + 1)
+        alone = paged_decode_attention(
+            case.q[one], case.pool, LAYER, tables[one], lens[one], case.scale
+        )
+        assert_equal_bits(alone, batched[one])
+
+
+def check_prefill(shape: AttentionShape, device: str) -> None:
+    """A ragged batch of chunks, some behind a cached prefix."""
+    from baton.kernels import prefill_attention, reference
+
+    case = attention_batch(shape, device)
+    call = (case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens)
+    assert_close(
+        prefill_attention.paged_prefill_attention(*call, case.scale),
+        reference.paged_prefill_attention(*call, case.scale),
+    )
+
+
+def check_prefill_chunks(shape: AttentionShape, device: str) -> None:
+    """Prompts cut into chunks, one sequence at a time, give the bits of the whole batch at once."""
+    from baton.kernels.prefill_attention import paged_prefill_attention
+
+    case = attention_batch(shape, device)
+    whole = paged_prefill_attention(
+        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
+        case.scale,
+    )  # fmt: skip
+    start = 0
+    for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
+        cut = count // 3
+        for first, last in ((0, cut), (cut, count)):
+            chunk = slice(start + first, start + last)
+            starts = torch.tensor([0, last - first], dtype=torch.int32, device=device)
+            seen = torch.tensor([length - count + last], dtype=torch.int32, device=device)
+            part = paged_prefill_attention(
+                case.q[chunk], case.pool, LAYER, case.block_tables[i : i + 1], starts, seen,
+                case.scale,
+            )  # fmt: skip
+            assert_equal_bits(part, whole[chunk])
+        start += count
+
+
+def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> None:
+    """Packed projections, scattered slots, and padding tokens that must leave the pool alone."""
+    from baton.kernels import reference, rope_store
+
+    generator = torch.Generator().manual_seed(1)
+    num_tokens, dim, kv_heads = sum(shape.queries), shape.head_dim, shape.kv_heads
+    packed = torch.randn(num_tokens, shape.num_heads + 2 * kv_heads, dim, generator=generator)
+    sizes = (shape.num_heads, kv_heads, kv_heads)
+    q, k, v = torch.split(packed.to(device, shape.dtype), sizes, dim=1)
+    positions = torch.randint(0, 500, (num_tokens,), generator=generator).to(device)
+    cos_sin = rotation_table(500, dim).to(device)
+    num_blocks = -(-num_tokens // shape.block_size) + 1
+    pool = torch.full(
+        (num_blocks, kv_heads, LAYERS, 2, shape.block_size, dim), float("nan"), dtype=shape.dtype
+    ).to(device)
+    slots = torch.randperm(num_blocks * shape.block_size, generator=generator)[:num_tokens]
+    slots[1::4] = -1
+    slots = slots.to(device, torch.int64)
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
+    if qk_norm:
+        weights = torch.randn(2, dim, generator=generator).to(device, shape.dtype)
+        norms = (weights[0], weights[1])
+    ours, twins = pool.clone(), pool.clone()
+    tail = (LAYER, slots, *norms, 1e-5)
+    got = rope_store.rope_and_store(q, k, v, positions, cos_sin, ours, *tail)
+    assert_close(got, reference.rope_and_store(q, k, v, positions, cos_sin, twins, *tail))
+    assert_close(ours, twins)
+    assert torch.equal(ours.isnan(), twins.isnan()), "a slot that was not named was written"
+    assert_equal_bits(ours[:, :, LAYER, 1], twins[:, :, LAYER, 1])  # values are copied
+
+
+def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual: bool) -> None:
+    """Rows with a gap between, and the rounded sum as the new residual."""
+    from baton.kernels import reference, rms_norm
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 2 * hidden, generator=generator).to(device, dtype)[:, :hidden]
+    stream = torch.randn(5, hidden, generator=generator).to(device, dtype) if residual else None
+    weight = torch.randn(hidden, generator=generator).to(device, dtype)
+    got = rms_norm.add_rms_norm(x, stream, weight, 1e-5)
+    for ours, twin in zip(got, reference.add_rms_norm(x, stream, weight, 1e-5), strict=True):
+        assert_close(ours, twin)
+    # What is normed is the rounded sum: the stream alone gives the same bits.
+    assert_equal_bits(got[0], rms_norm.add_rms_norm(got[1], None, weight, 1e-5)[0])
+
+
+def check_silu_mul(features: int, dtype: torch.dtype, device: str) -> None:
+    """Feature counts that do and do not fill a tile."""
+    from baton.kernels import reference, silu_mul
+
+    generator = torch.Generator().manual_seed(3)
+    gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(device, dtype)
+    assert_close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
+    """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
+    from baton.kernels import block_copy, reference
+
+    generator = torch.Generator().manual_seed(4)
+    bits = torch.randint(-(2**31), 2**31 - 1, (7, numel), generator=generator, dtype=torch.int32)
+    pool = bits.to(device).view(dtype)
+    ids = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
+    staging = torch.zeros(4, pool.shape[1], dtype=dtype, device=device)
+    twin = staging.clone()
+    block_copy.gather_blocks(pool, ids, staging)
+    reference.gather_blocks(pool, ids, twin)
+    assert_equal_bits(staging, twin)
+    target, target_twin = pool.flip(0).contiguous(), pool.flip(0).contiguous()
+    block_copy.scatter_blocks(staging, ids, target)
+    reference.scatter_blocks(twin, ids, target_twin)
+    assert_equal_bits(target, target_twin)
+    assert_equal_bits(target[ids.long()], pool[ids.long()])
+
+
+def rotation_table(max_position: int, head_dim: int) -> Tensor:
+    """Cosines, then sines, of plain rotary embeddings with base 10,000."""
+    inverse = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.arange(max_position)[:, None] * inverse
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+def assert_close(ours: Tensor, twin: Tensor) -> None:
+    """Within the rounding of the dtype; NaN where, and only where, the twin has it."""
+    rtol, atol = TOLERANCE[twin.dtype]
+    torch.testing.assert_close(ours, twin, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def assert_equal_bits(left: Tensor, right: Tensor) -> None:
+    """Equal to the last bit, NaN payloads included."""
+    words = torch.int16 if left.element_size() == 2 else torch.int32
+    difference = left.contiguous().view(words) != right.contiguous().view(words)
+    assert not difference.any(), f"{int(difference.sum())} of {left.numel()} values differ"
+
+
+def interpreter_cases() -> dict[str, Callable[[], None]]:
+    """Small cases by name: the interpreter takes some 3 ms per program and loop iteration."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    decode = AttentionShape(contexts=(37, 1, 0, 16), queries=(1, 1, 1, 1))
+    # 3 splits of 256 tokens, the last one short; a group of 3 heads leaves rows of the tile unused.
+    split = AttentionShape(contexts=(600, 256), queries=(1, 1), num_heads=3, kv_heads=1)
+    prefill = AttentionShape(contexts=(70, 5, 33), queries=(40, 5, 1))
+    wide = AttentionShape(contexts=(150,), queries=(140,), num_heads=1, kv_heads=1, dtype=bf16)
+    cut = AttentionShape(contexts=(71, 9), queries=(53, 9), num_heads=2, kv_heads=1)
+    rope = AttentionShape(contexts=(), queries=(13,), num_heads=6)
+    return {
+        "decode fp32": lambda: check_decode(decode, "cpu"),
+        "decode fp32 splits": lambda: check_decode(split, "cpu"),
+        "decode bf16": lambda: check_decode(_with(decode, dtype=bf16, block_size=32), "cpu"),
+        "decode fp32 big blocks": lambda: check_decode(_with(decode, block_size=64), "cpu"),
+        "decode alone": lambda: check_decode_alone(_with(decode, contexts=(300, 3, 0, 17)), "cpu"),
+        "prefill fp32": lambda: check_prefill(prefill, "cpu"),
+        "prefill bf16 tiles": lambda: check_prefill(wide, "cpu"),
+        "prefill bf16 big blocks": lambda: check_prefill(
+            _with(prefill, dtype=bf16, block_size=128), "cpu"
+        ),
+        "prefill empty chunk": lambda: check_prefill(_with(prefill, queries=(40, 0, 1)), "cpu"),
+        "prefill chunks": lambda: check_prefill_chunks(cut, "cpu"),
+        "rope fp32": lambda: check_rope_store(rope, "cpu", qk_norm=False),
+        "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
+        "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
+        "norm fp32": lambda: check_add_rms_norm(48, fp32, "cpu", residual=True),
+        "norm bf16": lambda: check_add_rms_norm(64, bf16, "cpu", residual=True),
+        "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
+        "silu fp32": lambda: check_silu_mul(2050, fp32, "cpu"),
+        "silu bf16": lambda: check_silu_mul(96, bf16, "cpu"),
+        "blocks fp32": lambda: check_block_copy(4100, fp32, "cpu"),
+        "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
+    }
+
+
+def _with(shape: AttentionShape, **changes: object) -> AttentionShape:
+    return dataclasses.replace(shape, **changes)  # type: ignore[arg-type]
