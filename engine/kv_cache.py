@@ -28,12 +28,12 @@ class KVCache:
 
     def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
         self.pool = pool
-        self._generations = generations
+        self.generations = generations
 
     def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
         """Before the new owners' first store, or a reader could take new bytes for old ones."""
         for block, generation in generations:
-            self._generations[block] = generation
+            self.generations[block] = generation
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:

@@ -56,11 +56,13 @@ class Runner:
         return StepResult(plan.step_id, tokens, started_s, self._clock())
 
     def _compute(self, slices: tuple[Slice, ...]) -> tuple[tuple[int, ...], ...]:
-        batch = self._pack(slices)
+        batch = self.pack(slices)
         drawing = [i for i, part in enumerate(slices) if part.draws]
         last = [batch.spans[i].row + batch.spans[i].length - 1 for i in drawing]
         rows = last + [0] * (self.backend.padded(len(last)) - len(last))
-        logits = self.decoder.forward(batch, torch.tensor(rows, device=self.device), self.backend)
+        logits = self.decoder.forward(
+            batch, torch.tensor(rows, dtype=torch.int64, device=self.device), self.backend
+        )
         # One row per draw: choices of one prompt share its logits.
         draws = [row for row, i in enumerate(drawing) for _ in slices[i].draws]
         chosen = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
@@ -69,7 +71,8 @@ class Runner:
         self._remember(slices, drawn)
         return drawn
 
-    def _pack(self, slices: tuple[Slice, ...]) -> Batch:
+    def pack(self, slices: tuple[Slice, ...]) -> Batch:
+        """The slices one after the other, and padding."""
         block_size = self.cache.pool.shape[4]
         spans: list[Span] = []
         token_ids: list[int] = []

@@ -1,7 +1,7 @@
 """Attention on CPUs, batch-invariant: a token's bits depend on its own sequence alone.
 
 Three things see to that. Linear layers and products get enough rows for one code path of the
-library (`ROWS`, `MIN_ROWS`: measured). Keys are cut into tiles at absolute positions, each tile is
+library (`LINEAR_ROWS`, `PRODUCT_ROWS`: measured). Keys are cut into tiles at absolute positions, each tile is
 its own product, and tiles are added in order. And a softmax row is padded to whole tiles with zero
 weights, which change no sum. So decode, chunked and whole prompts agree bit for bit.
 """
@@ -15,8 +15,11 @@ from torch import Tensor
 from baton.engine.attention.backend import Batch, Span
 
 TILE = 128  # keys
-ROWS = 8  # rows of a linear layer come in multiples of this
-MIN_ROWS = 4  # of an attention product
+# Rows of a linear layer and of an attention product come in multiples of these: with 1 to 8 threads
+# every such count up to 600 gave the bits of the largest, while MKL sends few rows, or few rows for
+# a thread, down other paths (fp32: 1 to 3, and with two threads 5, 6, 7, 9; bf16: 1 at some widths).
+LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 4}
+PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 QUERIES = 128  # of one prompt at a time: bounds the scores, and skips tiles that none of them sees
 
 
@@ -74,11 +77,13 @@ class CpuBackend:
         self.window = window
         self.dtype = pool.dtype
         self._blocks = pool.view(-1, self.block_size * self.head_dim)
+        self._gathered = self._blocks.new_empty(0, self._blocks.shape[1])
         self._slots = pool.view(-1, self.head_dim)
         self._cos, self._sin = cos_sin.chunk(2, dim=-1)  # [max_position, head_dim / 2]
 
     def padded(self, num_rows: int) -> int:
-        return -(-num_rows // ROWS) * ROWS
+        multiple = LINEAR_ROWS[self.dtype]
+        return -(-num_rows // multiple) * multiple
 
     # --- once per step -------------------------------------------------------------------------
 
@@ -182,7 +187,11 @@ class CpuBackend:
 
     def _read(self, layer: int, gather: Gather) -> tuple[Tensor, Tensor]:
         """Keys and values, each `[batch * kv_heads, num_keys, head_dim]`."""
-        kv = self._blocks.index_select(0, gather.blocks + layer * 2)
+        size = len(gather.blocks)
+        if size > len(self._gathered):  # kept between calls: fresh pages cost more than the copy
+            self._gathered = self._blocks.new_empty(size, self._blocks.shape[1])
+        kv = self._gathered[:size]
+        torch.index_select(self._blocks, 0, gather.blocks + layer * 2, out=kv)
         if len(gather.dead):
             kv.view(-1, self.head_dim).index_fill_(0, gather.dead, 0.0)
         kv = kv.view(2, gather.batch * self.kv_heads, -1, self.head_dim)
@@ -193,9 +202,7 @@ class CpuBackend:
         """Attention of one token per sequence; `q` is `[batch, kv_heads, group, head_dim]`."""
         batch, kv_heads, num_rows, head_dim = q.shape
         k, v = self._read(layer, group.gather)
-        q = q.flatten(0, 1)
-        if num_rows < MIN_ROWS:
-            q = F.pad(q, (0, 0, 0, MIN_ROWS - num_rows))
+        q = self._pad_rows(q.flatten(0, 1))
         scores = torch.bmm(q, k.transpose(1, 2))
         scores.view(batch, kv_heads, q.shape[1], -1).add_(group.mask)
         weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
@@ -215,8 +222,7 @@ class CpuBackend:
         for part in prompt.parts:
             rows = q[:, part.first : part.last].flatten(1, 2)  # [kv_heads, queries, head_dim]
             num_rows = rows.shape[1]
-            if num_rows < MIN_ROWS:
-                rows = F.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
+            rows = self._pad_rows(rows)
             scores = torch.bmm(rows, keys[:, : part.num_keys].transpose(1, 2))
             seen = scores[:, :num_rows].view(len(rows), -1, self.group, part.num_keys)
             seen[..., part.num_keys - part.mask.shape[-1] :].add_(part.mask)
@@ -228,6 +234,10 @@ class CpuBackend:
             mixed = mixed[:, :num_rows].view(len(rows), -1, self.group, self.head_dim)
             own = out[span.row + part.first : span.row + part.last]
             own.view(-1, len(rows), self.group, self.head_dim).copy_(mixed.transpose(0, 1))
+
+    def _pad_rows(self, q: Tensor) -> Tensor:
+        missing = -q.shape[1] % PRODUCT_ROWS[self.dtype]
+        return F.pad(q, (0, 0, 0, missing)) if missing else q
 
     # --- the rest ------------------------------------------------------------------------------
 

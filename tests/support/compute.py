@@ -1,0 +1,87 @@
+"""One rank's compute without an executor: logits of any chunk of any sequence, at a block table."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.engine.plan import Slice
+from baton.engine.rank import load_runner, plan_rank
+from baton.engine.runner import Runner
+from baton.engine.tensor_parallel import Ranks, SingleRank
+from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.sampling import Sampling
+
+GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
+
+
+def compute_config(folder: Path, dtype: str = "auto", num_blocks: int = 128) -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
+        cache=CacheConfig(num_blocks=num_blocks),
+        engine=EngineConfig(device="cpu"),
+    )
+
+
+def no_progress(phase: str, done: int, total: int) -> None:
+    """For those who do not watch."""
+
+
+@contextmanager
+def loaded(config: ClusterConfig, ranks: Ranks | None = None) -> Iterator[Runner]:
+    """A runner over a pool of its own."""
+    ranks = ranks or SingleRank()
+    plan = plan_rank(config, ranks.size)
+    runner, pool = load_runner(plan, config, ranks, no_progress)
+    try:
+        yield runner
+    finally:
+        pool.close()
+
+
+def random_tokens(count: int, seed: int = 0, vocab: int = 1024) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab, (count,), generator=generator).tolist()
+
+
+class Text:
+    """A sequence with blocks of its own, computed a chunk at a time."""
+
+    def __init__(self, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        self.key = Key(RequestId(name))
+        self.tokens = list(tokens)
+        self.blocks = tuple(blocks)
+
+    def chunk(self, start: int, end: int, *, draw: bool = False) -> Slice:
+        return Slice(
+            self.key, start, end - start, tuple(self.tokens[start:end]), self.blocks,
+            (0,) if draw else (), GREEDY if draw else None, len(self.tokens),
+        )  # fmt: skip
+
+
+def next_step(text: Text, position: int, choice: int = 0) -> Slice:
+    """A decode step whose token the host does not know yet."""
+    key = text.key.of_choice(choice)
+    return Slice(key, position, 1, (), text.blocks, (choice,), GREEDY, len(text.tokens))
+
+
+def logits(runner: Runner, *slices: Slice) -> list[Tensor]:
+    """Compute the slices in one batch; the logits of every token of each, `[length, vocab]`."""
+    batch = runner.pack(slices)
+    with torch.inference_mode():
+        rows = runner.decoder.forward(batch, torch.arange(len(batch.token_ids)), runner.backend)
+    return [rows[span.row : span.row + span.length] for span in batch.spans]
+
+
+def chunked_logits(runner: Runner, text: Text, chunk_sizes: Sequence[int]) -> Tensor:
+    """The logits of all tokens, each chunk in a batch of its own; the last size repeats."""
+    parts, start, sizes = [], 0, list(chunk_sizes)
+    while start < len(text.tokens):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        end = min(start + size, len(text.tokens))
+        parts += logits(runner, text.chunk(start, end))
+        start = end
+    return torch.cat(parts)

@@ -1,0 +1,120 @@
+"""A token's logits depend on its own sequence alone, bit for bit, on CPUs."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.runner import Runner
+from tests.support.checkpoints import Shape, model_folder
+from tests.support.compute import (
+    Text,
+    chunked_logits,
+    compute_config,
+    loaded,
+    logits,
+    random_tokens,
+)
+
+# Group sizes 4, 2 and 1, odd widths, a bias and a window: each is another path through a library.
+SHAPES: dict[str, tuple[str, Shape]] = {
+    "qwen3": ("qwen3", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}),
+    "qwen2": ("qwen2", {"intermediate_size": 344, "vocab_size": 1023}),
+    "mistral": ("mistral", {"num_kv_heads": 4, "sliding_window": 140}),
+    "wide": ("llama", {"hidden_size": 512, "intermediate_size": 3072, "num_heads": 8}),
+}
+LENGTH = 300  # three tiles of keys
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")],
+    ids="-".join,
+)
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    name, dtype = request.param
+    family, shape = SHAPES[name]
+    folder = model_folder(family, num_layers=2, **shape)
+    with loaded(compute_config(folder, dtype=dtype, num_blocks=250)) as loaded_runner:
+        yield loaded_runner
+
+
+def text(name: str, length: int = LENGTH, first_block: int = 0) -> Text:
+    """Blocks in falling order: a table that is read as a range is found out."""
+    num_blocks = -(-length // 16)
+    return Text(
+        name,
+        random_tokens(length, seed=sum(name.encode()), vocab=1023),
+        range(first_block + num_blocks - 1, first_block - 1, -1),
+    )
+
+
+def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
+    rows = (ours != expected).any(dim=-1).nonzero().flatten().tolist()
+    assert not rows, f"tokens {rows[:8]} of {len(expected)} differ"
+
+
+def test_chunk_sizes_leave_no_trace(runner: Runner) -> None:
+    one = text("one")
+    expected = chunked_logits(runner, one, [LENGTH])
+    for sizes in ([7, 1, 2, 3, 5, 100], [64], [1, 127, 129, 43], [299, 1], [144, 6]):
+        assert_same_bits(chunked_logits(runner, one, sizes), expected)
+
+
+def test_a_prompt_computed_token_by_token_is_the_same_prompt(runner: Runner) -> None:
+    one = text("one", 40)
+    expected = chunked_logits(runner, one, [40])
+    assert_same_bits(chunked_logits(runner, one, [1]), expected)
+
+
+def test_decoding_neighbours_leave_no_trace(runner: Runner) -> None:
+    """Contexts of one to three tiles side by side, so padding and grouping are at work."""
+    lengths = [LENGTH, 1, 17, 128, 129, 250, 16, 256, 90]
+    first, texts = 0, []
+    for number, length in enumerate(lengths):
+        texts.append(text(str(number), length, first))
+        first += -(-length // 16)
+    alone = [chunked_logits(runner, each, [len(each.tokens)])[-1:] for each in texts]
+    for batch in range(1, len(texts) + 1):
+        steps = [each.chunk(len(each.tokens) - 1, len(each.tokens)) for each in texts[:batch]]
+        for ours, expected in zip(logits(runner, *steps), alone, strict=False):
+            assert_same_bits(ours, expected)
+
+
+def test_prompts_and_decoding_mix_in_one_batch(runner: Runner) -> None:
+    texts = [text("a", 200), text("b", 40, 20), text("c", 131, 40), text("d", 9, 60)]
+    alone = [chunked_logits(runner, each, [len(each.tokens)]) for each in texts]
+    a, b, c, d = texts
+    mixed = logits(runner, a.chunk(150, 200), b.chunk(39, 40), c.chunk(0, 131), d.chunk(7, 9))
+    expected = [alone[0][150:], alone[1][39:], alone[2], alone[3][7:]]
+    for ours, theirs in zip(mixed, expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> None:
+    one, other = text("one", 200), text("one", 200, 40)
+    shared = Text("one", other.tokens, one.blocks[:8] + other.blocks[8:])
+    expected = chunked_logits(runner, one, [200])
+    assert_same_bits(logits(runner, shared.chunk(128, 200))[0], expected[128:])
+
+
+def test_the_number_of_threads_leaves_no_trace(runner: Runner) -> None:
+    one = text("one", 140)
+    expected = chunked_logits(runner, one, [140])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert_same_bits(chunked_logits(runner, one, [90, 1, 9, 40]), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("length", [5, 16, 21, 128, 200])
+def test_garbage_after_the_end_of_a_sequence_is_never_seen(runner: Runner, length: int) -> None:
+    one = text("one", length)
+    expected = chunked_logits(runner, one, [length])
+    runner.cache.pool.fill_(float("nan"))
+    assert_same_bits(chunked_logits(runner, one, [length]), expected)
+    runner.cache.pool.fill_(float("nan"))
+    assert_same_bits(chunked_logits(runner, one, [3, length - 4, 1]), expected)

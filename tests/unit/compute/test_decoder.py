@@ -1,0 +1,157 @@
+"""Every family computes what transformers computes, whole or split over ranks."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from baton.engine.rank import plan_rank
+from baton.engine.runner import Runner
+from baton.engine.tensor_parallel import Ranks
+from baton.protocol.errors import ConfigError
+from tests.support.checkpoints import FAMILIES, Shape, model_folder
+from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+
+
+def reference(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.inference_mode():
+        out: Tensor = model(torch.tensor([tokens])).logits[0].float()
+    return out
+
+
+def whole(runner: Runner, tokens: list[int]) -> Tensor:
+    return logits(runner, Text("r", tokens, range(3, 40)).chunk(0, len(tokens)))[0]
+
+
+def assert_close(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    worst = (ours - theirs).abs().max() / theirs.abs().max()
+    assert worst < tolerance, f"relative error {worst:.2e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_logits_equal_those_of_transformers(family: str) -> None:
+    folder, tokens = model_folder(family), random_tokens(200)
+    with loaded(compute_config(folder)) as runner:
+        assert_close(whole(runner, tokens), reference(folder, tokens), 2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_logits_are_near_those_of_transformers_in_fp32(family: str) -> None:
+    """As near as transformers' own bf16 logits are, within a factor."""
+    folder, tokens = model_folder(family, num_layers=2), random_tokens(150)
+    exact = reference(folder, tokens)
+    allowed = 1.5 * (reference(folder, tokens, torch.bfloat16) - exact).abs().mean()
+    with loaded(compute_config(folder, dtype="bfloat16")) as runner:
+        assert (whole(runner, tokens) - exact).abs().mean() < allowed
+
+
+VARIANTS: dict[str, tuple[str, Shape]] = {
+    "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
+    "linear rope": ("llama", {"extra": json.dumps({"rope_scaling": LINEAR})}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+    "tied embeddings": ("qwen2", {"tie": True}),
+    "a sliding window": ("mistral", {"sliding_window": 50}),
+    "a head size of its own": ("qwen3", {"head_dim": 64}),
+    "no grouped queries": ("llama", {"num_kv_heads": 4}),
+    "one KV head": ("llama", {"num_kv_heads": 1}),
+    "shards": ("qwen3", {"shards": 3}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_equal_transformers_too(variant: str) -> None:
+    family, shape = VARIANTS[variant]
+    folder, tokens = model_folder(family, num_layers=2, **shape), random_tokens(160)
+    with loaded(compute_config(folder)) as runner:
+        assert_close(whole(runner, tokens), reference(folder, tokens), 2e-5)
+
+
+class ThreadRanks:
+    """Ranks that are threads of this process and meet at a barrier."""
+
+    def __init__(self, rank: int, size: int, slots: list[Tensor], barrier: threading.Barrier):
+        self.rank, self.size = rank, size
+        self._slots, self._barrier = slots, barrier
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._slots[self.rank] = tensor
+        self._barrier.wait(60)
+        tensors = [slot.clone() for slot in self._slots]
+        self._barrier.wait(60)
+        return tensors
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        tensors = self._exchange(tensor)
+        return tensor.copy_(sum(tensors[1:], start=tensors[0]))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self._exchange(tensor), dim=-1)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._exchange(tensor)[0])
+
+
+def on_ranks(size: int, compute: Callable[[Ranks], Tensor]) -> list[Tensor]:
+    """Run `compute` on `size` ranks at once; what each returned."""
+    slots = [torch.empty(0)] * size
+    barrier, results = threading.Barrier(size), dict[int, Tensor]()
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = compute(ThreadRanks(rank, size, slots, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shape"),
+    [
+        ("qwen3", 2, {}),
+        ("llama", 2, {"attention_bias": True, "mlp_bias": True, "tie": True}),
+        ("qwen2", 4, {"vocab_size": 1023}),
+    ],
+)
+def test_ranks_together_compute_what_one_computes(family: str, size: int, shape: Shape) -> None:
+    """The last case has fewer KV heads than ranks and a vocabulary that they cannot share."""
+    folder, tokens = model_folder(family, num_layers=2, **shape), random_tokens(100)
+    config = compute_config(folder)
+    with loaded(config) as runner:
+        alone = whole(runner, tokens)
+
+    def compute(ranks: Ranks) -> Tensor:
+        with loaded(config, ranks) as runner:
+            return whole(runner, tokens)
+
+    shares = on_ranks(size, compute)
+    assert_close(shares[0], alone, 2e-5)
+    assert all(torch.equal(share, shares[0]) for share in shares)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 does not divide the heads"):
+        plan_rank(compute_config(model_folder("llama")), 3)

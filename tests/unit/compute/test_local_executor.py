@@ -1,0 +1,120 @@
+"""The executor of one rank: start, results in order, errors that end the node, close."""
+
+import select
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from baton.engine.local_executor import InProcessExecutor
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.rank import plan_rank
+from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.protocol.ids import Epoch
+from tests.support.checkpoints import model_folder
+from tests.support.compute import Text, compute_config, next_step, no_progress, random_tokens
+
+PROMPT = random_tokens(30)
+
+
+@pytest.fixture
+def config() -> ClusterConfig:
+    return compute_config(model_folder("qwen3", num_layers=2), num_blocks=32)
+
+
+@pytest.fixture
+def executor(config: ClusterConfig) -> Iterator[InProcessExecutor]:
+    executor = InProcessExecutor(config, Epoch("epoch"))
+    yield executor
+    executor.close()
+
+
+def wait_for(executor: InProcessExecutor, count: int) -> list[StepResult]:
+    """Woken by the file descriptor alone."""
+    results: list[StepResult] = []
+    while len(results) < count:
+        readable, _, _ = select.select([executor.fileno()], [], [], 30)
+        assert readable, "the executor never became readable"
+        while (result := executor.poll()) is not None:
+            results.append(result)
+    return results
+
+
+def test_start_reports_every_phase_and_what_was_found(
+    executor: InProcessExecutor, config: ClusterConfig
+) -> None:
+    heard: list[tuple[str, int, int]] = []
+    info = executor.start(lambda *report: heard.append(report))
+    assert [report for report in heard if report[0] == "weights"] == [
+        ("weights", 0, 3), ("weights", 1, 3), ("weights", 2, 3), ("weights", 3, 3),
+    ]  # fmt: skip
+    assert info.num_blocks == 32
+    assert info.layout == plan_rank(config, 1).layout
+    assert info.layout.block_bytes == 2 * 2 * 2 * 16 * 32 * 4
+    assert (info.vocab_size, info.max_model_len) == (1024, 8192)
+    assert [set(address.metadata) for address in info.ranks] == [{"shm"}]
+    assert len(executor.ports) == 1
+
+
+def test_results_come_in_order_and_wake_the_loop(executor: InProcessExecutor) -> None:
+    executor.start(no_progress)
+    text = Text("r", PROMPT, (3, 1, 2))
+    executor.submit(StepPlan(1, (text.chunk(0, 30, draw=True),)))
+    executor.submit(StepPlan(2, (next_step(text, 30),)))
+    results = wait_for(executor, 2)
+    assert [result.step_id for result in results] == [1, 2]
+    assert all(result.started_s <= result.ended_s for result in results)
+    assert executor.poll() is None
+    assert not select.select([executor.fileno()], [], [], 0)[0]
+
+
+def test_a_failed_step_is_a_node_error_after_the_results_before_it(
+    executor: InProcessExecutor,
+) -> None:
+    executor.start(no_progress)
+    text = Text("r", PROMPT, (3, 1, 2))
+    executor.submit(StepPlan(1, (text.chunk(0, 30),)))
+    executor.submit(StepPlan(2, (next_step(text, 30),)))
+    with pytest.raises(NodeError, match="step 2 failed"):
+        wait_for(executor, 2)
+    with pytest.raises(NodeError, match="step 2 failed"):
+        executor.poll()
+
+
+def test_close_is_idempotent_and_allowed_at_any_time(config: ClusterConfig) -> None:
+    InProcessExecutor(config, Epoch("never started")).close()
+    executor = InProcessExecutor(config, Epoch("started"))
+    executor.start(no_progress)
+    executor.close()
+    executor.close()
+
+
+def test_blocks_come_from_memory_when_they_are_not_counted(config: ClusterConfig) -> None:
+    config = msgspec.structs.replace(config, cache=CacheConfig(memory_mib=1))
+    plan = plan_rank(config, 1)
+    assert plan.num_blocks == (1 << 20) // plan.layout.block_bytes
+    assert plan_rank(config, 2).num_blocks == plan.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": ModelConfig()}, "model.path"),
+        ({"model": ModelConfig(path="/nowhere")}, "is not a folder"),
+        ({"cache": CacheConfig(memory_mib=1, block_size=4096)}, "cache.memory_mib"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    config: ClusterConfig, settings: dict[str, object], message: str
+) -> None:
+    executor = InProcessExecutor(msgspec.structs.replace(config, **settings), Epoch("epoch"))
+    with pytest.raises(ConfigError, match=message):
+        executor.start(no_progress)
+    executor.close()
+
+
+def test_a_sequence_longer_than_the_model_is_refused(config: ClusterConfig) -> None:
+    model = ModelConfig(path=config.model.path, max_len=8193)
+    with pytest.raises(ConfigError, match="the model has 8192 positions"):
+        plan_rank(msgspec.structs.replace(config, model=model), 1)
