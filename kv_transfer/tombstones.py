@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from baton.kv_transfer.effects import PeerName
+from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import End, Span, Started
 
@@ -100,3 +101,7 @@ class Parking:
 
     def peers(self) -> set[PeerName]:
         return {parked.peer for parked in self._parked.values()}
+
+
+def superseded() -> Failure:
+    return Cancelled("a newer attempt of this request has begun").to_failure()

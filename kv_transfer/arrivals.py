@@ -1,0 +1,243 @@
+"""All landings of this node: finds the machine of a key, parks what is early, or answers for it.
+
+Held by the connector, which tells it about channels, ranks and time. Leases of all landings that
+read from one peer are renewed together. A key that has ended meets a tombstone: prefill is told
+once more that it is done, or why it was declined.
+"""
+
+import itertools
+from collections.abc import Iterable
+
+from baton.kv_transfer.effects import Effects, PeerName
+from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded, PeerUp, ReadEnded
+from baton.kv_transfer.landing import (
+    Broken,
+    LandingEvent,
+    LandingHandoff,
+    LandingState,
+    TimeUp,
+)
+from baton.kv_transfer.peers import Channel, Peer, Peers
+from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.ids import Key
+from baton.protocol.messages import Declined, Done, End, NodeInfo, Renew, Span, Started, Withdrawn
+
+Announcement = Started | Span | End | Withdrawn
+
+
+class Arrivals:
+    def __init__(self, node: NodeInfo, peers: Peers) -> None:
+        self._node = node
+        self._peers = peers
+        self._landings: dict[Key, LandingHandoff] = {}
+        self._tombstones: Tombstones[Done | Declined] = Tombstones()
+        self._parking = Parking()
+        self._tickets = itertools.count(1)
+        self._readers: dict[int, Key] = {}  # ticket -> landing
+
+    def expect(self, now_s: float, expect: Expect, out: Effects) -> None:
+        key = expect.key
+        if key in self._landings:
+            raise InvariantBroken(f"{key} was expected twice")
+        self._supersede(now_s, key, out)
+        parked = self._parking.take(key)
+        tombstone = self._tombstones.answer(key)
+        if tombstone is not None or self._tombstones.is_superseded(key):
+            failure = tombstone.failure if isinstance(tombstone, Declined) else superseded()
+            out.reports.append(LandingEnded(key, failure))
+            if parked is not None:
+                self._decline(parked.peer, key, failure, out)
+            return
+        landing = self._landings[key] = LandingHandoff(
+            now_s, expect, len(self._node.ranks), self._node.num_blocks, self._take_ticket
+        )
+        self._make_readable(now_s, landing, out)
+        if parked is not None:
+            came_s = parked.until_s - PARKED_S  # from then on its lease has run
+            for message in parked.messages:
+                self.announced(came_s, self._peers.get(parked.peer), message, out)
+
+    def advance(self, now_s: float, event: Land | Abandon, out: Effects) -> None:
+        """What the scheduler decides; what crossed the last report of its key means nothing."""
+        landing = self._landings.get(event.key)
+        if landing is not None and isinstance(event, Land):
+            self._make_readable(now_s, landing, out)
+            landing = self._landings.get(event.key)
+        if landing is not None:
+            self._on(now_s, landing, event, out)
+
+    def announced(self, now_s: float, peer: Peer, message: Announcement, out: Effects) -> None:
+        """What prefill says about a handoff."""
+        key = message.key
+        landing = self._landings.get(key)
+        if landing is not None:
+            if landing.prefill_node == peer.name[0] and landing.peer in (None, peer.name):
+                self._on(now_s, landing, message, out, sender=peer)
+            elif not isinstance(message, Span):
+                out.tell(peer.name, Declined(key, _unexpected()))
+        elif (tombstone := self._tombstones.answer(key)) is not None:
+            if not isinstance(message, Span):
+                out.tell(peer.name, tombstone)
+        elif peer.channel is Channel.REFUSED:
+            assert peer.refusal is not None
+            out.tell(peer.name, Declined(key, peer.refusal))
+        else:
+            self._announced_early(now_s, peer, message, out)
+
+    def read_ended(self, now_s: float, event: ReadEnded, out: Effects) -> None:
+        key = self._readers.pop(event.ticket, None)
+        landing = None if key is None else self._landings.get(key)
+        if landing is not None and landing.reads(event.ticket):
+            self._on(now_s, landing, event, out)
+
+    def rank_up(self, now_s: float, peer: PeerName, event: PeerUp, out: Effects) -> None:
+        for landing in self._of(peer):
+            self._on(now_s, landing, event, out)
+
+    def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        """Whoever has no blocks yet may still land: the rank is connected again for it."""
+        for landing in self._of(peer):
+            if landing.state is LandingState.LANDING:
+                self._on(now_s, landing, Broken(failure), out)
+
+    def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        self._parking.forget_peer(peer)
+        for landing in self._of(peer):
+            self._on(now_s, landing, Broken(failure), out)
+
+    def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        """That process can never feed this node, so nobody need wait for it."""
+        for landing in list(self._landings.values()):
+            if landing.peer is None and landing.prefill_node == peer[0]:
+                self._on(now_s, landing, Broken(failure), out)
+
+    def peers_changed(self, now_s: float, out: Effects) -> None:
+        for landing in list(self._landings.values()):
+            self._make_readable(now_s, landing, out)
+
+    def end_waits(self, now_s: float, out: Effects) -> None:
+        for landing in list(self._landings.values()):
+            if landing.deadline_s <= now_s:
+                self._on(now_s, landing, TimeUp(), out)
+        for key, parked in self._parking.take_expired(now_s):
+            self._decline(parked.peer, key, _unexpected(), out)
+
+    def renew(self, now_s: float, out: Effects) -> None:
+        """One message per peer; when one lease is due, all of that peer's are renewed."""
+        renewable = [
+            landing
+            for _, landing in sorted(self._landings.items())
+            if landing.renew_at_s is not None and landing.peer is not None
+        ]
+        due = {
+            landing.peer
+            for landing in renewable
+            if landing.renew_at_s is not None and landing.renew_at_s <= now_s
+        }
+        for peer in sorted(name for name in due if name is not None):
+            landings = [landing for landing in renewable if landing.peer == peer]
+            out.tell(peer, Renew(tuple(landing.key for landing in landings)))
+            for landing in landings:
+                landing.renewed(now_s)
+
+    def deadlines(self) -> Iterable[float]:
+        if self._parking.deadline_s is not None:
+            yield self._parking.deadline_s
+        for landing in self._landings.values():
+            yield landing.deadline_s
+            if landing.renew_at_s is not None:
+                yield landing.renew_at_s
+
+    def used_peers(self) -> set[PeerName]:
+        used = self._parking.peers()
+        for landing in self._landings.values():
+            peer = self._peers.current(landing.prefill_node)
+            if landing.peer is not None:
+                used.add(landing.peer)
+            elif peer is not None:
+                used.add(peer.name)
+        return used
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _on(
+        self,
+        now_s: float,
+        landing: LandingHandoff,
+        event: LandingEvent,
+        out: Effects,
+        *,
+        sender: Peer | None = None,
+    ) -> None:
+        peer = sender if landing.peer is None else self._peers.get(landing.peer)
+        landing.on(now_s, event, peer, out)
+        if landing.state is LandingState.LANDED:
+            del self._landings[landing.key]
+            self._tombstones.bury(landing.key, Done(landing.key))
+        elif landing.state is LandingState.ENDED:
+            assert landing.failure is not None
+            del self._landings[landing.key]
+            self._tombstones.bury(landing.key, Declined(landing.key, landing.failure))
+        elif isinstance(event, Started):
+            self._make_readable(now_s, landing, out)
+
+    def _of(self, peer: PeerName) -> list[LandingHandoff]:
+        return [landing for landing in self._landings.values() if landing.peer == peer]
+
+    def _make_readable(self, now_s: float, landing: LandingHandoff, out: Effects) -> None:
+        """Connect to the ranks of whoever will be read, as soon as it is known who that is."""
+        if landing.state is LandingState.DRAINING:
+            return
+        if landing.peer is None:
+            peer = self._peers.current(landing.prefill_node)
+        else:
+            peer = self._peers.get(landing.peer)
+        if peer is None:
+            return
+        failure = self._peers.refusal_of(peer)
+        if failure is None:
+            try:
+                self._peers.make_readable(now_s, peer, out)
+            except TransferError as error:
+                failure = error.to_failure()
+        if failure is not None:
+            self._on(now_s, landing, Broken(failure), out)
+
+    def _announced_early(
+        self, now_s: float, peer: Peer, message: Announcement, out: Effects
+    ) -> None:
+        """Of a key that nobody expects, or not yet."""
+        key = message.key
+        if isinstance(message, Withdrawn):
+            self._parking.take(key)
+            self._decline(peer.name, key, message.failure, out)
+            return
+        if isinstance(message, Started):
+            self._supersede(now_s, key, out)
+        if self._tombstones.is_superseded(key):
+            self._decline(peer.name, key, superseded(), out)
+        elif not self._parking.park(now_s, peer.name, message):
+            self._parking.take(key)
+            self._decline(peer.name, key, _unexpected(), out)
+
+    def _supersede(self, now_s: float, key: Key, out: Effects) -> None:
+        self._tombstones.note_attempt(key)
+        for lower in [k for k in self._landings if k.is_superseded_by(key)]:
+            self._on(now_s, self._landings[lower], Broken(superseded()), out)
+
+    def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
+        """Refuse it for good: what still comes for it meets a tombstone."""
+        declined = Declined(key, failure)
+        self._tombstones.bury(key, declined)
+        out.tell(peer, declined)
+
+    def _take_ticket(self, key: Key) -> int:
+        ticket = next(self._tickets)
+        self._readers[ticket] = key
+        return ticket
+
+
+def _unexpected() -> Failure:
+    text = "decode was not asked for this prompt"
+    return TransferError(text, code="not_expected").to_failure()

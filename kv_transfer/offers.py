@@ -1,0 +1,111 @@
+"""All handoffs that this node offers: finds the machine of a key, or answers for it.
+
+Held by the connector, which tells it about channels and time. A key that has ended or was never
+offered meets a tombstone: who still wants to read is told that it was withdrawn.
+"""
+
+from collections.abc import Iterable
+
+from baton.kv_transfer.effects import Effects, PeerName
+from baton.kv_transfer.interfaces import Complete, Offer, Publish, Released, Withdraw
+from baton.kv_transfer.peers import Peer, Peers
+from baton.kv_transfer.source import (
+    ChannelLost,
+    LeaseEnded,
+    Reconnected,
+    SourceEvent,
+    SourceHandoff,
+    SourceState,
+)
+from baton.kv_transfer.tombstones import Tombstones, superseded
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.ids import Key
+from baton.protocol.messages import Declined, Done, Landing, Renew, Withdrawn
+
+
+class Offers:
+    def __init__(self, peers: Peers, lease_s: float) -> None:
+        self._peers = peers
+        self._lease_s = lease_s
+        self._sources: dict[Key, SourceHandoff] = {}
+        self._tombstones: Tombstones[Withdrawn] = Tombstones()
+
+    def offer(self, now_s: float, offer: Offer, out: Effects) -> None:
+        if offer.key in self._sources:
+            raise InvariantBroken(f"{offer.key} was offered twice")
+        self._tombstones.note_attempt(offer.key)
+        for lower in [k for k in self._sources if k.is_superseded_by(offer.key)]:
+            self._on(now_s, self._sources[lower], Withdraw(lower, superseded()), out)
+        peer = self._peers.current(offer.decode_node)
+        failure = self._refusal_of(offer, peer)
+        if failure is not None:
+            self._tombstones.bury(offer.key, Withdrawn(offer.key, failure))
+            out.reports.append(Released(offer.key, failure))
+            return
+        assert peer is not None
+        self._peers.dial(now_s, peer, out)
+        self._sources[offer.key] = SourceHandoff(now_s, offer, peer.name, self._lease_s, out)
+
+    def advance(self, now_s: float, event: Publish | Complete | Withdraw, out: Effects) -> None:
+        """What the scheduler says about an offer; one that crossed Released means nothing."""
+        if event.key in self._sources:
+            self._on(now_s, self._sources[event.key], event, out)
+
+    def answered(
+        self,
+        now_s: float,
+        peer: Peer,
+        key: Key,
+        message: Landing | Renew | Done | Declined,
+        out: Effects,
+    ) -> None:
+        """What decode says about an offer."""
+        source = self._sources.get(key)
+        if source is not None and source.peer == peer.name:
+            self._on(now_s, source, message, out)
+        elif isinstance(message, Landing | Renew):
+            unknown = TransferError("prefill does not hold this prompt").to_failure()
+            out.tell(peer.name, self._tombstones.answer(key) or Withdrawn(key, unknown))
+
+    def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        for source in self._of(peer):
+            self._on(now_s, source, ChannelLost(failure), out)
+
+    def reconnected(self, now_s: float, peer: PeerName, out: Effects) -> None:
+        for source in self._of(peer):
+            self._on(now_s, source, Reconnected(), out)
+
+    def end_leases(self, now_s: float, out: Effects) -> set[PeerName]:
+        """Returns the peers that let a lease end."""
+        ended = [source for source in self._sources.values() if source.deadline_s <= now_s]
+        for source in ended:
+            self._on(now_s, source, LeaseEnded(), out)
+        return {source.peer for source in ended}
+
+    def deadlines(self) -> Iterable[float]:
+        return (source.deadline_s for source in self._sources.values())
+
+    def used_peers(self) -> set[PeerName]:
+        return {source.peer for source in self._sources.values()}
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _on(self, now_s: float, source: SourceHandoff, event: SourceEvent, out: Effects) -> None:
+        source.on(now_s, event, out)
+        if source.state is SourceState.RELEASED:
+            del self._sources[source.key]
+            failure = source.failure or TransferError("the blocks were given back").to_failure()
+            self._tombstones.bury(source.key, Withdrawn(source.key, failure))
+
+    def _of(self, peer: PeerName) -> list[SourceHandoff]:
+        return [source for source in self._sources.values() if source.peer == peer]
+
+    def _refusal_of(self, offer: Offer, peer: Peer | None) -> Failure | None:
+        if self._tombstones.is_superseded(offer.key):
+            return superseded()
+        if (tombstone := self._tombstones.answer(offer.key)) is not None:
+            return tombstone.failure
+        if peer is None or peer.info is None or not peer.info.control_endpoint:
+            text = f"no router has said how to reach decode node {offer.decode_node}"
+            return TransferError(text, code="node_lost").to_failure()
+        return self._peers.refusal_of(peer)
