@@ -1,0 +1,83 @@
+# What people do with baton, one word each. Needs Linux, make, and Python 3.11 or newer.
+#
+#   make serve [PORT=8000] [MODEL=/path]   router, prefill and decode on this host
+#   make test                              every test that this machine can run
+#   make check                             format, lint, types, hygiene, unit tests
+#   make bench                             benchmarks of the transports, as JSON
+#   make fmt                               format and sort imports
+#
+# pip takes the CUDA build of torch on Linux by default. For the CPU build, which is much smaller,
+# name its index: `make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu`.
+# Transfers between hosts need NIXL: `make serve EXTRAS=nixl`.
+
+PORT ?= 8000
+MODEL ?=
+VENV ?= .venv
+PYTHON ?= python3
+TORCH_INDEX ?=
+EXTRAS ?=
+ARGS ?=
+
+# Nothing here talks to anybody by itself.
+export HF_HUB_OFFLINE = 1
+export DO_NOT_TRACK = 1
+export RAY_USAGE_STATS_ENABLED = 0
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+BIN = $(VENV)/bin
+SERVE_STAMP = $(VENV)/.ready-to-serve
+TEST_STAMP = $(VENV)/.ready-to-test
+INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+comma = ,
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check bench fmt install install-test clean
+
+help:
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
+
+serve: $(SERVE_STAMP)
+	@exec $(BIN)/baton serve --port $(PORT) $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+test: $(TEST_STAMP)
+	@$(BIN)/pytest $(ARGS)
+
+check: $(TEST_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p baton
+	$(BIN)/pytest -q -m "not slow" tests/hygiene tests/unit
+
+bench: $(TEST_STAMP)
+	@$(BIN)/python -m baton.bench.transfer --json $(ARGS)
+
+fmt: $(TEST_STAMP)
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+install: $(SERVE_STAMP)
+
+install-test: $(TEST_STAMP)
+
+clean:
+	rm -rf "$(VENV)" build src/baton.egg-info
+
+# The stamps make the second call instant, and a change of what is needed installs again.
+$(SERVE_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing baton into $(VENV) (once; several minutes where torch is to be fetched)"
+	@$(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url "$(TORCH_INDEX)" torch)
+	@$(INSTALL) --editable ".$(if $(EXTRAS),[$(EXTRAS)])"
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing baton and what its tests need into $(VENV) (once)"
+	@$(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url "$(TORCH_INDEX)" torch)
+	@$(INSTALL) --editable ".[dev,nixl$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	@touch $@ $(SERVE_STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "baton needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
+	  echo "this Python cannot make environments; on Debian and Ubuntu: apt install python3-venv"; \
+	  exit 1; }
