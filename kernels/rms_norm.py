@@ -63,9 +63,8 @@ def _add_rms_norm_kernel(
         x += tl.load(residual_ptr + token * HIDDEN + d, mask=live, other=0.0).to(tl.float32)
         stream = x.to(stream_ptr.dtype.element_ty)
         tl.store(stream_ptr + token * HIDDEN + d, stream, mask=live)
-        x = stream.to(
-            tl.float32
-        )  # the next layer adds to the rounded sum, so that is what is normed
+        # The next layer adds to the rounded sum, so that is what is normed.
+        x = stream.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
     weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)
     normed = (x * inverse * weight).to(normed_ptr.dtype.element_ty)

@@ -157,7 +157,7 @@ def _prefill(dtype: torch.dtype, head_dim: int, block_size: int) -> object:
 def _rope(dtype: torch.dtype, *, norm: bool) -> object:
     from baton.kernels.rope_store import rope_and_store
 
-    q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), (32, 8, 8), dim=1)
+    q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), [32, 8, 8], dim=1)
     weight = torch.ones(128, dtype=dtype) if norm else None
     positions, slots = torch.arange(9), torch.arange(9)
     table = rotation_table(16, 128)

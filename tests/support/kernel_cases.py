@@ -1,8 +1,8 @@
 """Kernels held to their torch twins: one check per kernel, on any device, shared by two test files.
 
 On a CPU the checks run in Triton's interpreter, which must be chosen before Triton is imported: so
-nothing here imports a kernel until a check runs. Every slot that no sequence owns holds NaN; so does
-all of block 0, which unused table entries and masked ids name. Who reads too much cannot pass.
+nothing here imports a kernel until a check runs. Slots that no sequence owns hold NaN, as does all
+of block 0, which unused table entries and masked ids name: who reads too much cannot pass.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     size, heads, dim = shape.block_size, shape.kv_heads, shape.head_dim
     needs = [-(-length // size) for length in shape.contexts]
     pool = torch.full((sum(needs) + 1, heads, LAYERS, 2, size, dim), float("nan"))
-    order = (1 + torch.randperm(sum(needs), generator=generator)).split(needs)
+    order = torch.split(1 + torch.randperm(sum(needs), generator=generator), needs)
     tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32)
     for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
         tables[row, : len(blocks)] = blocks
@@ -143,7 +143,7 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> No
     generator = torch.Generator().manual_seed(1)
     num_tokens, dim, kv_heads = sum(shape.queries), shape.head_dim, shape.kv_heads
     packed = torch.randn(num_tokens, shape.num_heads + 2 * kv_heads, dim, generator=generator)
-    sizes = (shape.num_heads, kv_heads, kv_heads)
+    sizes = [shape.num_heads, kv_heads, kv_heads]
     q, k, v = torch.split(packed.to(device, shape.dtype), sizes, dim=1)
     positions = torch.randint(0, 500, (num_tokens,), generator=generator).to(device)
     cos_sin = rotation_table(500, dim).to(device)
