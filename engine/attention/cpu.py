@@ -1,9 +1,9 @@
 """Attention on CPUs, batch-invariant: a token's bits depend on its own sequence alone.
 
-Three things see to that. Linear layers and products get enough rows for one code path of the
-library (`LINEAR_ROWS`, `PRODUCT_ROWS`: measured). Keys are cut into tiles at absolute positions, each tile is
-its own product, and tiles are added in order. And a softmax row is padded to whole tiles with zero
-weights, which change no sum. So decode, chunked and whole prompts agree bit for bit.
+Three things see to that. Products get enough rows for one code path of the library (`LINEAR_ROWS`,
+`PRODUCT_ROWS`). Keys are cut into tiles at absolute positions, each tile is its own product, and
+tiles are added in order. And a softmax row is padded to whole tiles with zero weights, which change
+no sum. So decode, chunked and whole prompts agree bit for bit.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from torch import Tensor
 from baton.engine.attention.backend import Batch, Span
 
 TILE = 128  # keys
-# Rows of a linear layer and of an attention product come in multiples of these: with 1 to 8 threads
-# every such count up to 600 gave the bits of the largest, while MKL sends few rows, or few rows for
-# a thread, down other paths (fp32: 1 to 3, and with two threads 5, 6, 7, 9; bf16: 1 at some widths).
+# Rows of a linear layer and of an attention product come in multiples of these. Measured with 1 to
+# 8 threads: every such count up to 600 gives the bits of the largest, while few rows, or few for a
+# thread, take other paths (fp32: 1 to 3, two threads also 5 to 7 and 9 to 11; bf16: 1 at times).
 LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 QUERIES = 128  # of one prompt at a time: bounds the scores, and skips tiles that none of them sees
