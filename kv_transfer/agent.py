@@ -25,14 +25,15 @@ from baton.kv_transfer.interfaces import (
     CancelRead,
     PeerDown,
     PeerUp,
+    PoolMemory,
     Read,
     ReadEnded,
     RemovePeer,
     Transport,
 )
-from baton.kv_transfer.transports.shm import ShmTransport
+from baton.kv_transfer.transports.make import make_transports
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import Cancelled, ConfigError, Failure, InvariantBroken, TransferError
+from baton.protocol.errors import Cancelled, Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
@@ -52,22 +53,16 @@ class Limits(msgspec.Struct, frozen=True):
     quiet_s: float = 30.0
 
 
-def make_port(pool: HostPool, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
+def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
     """The agent of the rank that owns `pool`, in the process lifetime `epoch`; already running.
 
-    Publish `.address()` as this rank's `RankAddress`. `.close()` it before the pool. Raises
-    `ConfigError` when the configured transport cannot work here.
+    Publish `.address()` as this rank's `RankAddress`. `.close()` it before the pool. A pool that is
+    no `HostPool` (a GPU's) can only be read through nixl. Raises `ConfigError` when the configured
+    transport cannot work here.
     """
     transports = make_transports(pool, epoch, config)
-    limits = Limits(read_s=config.lease_s, quiet_s=config.lease_s)
-    return TransferAgent(transports, pool.shape.block_bytes, limits)
-
-
-def make_transports(pool: HostPool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
-    """What `config.transport` asks for."""
-    if config.transport == "nixl":
-        raise ConfigError("nixl is not there yet")
-    return [ShmTransport(pool, epoch)]
+    shape = pool.shape if isinstance(pool, HostPool) else pool
+    return TransferAgent(transports, shape.block_bytes, Limits(read_s=config.lease_s))
 
 
 @dataclass(slots=True, eq=False)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape
+from baton.kv_transfer.transports.block_ids import check_read
 from baton.kv_transfer.transports.shm_address import ShmAddress, decode_address, this_host
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
@@ -91,13 +92,11 @@ class ShmTransport:
         mapping = self._peer(peer).mapping
         if mapping is None:
             raise TransferError("the pool is not mapped yet")
-        source = np.asarray(remote, np.int64)
-        target = np.asarray(local, np.int64)
+        mine = self._pool.shape.num_blocks
+        source, target = check_read(remote, mapping.shape.num_blocks, local, mine)
         expected = np.asarray(generations, np.int64)
-        if not len(source) == len(target) == len(expected):
-            raise TransferError("a read needs a local block and a generation for each remote one")
-        _check_range(source, mapping.shape.num_blocks)
-        _check_range(target, self._pool.shape.num_blocks)
+        if len(expected) != len(source):
+            raise TransferError("a read needs a generation for each remote block")
         _check_generations(mapping, source, expected)
         copy_blocks(self._blocks, target, mapping.blocks, source)
         # The owner bumps a generation before the first store of a block's next owner, so equal
@@ -277,11 +276,6 @@ def copy_blocks(
             ctypes.memmove(to.ctypes.data, start, to.nbytes)
         else:
             np.take(source_pool, sources, out=to, mode="clip")  # "raise" would copy twice
-
-
-def _check_range(blocks: NDArray[np.int64], num_blocks: int) -> None:
-    if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
-        raise TransferError(f"a block id is outside of 0..{num_blocks - 1}")
 
 
 def _check_generations(

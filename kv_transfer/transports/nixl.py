@@ -1,0 +1,266 @@
+"""Reads through NIXL over UCX: between hosts, and between GPUs.
+
+Driven by an agent's thread. The whole pool of a peer is prepared as one descriptor list; reads name
+blocks in it by index. To give up a read that is in flight is not to stop it: measured, all of its
+bytes landed after its handle was released and its peer removed. So only a read that has ended, or
+failed because its connection broke, counts as quiet. A frozen peer never ends a read; deadlines are
+the agent's.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.transports.block_ids import check_read
+from baton.kv_transfer.transports.nixl_address import NixlAddress, decode_address
+from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
+from baton.protocol.errors import ConfigError, TransferError
+from baton.protocol.ids import Epoch
+
+WARM_UP_BYTES = 64
+
+
+class NixlTransport:
+    """The pool at `memory` for others to read, and the pools of peers for reading.
+
+    `memory` must stay until `close`. `network_device` is UCX's name of it, such as `mlx5_0:1`;
+    empty stays on loopback. Raises `ConfigError` when NIXL is missing or cannot start.
+    """
+
+    name = "nixl"
+
+    def __init__(self, memory: PoolMemory, epoch: Epoch, network_device: str = "") -> None:
+        self._memory = memory
+        self._epoch = epoch
+        self._agent_name = f"baton-{epoch}-{secrets.token_hex(4)}"
+        self._agent, self._errors = make_agent(self._agent_name, network_device)
+        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # a warm-up must not touch the pool
+        try:
+            self._pool, self._sink = self._register()
+        except self._errors.at_start as error:
+            raise ConfigError(f"nixl cannot register the pool: {error}") from error
+        self._peers: dict[Epoch, _Peer] = {}
+        # Removed with reads in flight: forgotten when the last of them has ended.
+        self._leaving: list[_Peer] = []
+        self._reads: dict[int, _Flight] = {}
+        self._next_handle = 0
+        self._gone: list[Epoch] = []
+
+    def _register(self) -> tuple[Releasable, Releasable]:
+        """Makes the pool and the scratch known; returns their prepared descriptors."""
+        memory, scratch = self._memory, int(self._scratch.ctypes.data)
+        kind, device = _segment(memory.device)
+        size = memory.num_blocks * memory.block_bytes
+        self._agent.register_memory([(memory.address, size, device, "")], kind)
+        self._agent.register_memory([(scratch, WARM_UP_BYTES, 0, "")], "DRAM")
+        sink = _row(scratch, WARM_UP_BYTES, 0)
+        return (
+            self._agent.prep_xfer_dlist("", _rows(memory), kind),
+            self._agent.prep_xfer_dlist("", sink, "DRAM"),
+        )
+
+    def address(self) -> bytes:
+        memory = self._memory
+        return NixlAddress(
+            self._epoch, self._agent_name, memory.device, memory.address,
+            memory.num_blocks, memory.block_bytes, self._agent.get_agent_metadata(),
+        ).encode()  # fmt: skip
+
+    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+        where = decode_address(address)
+        announced = (peer, num_blocks, block_bytes)
+        if (where.epoch, where.num_blocks, where.block_bytes) != announced:
+            raise TransferError("the address is not that peer's")
+        if block_bytes != self._memory.block_bytes:
+            mine = self._memory.block_bytes
+            raise TransferError(f"its blocks have {block_bytes} bytes, ours {mine}")
+        self.remove_peer(peer)
+        for known in self._leaving:
+            if known.where == where:
+                self._leaving.remove(known)
+                self._peers[peer] = known
+                return
+        try:
+            self._peers[peer] = self._prepare(where)
+        except self._errors.all as error:
+            raise TransferError(f"nixl refuses the peer: {error}") from error
+
+    def _prepare(self, where: NixlAddress) -> "_Peer":
+        """Loads the metadata, prepares the whole pool and posts the transfer that connects."""
+        added = self._agent.add_remote_agent(where.metadata).decode()
+        try:
+            if added != where.agent:
+                raise TransferError("the metadata is another agent's")
+            memory = PoolMemory(
+                where.pool_address, where.num_blocks, where.block_bytes, where.device
+            )
+            kind, device = _segment(where.device)
+            pool = self._agent.prep_xfer_dlist(added, _rows(memory), kind)
+            first = _row(where.pool_address, min(WARM_UP_BYTES, where.block_bytes), device)
+            source = self._agent.prep_xfer_dlist(added, first, kind)
+            zero = np.zeros(1, np.int32)
+            handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
+            peer = _Peer(where, pool, source)
+            peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
+        except BaseException:
+            self._agent.remove_remote_agent(added)
+            raise
+        return peer
+
+    def connected(self, peer: Epoch) -> bool:
+        found = self._peer(peer)
+        if found.warm_up is not None and self._has_ended(found.warm_up):
+            found.warm_up = None
+        return found.warm_up is None
+
+    def remove_peer(self, peer: Epoch) -> None:
+        found = self._peers.pop(peer, None)
+        if found is not None:
+            self._leaving.append(found)
+            self._forget_quiet_ones()
+
+    def read(
+        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+    ) -> int:
+        found = self._peer(peer)
+        mine = self._memory.num_blocks
+        source, target = check_read(remote, found.where.num_blocks, local, mine)
+        order = np.argsort(target, kind="stable")  # NIXL makes one request of neighbours
+        into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
+        try:
+            handle = self._agent.make_prepped_xfer("READ", self._pool, into, found.pool, out_of)
+            state = self._agent.transfer(handle)
+        except self._errors.all as error:
+            raise self._failed(found, error) from error
+        self._next_handle += 1
+        self._reads[self._next_handle] = _Flight(handle, found, state)
+        found.num_in_flight += 1
+        return self._next_handle
+
+    def test(self, handle: int) -> bool:
+        flight = self._reads[handle]
+        try:
+            ended = self._has_ended(flight)
+        except TransferError:
+            self._drop(handle)
+            raise
+        if ended:
+            self._drop(handle)
+        return ended
+
+    def cancel(self, handle: int) -> bool:
+        if handle not in self._reads:
+            return True
+        try:
+            return self.test(handle)
+        except TransferError:
+            return True  # the connection broke, and with it everything that was on its way
+
+    def fileno(self) -> int:
+        return -1
+
+    def service(self) -> list[Epoch]:
+        self._forget_quiet_ones()
+        gone, self._gone = self._gone, []
+        return gone
+
+    def close(self) -> None:
+        """Ends the NIXL agent, and with it every read that is still in flight."""
+        for flight in self._reads.values():
+            flight.handle.release()
+        for peer in (*self._peers.values(), *self._leaving):
+            peer.release()
+        self._pool.release()
+        self._sink.release()
+        self._reads.clear()
+        self._peers.clear()
+        self._leaving.clear()
+        # NIXL ends an agent when its last reference goes: nothing may keep one in a traceback.
+        del self._agent, self._pool, self._sink
+
+    def _peer(self, peer: Epoch) -> "_Peer":
+        found = self._peers.get(peer)
+        if found is None:
+            raise TransferError("unknown peer")
+        return found
+
+    def _has_ended(self, flight: "_Flight") -> bool:
+        if flight.state == "PROC":
+            try:
+                flight.state = self._agent.check_xfer_state(flight.handle)
+            except self._errors.all as error:
+                raise self._failed(flight.peer, error) from error
+        if flight.state == "ERR":
+            raise TransferError("nixl could not read")
+        return flight.state == "DONE"
+
+    def _failed(self, peer: "_Peer", error: Exception) -> TransferError:
+        if isinstance(error, self._errors.disconnected):
+            self._gone.extend(e for e, known in self._peers.items() if known is peer)
+            return TransferError("the peer's process is gone")
+        return TransferError(f"nixl could not read: {error}")
+
+    def _drop(self, handle: int) -> None:
+        flight = self._reads.pop(handle)
+        flight.peer.num_in_flight -= 1
+        flight.handle.release()
+
+    def _forget_quiet_ones(self) -> None:
+        """Lets go of removed peers that have nothing in flight any more."""
+        if not self._leaving:
+            return
+        for handle, flight in list(self._reads.items()):
+            if flight.peer in self._leaving:
+                self.cancel(handle)
+        for peer in [peer for peer in self._leaving if not peer.num_in_flight]:
+            self._leaving.remove(peer)
+            peer.release()
+            self._agent.remove_remote_agent(peer.where.agent)
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    where: NixlAddress
+    pool: Releasable
+    source: Releasable  # of the warm-up
+    warm_up: "_Flight | None" = None
+    num_in_flight: int = field(default=0)
+
+    def release(self) -> None:
+        if self.warm_up is not None:
+            self.warm_up.handle.release()
+        self.pool.release()
+        self.source.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    handle: Releasable
+    peer: _Peer
+    state: str
+
+
+def _segment(device: str) -> tuple[str, int]:
+    """NIXL's memory type and device number of "cpu" or "cuda:1"."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+        raise TransferError(f"nixl knows no device {device!r}")
+    return ("VRAM" if kind == "cuda" else "DRAM"), int(index or 0)
+
+
+def _rows(memory: PoolMemory) -> NDArray[np.uint64]:
+    """One descriptor a block: [num_blocks, 3] of address, length, device."""
+    rows = np.empty((memory.num_blocks, 3), np.uint64)
+    offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(memory.block_bytes)
+    rows[:, 0] = offsets + np.uint64(memory.address)
+    rows[:, 1] = memory.block_bytes
+    rows[:, 2] = _segment(memory.device)[1]
+    return rows
+
+
+def _row(address: int, num_bytes: int, device: int) -> NDArray[np.uint64]:
+    return np.array([[address, num_bytes, device]], np.uint64)

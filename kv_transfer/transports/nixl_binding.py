@@ -1,0 +1,117 @@
+"""The part of NIXL's Python API that baton uses, as types, and how its agents are made.
+
+Only `nixl` imports this. The wheel is an optional extra, loaded when the first agent is made.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.protocol.errors import ConfigError
+
+WHEELS = ("nixl_cu13", "nixl_cu12")
+PROGRESS_DELAY_US = 1000  # NIXL's wrapper sets 0, and the progress thread then spins a core
+
+
+class Releasable(Protocol):
+    """A prepared descriptor list or a transfer."""
+
+    def release(self) -> None: ...
+
+
+class Agent(Protocol):
+    """A NIXL agent. States of a transfer are DONE, PROC and ERR; most errors are raised."""
+
+    def create_backend(self, backend: str, params: dict[str, str]) -> None: ...
+    def register_memory(
+        self, regions: list[tuple[int, int, int, str]], mem_type: str
+    ) -> object: ...
+    def get_agent_metadata(self) -> bytes: ...
+    def add_remote_agent(self, metadata: bytes) -> bytes: ...
+    def remove_remote_agent(self, agent: str) -> None: ...
+    def prep_xfer_dlist(
+        self, agent: str, rows: NDArray[np.uint64], mem_type: str
+    ) -> Releasable: ...
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local: Releasable,
+        local_indices: NDArray[np.int32],
+        remote: Releasable,
+        remote_indices: NDArray[np.int32],
+    ) -> Releasable: ...
+    def transfer(self, handle: Releasable) -> str: ...
+    def check_xfer_state(self, handle: Releasable) -> str: ...
+
+
+class Errors:
+    """NIXL's exceptions, which have no root of their own."""
+
+    def __init__(self, api: ModuleType) -> None:
+        found = vars(api.nixlBind).items()
+        self.all: tuple[type[Exception], ...] = tuple(
+            kind for name, kind in found if name.startswith("nixl") and name.endswith("Error")
+        )
+        self.at_start: tuple[type[Exception], ...] = (*self.all, RuntimeError)
+        self.disconnected: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
+
+
+def is_installed() -> bool:
+    """Whether there is a NIXL wheel; does not import it."""
+    return any(importlib.util.find_spec(wheel) is not None for wheel in WHEELS)
+
+
+def make_agent(name: str, network_device: str) -> tuple[Agent, Errors]:
+    """An agent with the UCX backend that notices dead peers. Raises `ConfigError`.
+
+    `network_device` (empty: loopback) goes into the environment, where UCX reads it, so there is
+    one for the process.
+    """
+    os.environ["UCX_NET_DEVICES"] = network_device or "lo"
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    api = _load()
+    errors = Errors(api)
+    try:
+        with _unspun(api):
+            config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
+            agent: Agent = api.nixl_agent(name, config)
+        # Without it a transfer whose peer dies never ends.
+        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+    except errors.at_start as error:
+        raise ConfigError(f"nixl cannot start: {error}") from error
+    return agent, errors
+
+
+def _load() -> ModuleType:
+    reasons = []
+    for wheel in WHEELS:
+        try:
+            return importlib.import_module(f"{wheel}._api")
+        except ImportError as error:
+            reasons.append(str(error))
+    raise ConfigError(
+        "the nixl transport needs the NIXL wheel; install the extra baton[nixl] "
+        f"({'; '.join(reasons)})"
+    )
+
+
+@contextmanager
+def _unspun(api: ModuleType) -> Iterator[None]:
+    """Agents made inside get a progress thread that sleeps; the wrapper has no option for it."""
+    original = api.nixlBind.nixlAgentConfig
+
+    class Config(original):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
+    api.nixlBind.nixlAgentConfig = Config
+    try:
+        yield
+    finally:
+        api.nixlBind.nixlAgentConfig = original
