@@ -46,6 +46,12 @@ def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCa
     return KVCache(pool, host.generations)
 
 
+def device_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KVCache:
+    """A cache in device memory; no transport compares generations there, so they stay here."""
+    pool = torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return KVCache(pool, np.zeros(shape[0], dtype=np.uint32))
+
+
 def pool_shape(
     config: DecoderConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
 ) -> tuple[int, ...]:

@@ -13,7 +13,14 @@ import torch
 from baton.engine.attention.backend import Backend
 from baton.engine.attention.cpu import CpuBackend
 from baton.engine.executor import ExecutorInfo, Progress
-from baton.engine.kv_cache import KVCache, host_cache, kv_layout, num_blocks_for, pool_shape
+from baton.engine.kv_cache import (
+    KVCache,
+    device_cache,
+    host_cache,
+    kv_layout,
+    num_blocks_for,
+    pool_shape,
+)
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.engine.models.loading import check_split, load_decoder, local_heads
@@ -23,6 +30,7 @@ from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint, fingerprint
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
@@ -48,14 +56,15 @@ class LoadedRank:
     """One rank, ready to compute. `info.ranks` holds this rank's address alone."""
 
     runner: Runner
-    pool: HostPool
+    pool: HostPool | PoolMemory
     port: TransferAgent
     info: ExecutorInfo
 
     def close(self) -> None:
         """End the port, then let go of the pool."""
         self.port.close()
-        self.pool.close()
+        if isinstance(self.pool, HostPool):
+            self.pool.close()
 
 
 def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
@@ -105,14 +114,21 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
 
 def load_runner(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
-) -> tuple[Runner, HostPool]:
+) -> tuple[Runner, HostPool | PoolMemory]:
     """Weights first: they take longest, and a bad folder shows there."""
     checkpoint = Checkpoint(plan.folder)
     decoder = load_decoder(plan.decoder, checkpoint, ranks, plan.dtype, plan.device, progress)
     progress("kv pool", 0, 1)
-    pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
     shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks)
-    cache = host_cache(pool, shape, plan.dtype)
+    pool: HostPool | PoolMemory
+    if plan.device.type == "cpu":
+        pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
+        cache = host_cache(pool, shape, plan.dtype)
+    else:
+        cache = device_cache(shape, plan.dtype, plan.device)
+        pool = PoolMemory(
+            cache.pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device)
+        )
     progress("kv pool", 1, 1)
     backend = _backend(plan, cache, ranks.size)
     sampler = Sampler(plan.decoder.eos_token_ids)
@@ -125,11 +141,22 @@ def _device(config: ClusterConfig) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: no CUDA device is available")
-    return torch.device(wanted)
+    return torch.device("cpu") if wanted == "cpu" else torch.device("cuda", 0)
 
 
 def _backend(plan: RankPlan, cache: KVCache, num_ranks: int) -> Backend:
     decoder = plan.decoder
     num_heads, _ = local_heads(decoder, num_ranks)
     table = rope_table(decoder.rope, decoder.head_dim, plan.max_model_len)
-    return CpuBackend(cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window)
+    if plan.device.type == "cpu":
+        return CpuBackend(
+            cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window
+        )
+    # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
+    from baton.engine.attention.cuda import CudaBackend, missing_for
+
+    shape = tuple(cache.pool.shape)
+    missing = missing_for(shape, num_heads, decoder.sliding_window, plan.max_model_len)
+    if missing:
+        raise ConfigError(missing)
+    return CudaBackend(cache.pool, num_heads, table, decoder.rms_norm_eps)

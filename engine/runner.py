@@ -52,6 +52,8 @@ class Runner:
         self.cache.copy_blocks(plan.copies)
         with torch.inference_mode():
             tokens = self._compute(plan.slices)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a step without draws may still be storing
         self._forget(plan.ended)
         return StepResult(plan.step_id, tokens, started_s, self._clock())
 

@@ -11,6 +11,7 @@ from baton.engine.plan import Slice
 from baton.engine.rank import load_runner, plan_rank
 from baton.engine.runner import Runner
 from baton.engine.tensor_parallel import Ranks, SingleRank
+from baton.kv_transfer.host_pool import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
@@ -39,7 +40,8 @@ def loaded(config: ClusterConfig, ranks: Ranks | None = None) -> Iterator[Runner
     try:
         yield runner
     finally:
-        pool.close()
+        if isinstance(pool, HostPool):
+            pool.close()
 
 
 def random_tokens(count: int, seed: int = 0, vocab: int = 1024) -> list[int]:

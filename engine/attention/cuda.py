@@ -1,0 +1,117 @@
+"""Attention and the fused operations on GPUs: baton's Triton kernels behind the `Backend` protocol.
+
+Imported only where a rank computes on CUDA, because it imports Triton. Sequences at the head of a
+batch that decode one token share a split-context kernel; from the first longer slice on, rows go
+through the prefill kernel, which is exact for single tokens too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.backend import Batch, Span
+from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.prefill_attention import paged_prefill_attention
+from baton.kernels.rms_norm import add_rms_norm
+from baton.kernels.rope_store import rope_and_store
+from baton.kernels.silu_mul import silu_mul
+
+
+@dataclass(slots=True, frozen=True)
+class Tables:
+    """What a kernel reads of some sequences."""
+
+    blocks: Tensor  # [batch, max_blocks] int32
+    context_lens: Tensor  # [batch] int32
+    query_starts: Tensor  # [batch + 1] int32, from the first of these sequences' rows
+
+
+class CudaBackend:
+    """Kernels over a pool in device memory."""
+
+    def __init__(self, pool: Tensor, num_heads: int, cos_sin: Tensor, eps: float) -> None:
+        self.pool = pool  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        self.num_heads = num_heads
+        self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+        self.eps = eps
+        self.scale = self.head_dim**-0.5
+        self._cos_sin = cos_sin.to(pool.device).contiguous()
+
+    def padded(self, num_rows: int) -> int:
+        return num_rows
+
+    def begin(self, batch: Batch) -> None:
+        self._positions = batch.positions
+        self._slots = batch.slots
+        spans = batch.spans
+        self._num_decoding = next((i for i, s in enumerate(spans) if s.length > 1), len(spans))
+        self._decoding = self._tables(spans[: self._num_decoding])
+        self._prompts = self._tables(spans[self._num_decoding :])
+
+    def _tables(self, spans: tuple[Span, ...]) -> Tables | None:
+        if not spans:
+            return None
+        used = [span.block_table[: -(-span.end // self.block_size)] for span in spans]
+        width = max(len(blocks) for blocks in used)
+        starts = [span.row - spans[0].row for span in spans]
+        starts.append(starts[-1] + spans[-1].length)
+        return Tables(
+            self._int32([[*blocks, *[0] * (width - len(blocks))] for blocks in used]),
+            self._int32([span.end for span in spans]),
+            self._int32(starts),
+        )
+
+    def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.pool.device)
+
+    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+        heads, kv_heads = self.num_heads, self.kv_heads
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+        q = rope_and_store(
+            q, k, v, self._positions, self._cos_sin, self.pool, layer, self._slots,
+            q_norm, k_norm, self.eps,
+        )  # fmt: skip
+        parts: list[Tensor] = []
+        if (some := self._decoding) is not None:
+            parts.append(
+                paged_decode_attention(
+                    q[: self._num_decoding], self.pool, layer, some.blocks, some.context_lens,
+                    self.scale,
+                )
+            )  # fmt: skip
+        if (some := self._prompts) is not None:
+            parts.append(
+                paged_prefill_attention(
+                    q[self._num_decoding :], self.pool, layer, some.blocks, some.query_starts,
+                    some.context_lens, self.scale,
+                )
+            )  # fmt: skip
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.flatten(1)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)
+
+
+def missing_for(
+    pool_shape: tuple[int, ...], num_heads: int, window: int | None, max_len: int
+) -> str:
+    """Why the kernels cannot serve this model and pool; empty when they can."""
+    _, kv_heads, _, _, block_size, head_dim = pool_shape
+    if head_dim not in (32, 64, 128):
+        return f"heads of {head_dim} have no CUDA kernel (32, 64 and 128 do)"
+    if block_size not in (16, 32, 64, 128):
+        return f"cache.block_size: {block_size} has no CUDA kernel (16, 32, 64 and 128 do)"
+    if num_heads // kv_heads > 8:
+        return f"{num_heads // kv_heads} query heads share a KV head; CUDA kernels take up to 8"
+    if window is not None and window < max_len:
+        return f"a sliding window of {window} has no CUDA kernel; set model.max_len to it or less"
+    return ""
