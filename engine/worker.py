@@ -1,0 +1,158 @@
+"""The process of one rank: loads it, then runs plan after plan for the executor that spawned it.
+
+`python -m baton.engine.worker STEPS PORT`, where both are inherited socket descriptors. The main
+thread computes; a second thread carries the transfer agent's commands and events. The process ends
+when its executor's end of the sockets closes, and with a non-zero code after any error.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.engine.rank import LoadedRank, load_rank
+from baton.engine.tensor_parallel import GlooRanks, Ranks, SingleRank
+from baton.engine.worker_messages import (
+    FromWorker,
+    Loaded,
+    Loading,
+    LoadRank,
+    MessageSocket,
+    RunStep,
+    StepDone,
+    ToWorker,
+    WorkerFailed,
+)
+from baton.kv_transfer.interfaces import AgentCommand, TransferPort
+from baton.protocol.errors import BatonError, InvariantBroken, NodeError
+from baton.runtime.log import logger, setup
+from baton.runtime.process import die_with_parent
+
+COLLECTIVE_TIMEOUT_S = 600.0  # a rank that died is noticed at once; this is for one that hangs
+
+log = logger("worker")
+
+
+class Worker:
+    """One rank from its first message to the end of its sockets."""
+
+    def __init__(self, steps: socket.socket, port: socket.socket) -> None:
+        self._steps = MessageSocket[ToWorker](steps, ToWorker)  # type: ignore[arg-type]
+        self._port = port
+
+    def run(self) -> int:
+        """The process's exit code."""
+        try:
+            first = self._steps.wait()
+            if first is None:
+                return 0
+            if not isinstance(first, LoadRank):
+                raise InvariantBroken("a worker's first message must load it")
+            setup(first.config.log, f"rank-{first.rank}")
+            self._serve(first)
+        except Exception as error:
+            if self._steps.is_closed:
+                return 1
+            if not isinstance(error, BatonError):
+                log.exception("the worker failed")
+            self._tell(WorkerFailed(_as_baton(error).to_failure()))
+            return 1
+        return 0
+
+    def _serve(self, load: LoadRank) -> None:
+        ranks = _join(load)
+        rank = load_rank(load.config, load.epoch, ranks, self._progress)
+        pump = PortPump(rank.port, self._port, self._tell)
+        pump.start()
+        try:
+            self._tell(Loaded(rank.info))
+            self._run_steps(rank)
+        finally:
+            pump.stop()
+            rank.close()
+        if isinstance(ranks, GlooRanks):
+            ranks.close()
+
+    def _run_steps(self, rank: LoadedRank) -> None:
+        while (message := self._steps.wait()) is not None:
+            if not isinstance(message, RunStep):
+                raise InvariantBroken("a worker is loaded once")
+            self._tell(StepDone(rank.runner.execute(message.plan)))
+
+    def _progress(self, phase: str, done: int, total: int) -> None:
+        self._tell(Loading(phase, done, total))
+
+    def _tell(self, message: FromWorker) -> None:
+        self._steps.send(message)
+
+
+class PortPump:
+    """A thread between the executor's socket and this rank's transfer agent."""
+
+    def __init__(
+        self, port: TransferPort, stream: socket.socket, tell: Callable[[FromWorker], None]
+    ) -> None:
+        stream.setblocking(False)
+        self._port = port
+        self._socket = MessageSocket[AgentCommand](stream, AgentCommand)  # type: ignore[arg-type]
+        self._tell = tell
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="port pump", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            log.exception("the transfer agent's thread failed")
+            self._tell(WorkerFailed(_as_baton(error).to_failure()))
+
+    def _work(self) -> None:
+        poller = select.poll()
+        for descriptor in (self._wake, self._port.fileno()):
+            poller.register(descriptor, select.POLLIN)
+        while not self._socket.is_closed:
+            unsent = select.POLLOUT if self._socket.has_unsent else 0
+            poller.register(self._socket.fileno(), select.POLLIN | unsent)
+            ready = {descriptor for descriptor, _ in poller.poll()}
+            if self._wake in ready:
+                return
+            for command in self._socket.receive():
+                self._port.send(command)
+            for event in self._port.poll():
+                self._socket.send(event)
+            self._socket.flush()
+
+
+def _join(load: LoadRank) -> Ranks:
+    if load.size == 1:
+        return SingleRank()
+    return GlooRanks(load.rank, load.size, Path(load.rendezvous), COLLECTIVE_TIMEOUT_S)
+
+
+def _as_baton(error: Exception) -> BatonError:
+    return error if isinstance(error, BatonError) else NodeError(repr(error))
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent()
+    if len(arguments) != 2 or not all(argument.isdecimal() for argument in arguments):
+        sys.stderr.write("usage: baton.engine.worker STEPS_FD PORT_FD (spawned by an executor)\n")
+        return 2
+    steps, port = (socket.socket(fileno=int(argument)) for argument in arguments)
+    return Worker(steps, port).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,246 @@
+"""One process per rank under one `Executor`: spawns workers, hands out plans, gathers results.
+
+The node's loop calls it like `InProcessExecutor`. Every plan goes to every rank; a result is given
+out when all ranks are through and agree on the tokens. A rank that dies or fails ends the node:
+nothing is restarted here. No call but `start` and `close` ever blocks.
+"""
+
+import select
+import shutil
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.engine.executor import ExecutorInfo, Progress
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.worker_messages import (
+    FromWorker,
+    Loaded,
+    Loading,
+    LoadRank,
+    MessageSocket,
+    RunStep,
+    StepDone,
+    WorkerFailed,
+)
+from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, TransferPort
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
+from baton.protocol.ids import Epoch
+from baton.runtime.clock import monotonic
+from baton.runtime.process import Child, Command
+
+PROGRESS_EVERY_S = 0.5
+EXIT_S = 0.5  # from the end of a worker's stream to its exit code
+GRACE_S = 3.0  # of the five seconds that a close may take
+
+
+class WorkerExecutor:
+    """The `Executor` of `engine.tensor_parallel` ranks on this host."""
+
+    def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._workers: list[_Worker] = []
+        self._folder: Path | None = None
+        self._epoll = select.epoll()
+        self._error: NodeError | ConfigError | None = None
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        """Spawns and loads; raises what the first failing rank says."""
+        size = self._config.engine.tensor_parallel
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        for rank in range(size):
+            worker = _Worker(rank, self._config)
+            self._workers.append(worker)
+            self._epoll.register(worker.steps, select.EPOLLIN)
+            load = LoadRank(self._config, self._epoch, rank, size, str(self._folder / "rendezvous"))
+            self._send(worker, load)
+        deadline_s = monotonic() + self._config.node.start_timeout_s
+        while not all(worker.info for worker in self._workers):
+            self._hear(PROGRESS_EVERY_S)
+            if self._error is not None:
+                raise self._error
+            if monotonic() > deadline_s:
+                raise NodeError("the ranks did not load in time (node.start_timeout_s)")
+            progress(*self._workers[0].progress)
+        return _combined([worker.info for worker in self._workers if worker.info])
+
+    def submit(self, plan: StepPlan) -> None:
+        for worker in self._workers:
+            self._send(worker, RunStep(plan))
+
+    def poll(self) -> StepResult | None:
+        self._hear(0.0)
+        if self._workers and all(worker.results for worker in self._workers):
+            return _agreed([worker.results.popleft() for worker in self._workers])
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    @property
+    def ports(self) -> Sequence[TransferPort]:
+        return [worker.port for worker in self._workers]
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """The workers' process ids, in rank order."""
+        return [worker.child.pid for worker in self._workers]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.steps.close()
+            worker.port.close()
+        deadline_s = monotonic() + GRACE_S
+        for worker in self._workers:
+            if not worker.child.wait(deadline_s):
+                worker.child.kill()
+                worker.child.wait(monotonic() + 1.0)
+        self._workers = []
+        self._epoll.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _send(self, worker: "_Worker", message: LoadRank | RunStep) -> None:
+        worker.steps.send(message)
+        self._watch(worker)
+
+    def _watch(self, worker: "_Worker") -> None:
+        """A plan larger than the socket's buffer goes on when the worker has read some of it."""
+        unsent = select.EPOLLOUT if worker.steps.has_unsent else 0
+        if not worker.steps.is_closed:
+            self._epoll.modify(worker.steps, select.EPOLLIN | unsent)
+
+    def _hear(self, timeout_s: float) -> None:
+        """Everything that the workers have said, waiting at most so long for the first."""
+        if self._epoll.closed:
+            return
+        by_fd = {worker.steps.fileno(): worker for worker in self._workers}
+        for descriptor, _ in self._epoll.poll(timeout_s):
+            worker = by_fd[descriptor]
+            worker.steps.flush()
+            for message in worker.steps.receive():
+                self._take(worker, message)
+            self._watch(worker)
+            if worker.steps.is_closed:
+                self._epoll.unregister(descriptor)
+                self._error = self._error or worker.loss()
+
+    def _take(self, worker: "_Worker", message: FromWorker) -> None:
+        match message:
+            case Loading(phase, done, total):
+                worker.progress = (phase, done, total)
+            case Loaded(info):
+                worker.info = info
+            case StepDone(result):
+                worker.results.append(result)
+            case WorkerFailed(failure):
+                self._error = self._error or _error(worker.rank, failure)
+
+
+class _Worker:
+    """One rank's process, as seen from here."""
+
+    def __init__(self, rank: int, config: ClusterConfig) -> None:
+        ours, theirs = socket.socketpair()
+        our_port, their_port = socket.socketpair()
+        ours.setblocking(False)
+        our_port.setblocking(False)
+        self.rank = rank
+        self.info: ExecutorInfo | None = None
+        self.progress = ("start", 0, 1)
+        self.results: deque[StepResult] = deque()
+        self.steps = MessageSocket[FromWorker](ours, FromWorker)  # type: ignore[arg-type]
+        self.port = RemotePort(rank, our_port)
+        with theirs, their_port:
+            self.child = Child(
+                Command(
+                    name=f"rank-{rank}",
+                    args=(str(theirs.fileno()), str(their_port.fileno())),
+                    module="baton.engine.worker",
+                    # Ranks meet on this host alone.
+                    env=(
+                        ("GLOO_SOCKET_IFNAME", "lo"),
+                        ("OMP_NUM_THREADS", str(config.engine.threads)),
+                    ),
+                    pass_fds=(theirs.fileno(), their_port.fileno()),
+                )
+            )
+
+    def loss(self) -> NodeError:
+        """Why the stream ended, as far as the process can tell."""
+        if not self.child.wait(monotonic() + EXIT_S):
+            return NodeError(f"rank {self.rank} closed its socket")
+        last = self.child.tail[-1] if self.child.tail else "it wrote nothing"
+        return NodeError(f"rank {self.rank} ended with exit code {self.child.exit_code}: {last}")
+
+
+class RemotePort:
+    """The `TransferPort` of a rank whose agent lives in its worker."""
+
+    def __init__(self, rank: int, stream: socket.socket) -> None:
+        self._rank = rank
+        self._socket = MessageSocket[AgentEvent](stream, AgentEvent)  # type: ignore[arg-type]
+        self._is_closed = False
+
+    def send(self, command: AgentCommand) -> None:
+        """What the socket does not take now goes with the next call of `send` or `poll`."""
+        if not self._is_closed:
+            self._socket.send(command)
+
+    def poll(self) -> list[AgentEvent]:
+        """Raises `NodeError` once the worker is gone and all its events were given out."""
+        if self._is_closed:
+            return []
+        self._socket.flush()
+        events = self._socket.receive()
+        if self._socket.is_closed and not events:
+            raise NodeError(f"the transfer agent of rank {self._rank} is gone")
+        return events
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._socket.close()
+
+
+def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
+    """All ranks' addresses in one; whatever else they say must be equal."""
+    info = msgspec.structs.replace(
+        infos[0], ranks=tuple(address for info in infos for address in info.ranks)
+    )
+    for rank, other in enumerate(infos):
+        if msgspec.structs.replace(other, ranks=info.ranks) != info:
+            raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
+    return info
+
+
+def _agreed(results: Sequence[StepResult]) -> StepResult:
+    """One step on all ranks. Ranks that draw different tokens would store different sequences."""
+    first = results[0]
+    for rank, result in enumerate(results):
+        if (result.step_id, result.tokens) != (first.step_id, first.tokens):
+            raise InvariantBroken(
+                f"step {first.step_id}: rank {rank} drew other tokens than rank 0"
+            )
+    return msgspec.structs.replace(
+        first,
+        started_s=min(result.started_s for result in results),
+        ended_s=max(result.ended_s for result in results),
+    )
+
+
+def _error(rank: int, failure: Failure) -> NodeError | ConfigError:
+    if failure.code == ConfigError.code:
+        return ConfigError(failure.message)
+    return NodeError(f"rank {rank} failed: {failure.message}")

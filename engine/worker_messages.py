@@ -1,0 +1,168 @@
+"""What an executor and the worker of each rank say to one another, and the socket it goes over.
+
+Two socket pairs join them: one for steps, one for the rank's transfer agent, so that a long step
+delays no lease. A message is four bytes of length and msgpack; the end of a stream means that the
+other process is gone. Nothing here knows what a plan means.
+"""
+
+import contextlib
+import socket
+import threading
+from typing import Generic, TypeVar
+
+import msgspec
+
+from baton.engine.executor import ExecutorInfo
+from baton.engine.plan import StepPlan, StepResult
+from baton.protocol.codec import MAX_MESSAGE_BYTES, Codec, MalformedMessage
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Epoch
+
+LENGTH_BYTES = 4
+READ_BYTES = 1 << 18
+
+T = TypeVar("T")
+
+
+class WorkerMessage(msgspec.Struct, frozen=True, tag=True):
+    """Root of everything between an executor and a worker."""
+
+
+class LoadRank(WorkerMessage, frozen=True):
+    """The first message to a worker. Ranks meet at the file `rendezvous`, if there are several."""
+
+    config: ClusterConfig
+    epoch: Epoch
+    rank: int
+    size: int
+    rendezvous: str
+
+
+class RunStep(WorkerMessage, frozen=True):
+    """Answered by one `StepDone`, in order."""
+
+    plan: StepPlan
+
+
+ToWorker = LoadRank | RunStep
+
+
+class Loading(WorkerMessage, frozen=True):
+    phase: str
+    done: int
+    total: int
+
+
+class Loaded(WorkerMessage, frozen=True):
+    """`info.ranks` holds this rank's address alone."""
+
+    info: ExecutorInfo
+
+
+class StepDone(WorkerMessage, frozen=True):
+    """Every store of this rank is visible to its agent. Each rank samples; they must agree."""
+
+    result: StepResult
+
+
+class WorkerFailed(WorkerMessage, frozen=True):
+    """The last message of a worker that ends by itself."""
+
+    failure: Failure
+
+
+FromWorker = Loading | Loaded | StepDone | WorkerFailed
+
+
+class MessageSocket(Generic[T]):
+    """Typed messages over one end of a stream socket. `T` is what comes in; anything goes out.
+
+    `send` may be called from any thread, everything else from one. Whether calls block is the
+    socket's own setting.
+    """
+
+    def __init__(self, stream: socket.socket, incoming: type[T]) -> None:
+        self.is_closed = False
+        self._stream = stream
+        self._codec = Codec[T](incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()
+        self._in = bytearray()
+        self._out = bytearray()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` is to be called once the socket takes bytes again."""
+        return bool(self._out)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Whole and in order; what a non-blocking socket does not take now waits for `flush`."""
+        body = self._encoder.encode(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise MalformedMessage(f"message of {len(body)} bytes exceeds {MAX_MESSAGE_BYTES}")
+        with self._lock:
+            self._out += len(body).to_bytes(LENGTH_BYTES, "big") + body
+            self._flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def receive(self) -> list[T]:
+        """What a non-blocking socket holds. Sets `is_closed` at the end of the stream."""
+        while self._read():
+            pass
+        messages = []
+        while (message := self._take()) is not None:
+            messages.append(message)
+        return messages
+
+    def wait(self) -> T | None:
+        """The next message of a blocking socket; None at the end of the stream."""
+        while (message := self._take()) is None:
+            if not self._read():
+                return None
+        return message
+
+    def close(self) -> None:
+        """Idempotent. The other side sees the end of the stream, even if a child holds this end."""
+        self.is_closed = True
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._stream.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._out and not self.is_closed:
+                del self._out[: self._stream.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError:
+            # The reading side notices the end too; it decides what that means.
+            self._out.clear()
+
+    def _read(self) -> bool:
+        """Whether anything came."""
+        try:
+            data = self._stream.recv(READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self.is_closed = not data
+        self._in += data
+        return bool(data)
+
+    def _take(self) -> T | None:
+        if len(self._in) < LENGTH_BYTES:
+            return None
+        end = LENGTH_BYTES + int.from_bytes(self._in[:LENGTH_BYTES], "big")
+        if len(self._in) < end:
+            return None
+        message = self._codec.decode(bytes(self._in[LENGTH_BYTES:end]))
+        del self._in[:end]
+        return message

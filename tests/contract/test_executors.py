@@ -1,0 +1,320 @@
+"""What a node's loop relies on, the same for every executor."""
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from baton.engine.executor import Executor, ExecutorInfo
+from baton.engine.local_executor import InProcessExecutor
+from baton.engine.plan import Slice, StepPlan, StepResult
+from baton.engine.weights import fingerprint
+from baton.engine.worker_executor import WorkerExecutor
+from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded, TransferPort
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    NodeConfig,
+    TransferConfig,
+)
+from baton.protocol.errors import ConfigError, NodeError
+from baton.protocol.ids import Epoch, Key, RequestId
+from baton.protocol.sampling import Sampling
+from tests.support.checkpoints import model_folder
+from tests.support.oracle import Expected, Oracle, count_ties
+
+BLOCK = 16
+NUM_BLOCKS = 64
+WAIT_S = 30.0
+GREEDY = Sampling(seed=1, max_tokens=100, temperature=0.0)
+PROMPT = tuple(10 + (i * i + 7 * i) % 241 for i in range(37))
+KINDS = ("in process", "one worker", "two ranks")
+WORKERS = KINDS[1:]
+SOURCE, READER = Epoch("source"), Epoch("reader")
+
+names = count()
+
+
+def config_of(kind: str, folder: Path | None = None, **engine: int) -> ClusterConfig:
+    ranks = 2 if kind == "two ranks" else 1
+    settings: dict[str, int] = {"tensor_parallel": ranks, **engine}
+    return ClusterConfig(
+        model=ModelConfig(path=str(folder or model_folder("qwen3"))),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK),
+        engine=EngineConfig(device="cpu", **settings),
+        transfer=TransferConfig(transport="shm"),
+    )
+
+
+def executor_of(kind: str, config: ClusterConfig | None = None, epoch: Epoch = SOURCE) -> Executor:
+    make: Callable[[ClusterConfig, Epoch], Executor]
+    make = InProcessExecutor if kind == "in process" else WorkerExecutor
+    return make(config or config_of(kind), epoch)
+
+
+def no_progress(phase: str, done: int, total: int) -> None:
+    pass
+
+
+@contextmanager
+def started(kind: str, epoch: Epoch = SOURCE) -> Iterator[tuple[Executor, ExecutorInfo]]:
+    with closing(executor_of(kind, epoch=epoch)) as executor:
+        yield executor, executor.start(no_progress)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    with started(request.param) as (executor, _):
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    return Oracle(model_folder("qwen3")).greedy(list(PROMPT), 24)
+
+
+class Steps:
+    """Plans with ids of their own, one sequence per name."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._ids = count()
+
+    def submit(self, *slices: Slice, copies: tuple[tuple[int, int], ...] = ()) -> int:
+        step_id = next(self._ids)
+        self.executor.submit(StepPlan(step_id, slices, copies))
+        return step_id
+
+    def result(self) -> StepResult:
+        """The next one; its coming must make the descriptor readable."""
+        while (result := self.executor.poll()) is None:
+            assert readable(self.executor.fileno()), "no step ended"
+        return result
+
+    def tokens(self, *slices: Slice, copies: tuple[tuple[int, int], ...] = ()) -> list[int]:
+        step_id = self.submit(*slices, copies=copies)
+        result = self.result()
+        assert result.step_id == step_id
+        return [token for drawn in result.tokens for token in drawn]
+
+
+def readable(descriptor: int, wait_s: float = WAIT_S) -> bool:
+    return bool(select.select([descriptor], [], [], wait_s)[0])
+
+
+def new_key() -> Key:
+    return Key(RequestId(f"sequence-{next(names)}"))
+
+
+def prompt_slice(key: Key, blocks: Sequence[int], start: int = 0, end: int = len(PROMPT)) -> Slice:
+    draws = (0,) if end == len(PROMPT) else ()
+    sampling = GREEDY if draws else None
+    given = PROMPT[start:end]
+    return Slice(key, start, end - start, given, tuple(blocks), draws, sampling, len(PROMPT))
+
+
+def decode_slice(key: Key, blocks: Sequence[int], position: int, token: int | None = None) -> Slice:
+    given = () if token is None else (token,)
+    return Slice(key, position, 1, given, tuple(blocks), (0,), GREEDY, len(PROMPT))
+
+
+def test_chunks_and_chained_tokens_say_what_transformers_says(
+    executor: Executor, expected: Expected
+) -> None:
+    steps, key, blocks = Steps(executor), new_key(), (5, 3, 9, 2)
+    assert steps.tokens(prompt_slice(key, blocks, 0, 20)) == []
+    got = steps.tokens(prompt_slice(key, blocks, 20))
+    for position in range(len(PROMPT), len(PROMPT) + 23):
+        got += steps.tokens(decode_slice(key, blocks, position))
+    assert count_ties(expected, got) == 0
+
+
+def test_two_steps_may_be_unsettled_and_settle_in_order(
+    executor: Executor, expected: Expected
+) -> None:
+    steps, key, blocks = Steps(executor), new_key(), (11, 12, 13, 14)
+    steps.submit(prompt_slice(key, blocks))
+    steps.submit(decode_slice(key, blocks, len(PROMPT)))
+    results = [steps.result(), steps.result()]
+    assert [result.step_id for result in results] == [0, 1]
+    assert [result.tokens[0][0] for result in results] == expected.token_ids[:2]
+    assert all(result.started_s <= result.ended_s for result in results)
+    assert results[0].ended_s <= results[1].ended_s
+    assert executor.poll() is None
+
+
+def test_sequences_in_one_step_do_not_mix(executor: Executor, expected: Expected) -> None:
+    steps, one, two = Steps(executor), new_key(), new_key()
+    first, second = (20, 21, 22), (23, 24, 25)
+    drawn = steps.tokens(prompt_slice(one, first), prompt_slice(two, second, 0, 30))
+    assert drawn == expected.token_ids[:1]
+    drawn = steps.tokens(decode_slice(one, first, len(PROMPT)), prompt_slice(two, second, 30))
+    assert drawn == [expected.token_ids[1], expected.token_ids[0]]
+
+
+def test_blocks_are_copied_before_a_step_computes(executor: Executor, expected: Expected) -> None:
+    steps, key, blocks = Steps(executor), new_key(), (30, 31, 32)
+    steps.tokens(prompt_slice(key, blocks))
+    fork, own = new_key(), (30, 31, 33)
+    drawn = steps.tokens(
+        decode_slice(fork, own, len(PROMPT), expected.token_ids[0]), copies=((32, 33),)
+    )
+    assert drawn == [expected.token_ids[1]]
+
+
+def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor: Executor) -> None:
+    steps, key, blocks = Steps(executor), new_key(), (40, 41, 42)
+    hot = Sampling(seed=3, max_tokens=9, temperature=3.0)
+    given = Slice(key, 0, len(PROMPT), PROMPT, blocks, (0, 1, 2), hot, len(PROMPT))
+    drawn = steps.tokens(given)
+    assert len(set(drawn)) == 3
+    second = Slice(key.of_choice(2), len(PROMPT), 1, (), blocks, (2,), hot, len(PROMPT))
+    named = Slice(
+        new_key().of_choice(2), len(PROMPT), 1, (drawn[2],), blocks, (2,), hot, len(PROMPT)
+    )
+    assert steps.tokens(second) == steps.tokens(named)
+
+
+def test_an_idle_descriptor_is_not_readable(executor: Executor) -> None:
+    steps = Steps(executor)
+    steps.tokens(prompt_slice(new_key(), (50, 51, 52)))
+    assert executor.poll() is None
+    assert not readable(executor.fileno(), 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
+    phases: list[str] = []
+    with closing(executor_of(kind)) as executor:
+        info = executor.start(lambda *report: phases.append(report[0]))
+        ranks = 2 if kind == "two ranks" else 1
+        assert phases
+        assert info.model == fingerprint(model_folder("qwen3"), "float32")
+        assert (info.num_blocks, info.layout.block_size) == (NUM_BLOCKS, BLOCK)
+        assert (info.vocab_size, info.max_model_len) == (1024, 8192)
+        assert info.layout.kv_heads == 2 // ranks
+        assert len(info.ranks) == len(executor.ports) == ranks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_is_no_model_is_a_config_error(kind: str, tmp_path: Path) -> None:
+    executor = executor_of(kind, config_of(kind, tmp_path))
+    with closing(executor), pytest.raises(ConfigError, match=r"config\.json"):
+        executor.start(no_progress)
+
+
+def test_ranks_that_cannot_share_the_heads_are_a_config_error() -> None:
+    config = config_of("two ranks", tensor_parallel=3)
+    executor = executor_of("two ranks", config)
+    with closing(executor), pytest.raises(ConfigError, match="tensor_parallel"):
+        executor.start(no_progress)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_may_come_twice_with_a_step_in_flight_or_before_start(kind: str) -> None:
+    unstarted = executor_of(kind)
+    unstarted.close()
+    with started(kind) as (executor, _):
+        Steps(executor).submit(prompt_slice(new_key(), (1, 2, 3)))
+        executor.close()
+        executor.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
+    with started(kind) as (executor, _):
+        steps = Steps(executor)
+        steps.submit(decode_slice(new_key(), (1, 2, 3), len(PROMPT)))  # nothing was sampled
+        with pytest.raises(NodeError, match="no token was sampled"):
+            steps.result()
+        with pytest.raises(NodeError):
+            executor.poll()
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("victim", [0, -1])
+def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int) -> None:
+    with started(kind) as (executor, _):
+        assert isinstance(executor, WorkerExecutor)
+        steps = Steps(executor)
+        steps.tokens(prompt_slice(new_key(), (1, 2, 3)))
+        os.kill(executor.pids[victim], signal.SIGKILL)
+        with pytest.raises(NodeError, match="exit code -9"):
+            steps.result()
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_no_worker_outlives_a_close(kind: str) -> None:
+    with started(kind) as (executor, _):
+        assert isinstance(executor, WorkerExecutor)
+        pids = executor.pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rank_that_never_loads_is_given_up() -> None:
+    config = config_of("one worker")
+    slow = ClusterConfig(
+        model=config.model, cache=config.cache, node=NodeConfig(start_timeout_s=0.001)
+    )
+    executor = executor_of("one worker", slow)
+    with closing(executor), pytest.raises(NodeError, match="start_timeout_s"):
+        executor.start(no_progress)
+
+
+def test_a_plan_larger_than_a_socket_buffer_arrives(expected: Expected) -> None:
+    with started("one worker") as (executor, _):
+        steps, key = Steps(executor), new_key()
+        table = (1, 2, 3) + (0,) * 300_000
+        steps.submit(prompt_slice(key, table))
+        steps.submit(decode_slice(key, table, len(PROMPT)))
+        drawn = [steps.result().tokens[0][0] for _ in range(2)]
+        assert drawn == expected.token_ids[:2]
+
+
+# --- ports --------------------------------------------------------------------------------------
+
+
+def event_of(port: TransferPort) -> AgentEvent:
+    while not (events := port.poll()):
+        assert readable(port.fileno()), "the port said nothing"
+    assert len(events) == 1
+    return events[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
+    kind: str, expected: Expected
+) -> None:
+    """The reader never computes the prompt; it decodes from what its ports have read."""
+    remote, local, generations = (7, 1, 4), (3, 8, 5), (2, 9, 6)
+    with started(kind) as (source, info), started(kind, READER) as (reader, _):
+        source.submit(
+            StepPlan(
+                0,
+                (prompt_slice(new_key(), remote),),
+                generations=tuple(zip(remote, generations, strict=True)),
+            )
+        )
+        assert Steps(source).result().tokens[0] == (expected.token_ids[0],)
+        for rank, port in enumerate(reader.ports):
+            address = info.ranks[rank]
+            port.send(AddPeer(SOURCE, "shm", address, info.num_blocks, info.layout.block_bytes))
+            assert isinstance(event_of(port), PeerUp)
+            port.send(Read(1, SOURCE, remote, local, generations))
+            ended = event_of(port)
+            assert isinstance(ended, ReadEnded)
+            assert (ended.failure, ended.quiet) == (None, True)
+            assert ended.num_bytes == len(remote) * info.layout.block_bytes
+        steps, key = Steps(reader), new_key()
+        got = steps.tokens(decode_slice(key, local, len(PROMPT), expected.token_ids[0]))
+        got += steps.tokens(decode_slice(key, local, len(PROMPT) + 1))
+        assert got == expected.token_ids[1:3]
