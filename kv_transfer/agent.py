@@ -1,10 +1,8 @@
 """One rank's transfer agent: a thread that reads peers' blocks into the local pool.
 
-Executors and workers make it with `make_port`; their node talks to it through `TransferPort`.
-Reads are cut into slices of at most 16 MiB, two in flight for a peer, peers in turn; commands are
-heard between slices, so a cancel takes effect within one. Deadlines are kept here because some
-transports wait for ever for a frozen peer. It never decides what a read means, and never blocks its
-caller.
+Executors and workers make it with `make_port`; their node talks to it through `TransferPort`. What
+it does is in `agent_turns`, this is the thread and its descriptors. It never decides what a read
+means, and never blocks its caller.
 """
 
 import os
@@ -13,44 +11,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import msgspec
-
+from baton.kv_transfer.agent_turns import AgentTurns, Limits
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import (
-    AddPeer,
-    AgentCommand,
-    AgentEvent,
-    CancelRead,
-    PeerDown,
-    PeerUp,
-    PoolMemory,
-    Read,
-    ReadEnded,
-    RemovePeer,
-    Transport,
-)
+from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, PoolMemory, Transport
 from baton.kv_transfer.transports.make import make_transports
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import Cancelled, Failure, InvariantBroken, TransferError
+from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
 
-MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
 MIN_WAIT_S = 0.0001
 MAX_WAIT_S = 0.005
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """`read_s`: from command to end, then a read fails. `quiet_s`: how long a read that is given up
-    may take to become quiet before its blocks are reported as not quiet."""
-
-    slice_bytes: int = 16 << 20
-    connect_s: float = 10.0
-    read_s: float = 30.0
-    quiet_s: float = 30.0
 
 
 def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
@@ -65,48 +38,15 @@ def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig)
     return TransferAgent(transports, shape.block_bytes, Limits(read_s=config.lease_s))
 
 
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """A `Read` on its way. `stop_at_s`: its deadline; once `failure` is set, that of its quiet."""
-
-    command: Read
-    stop_at_s: float
-    next_block: int = 0
-    num_bytes: int = 0
-    posted_s: float | None = None
-    failure: Failure | None = None
-    in_flight: dict[int, int] = field(default_factory=dict)  # handle -> bytes
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    command: AddPeer
-    transport: Transport
-    connect_by_s: float
-    up: bool = False
-    removed: bool = False
-    # What to do once a removed one has no reads left: the same process may be added again.
-    next_command: AddPeer | None = None
-    reads: deque[_Reading] = field(default_factory=deque)
-
-    @property
-    def num_in_flight(self) -> int:
-        return sum(len(reading.in_flight) for reading in self.reads)
-
-
 class TransferAgent:
     """`TransferPort` over `transports`, which it owns from here on."""
 
     def __init__(
         self, transports: Sequence[Transport], block_bytes: int, limits: Limits | None = None
     ) -> None:
-        self._limits = limits or Limits()
-        self._slice_blocks = max(1, self._limits.slice_bytes // block_bytes)
-        self._block_bytes = block_bytes
-        self._transports = {transport.name: transport for transport in transports}
+        self._transports = tuple(transports)
+        self._turns = AgentTurns(transports, block_bytes, limits or Limits(), monotonic)
         self._address = RankAddress({t.name: t.address() for t in transports})
-        self._peers: dict[Epoch, _Peer] = {}
-        self._readings: dict[int, _Peer] = {}
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,6 +71,8 @@ class TransferAgent:
 
     def poll(self) -> list[AgentEvent]:
         """Raises `InvariantBroken` when the agent's thread has ended of a bug."""
+        if self._closing:
+            return []
         _drain(self._ready)
         events = []
         while self._events:
@@ -161,211 +103,41 @@ class TransferAgent:
             self._error = error
             os.eventfd_write(self._ready, 1)
         finally:
-            for transport in self._transports.values():
+            for transport in self._transports:
                 transport.close()
 
     def _work(self) -> None:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
-        for transport in self._transports.values():
+        for transport in self._transports:
             if transport.fileno() >= 0:
                 poller.register(transport.fileno(), select.POLLIN)
         wait_s = 0.0
         while not self._closing:
-            moved = self._turn(monotonic())
-            if moved:
+            while self._commands:
+                self._turns.hear(self._commands.popleft())
+            moved = self._turns.turn()
+            if events := self._turns.take_events():
+                self._events.extend(events)
+                os.eventfd_write(self._ready, 1)
+            if moved or self._commands:
                 wait_s = 0.0
-            else:
-                wait_s = min(max(MIN_WAIT_S, wait_s * 2), MAX_WAIT_S)
-                self._wait(poller, wait_s)
+                continue
+            wait_s = min(max(MIN_WAIT_S, wait_s * 2), MAX_WAIT_S)
+            self._wait(poller, wait_s)
             _drain(self._wake)
 
-    def _turn(self, now_s: float) -> bool:
-        """Whatever can be done now; True when it is worth another turn at once."""
-        while self._commands:
-            self._hear(now_s, self._commands.popleft())
-        for transport in self._transports.values():
-            for epoch in transport.service():
-                self._lose(now_s, epoch, TransferError("the peer's process is gone"))
-        moved = False
-        for peer in list(self._peers.values()):
-            if not peer.up and not peer.removed:
-                self._connect(now_s, peer)
-            moved |= self._end_slices(now_s, peer)
-            if peer.up and not peer.removed:
-                moved |= self._post_slice(peer)
-            if peer.removed and not peer.reads:
-                self._forget(now_s, peer)
-        return moved
-
-    def _wait(self, poller: select.poll, wait_s: float) -> None:
-        """Until a command, a connection or a deadline; `wait_s` where slices must be polled."""
-        deadlines = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
-        for peer in self._peers.values():
-            if not peer.up and not peer.removed:
-                deadlines.append(peer.connect_by_s)
-            connecting = not peer.up and peer.transport.fileno() < 0
-            if peer.num_in_flight or connecting:
-                deadlines.append(monotonic() + wait_s)
-        if not deadlines:
+    def _wait(self, poller: select.poll, poll_s: float) -> None:
+        """Until a command, a connection or a deadline."""
+        wake_at_s = self._turns.wake_at_s(poll_s)
+        if wake_at_s is None:
             poller.poll()
             return
-        left_s = max(0.0, min(deadlines) - monotonic())
-        if left_s < 0.001 and not poller.poll(0):
-            time.sleep(left_s)  # poll() would make it a whole millisecond
-        else:
+        left_s = max(0.0, wake_at_s - monotonic())
+        if left_s >= 0.001:
             poller.poll(left_s * 1e3)
-
-    def _tell(self, event: AgentEvent) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._ready, 1)
-
-    # --- commands -------------------------------------------------------------------------------
-
-    def _hear(self, now_s: float, command: AgentCommand) -> None:
-        match command:
-            case AddPeer():
-                self._add(now_s, command)
-            case RemovePeer(peer=epoch):
-                if epoch in self._peers:
-                    self._remove(now_s, self._peers[epoch], TransferError("the peer was removed"))
-            case Read():
-                self._start(now_s, command)
-            case CancelRead(ticket=ticket):
-                peer = self._readings.get(ticket)
-                for reading in peer.reads if peer else ():
-                    if reading.command.ticket == ticket:
-                        self._fail(now_s, reading, Cancelled("the read was cancelled"))
-
-    def _add(self, now_s: float, command: AddPeer) -> None:
-        known = self._peers.get(command.peer)
-        if known is not None and known.removed:
-            known.next_command = command
-            return
-        if known is not None:
-            if known.up:
-                self._tell(PeerUp(command.peer, command.transport))
-            return
-        try:
-            transport = self._transports.get(command.transport)
-            address = command.address.metadata.get(command.transport)
-            if transport is None or address is None:
-                raise TransferError(f"{command.transport} is not offered by both ranks")
-            transport.add_peer(command.peer, address, command.num_blocks, command.block_bytes)
-        except TransferError as error:
-            self._tell(PeerDown(command.peer, error.to_failure()))
-            return
-        by_s = now_s + self._limits.connect_s
-        self._peers[command.peer] = _Peer(command, transport, by_s)
-
-    def _connect(self, now_s: float, peer: _Peer) -> None:
-        try:
-            peer.up = peer.transport.connected(peer.command.peer)
-            if not peer.up and now_s >= peer.connect_by_s:
-                raise TransferError(f"no connection within {self._limits.connect_s:g} s")
-        except TransferError as error:
-            self._lose(now_s, peer.command.peer, error)
-        if peer.up:
-            self._tell(PeerUp(peer.command.peer, peer.transport.name))
-
-    def _lose(self, now_s: float, epoch: Epoch, error: TransferError) -> None:
-        peer = self._peers.get(epoch)
-        if peer is not None and not peer.removed:
-            self._remove(now_s, peer, error)
-            self._tell(PeerDown(epoch, error.to_failure()))
-
-    def _remove(self, now_s: float, peer: _Peer, error: TransferError) -> None:
-        peer.removed = True
-        peer.next_command = None
-        for reading in peer.reads:
-            self._fail(now_s, reading, error)
-        self._end_slices(now_s, peer)
-
-    def _forget(self, now_s: float, peer: _Peer) -> None:
-        peer.transport.remove_peer(peer.command.peer)
-        del self._peers[peer.command.peer]
-        if peer.next_command is not None:
-            self._add(now_s, peer.next_command)
-
-    # --- reads ----------------------------------------------------------------------------------
-
-    def _start(self, now_s: float, command: Read) -> None:
-        peer = self._peers.get(command.peer)
-        if peer is None or peer.removed:
-            failure = TransferError("that peer is not connected").to_failure()
-            self._tell(ReadEnded(command.ticket, now_s, now_s, 0, failure))
-            return
-        peer.reads.append(_Reading(command, now_s + self._limits.read_s))
-        self._readings[command.ticket] = peer
-
-    def _post_slice(self, peer: _Peer) -> bool:
-        """Posts one slice of the oldest read that has one left; shm copies it right here."""
-        if peer.num_in_flight >= MAX_IN_FLIGHT:
-            return False
-        for reading in peer.reads:
-            command = reading.command
-            if reading.failure is None and reading.next_block < len(command.remote):
-                break
-        else:
-            return False
-        now_s = monotonic()
-        if reading.posted_s is None:
-            reading.posted_s = now_s
-        begin, end = reading.next_block, reading.next_block + self._slice_blocks
-        remote = command.remote[begin:end]
-        try:
-            handle = peer.transport.read(
-                command.peer, remote, command.local[begin:end], command.generations[begin:end]
-            )
-        except TransferError as error:
-            self._fail(now_s, reading, error)
-        else:
-            reading.next_block = end
-            reading.in_flight[handle] = len(remote) * self._block_bytes
-        return True
-
-    def _end_slices(self, now_s: float, peer: _Peer) -> bool:
-        """Looks after every slice in flight and ends the reads that are through."""
-        moved = False
-        for reading in list(peer.reads):
-            for handle in list(reading.in_flight):
-                if handle not in reading.in_flight:
-                    continue  # cancelled because the one before it failed
-                try:
-                    ended = peer.transport.test(handle)
-                except TransferError as error:
-                    del reading.in_flight[handle]
-                    self._fail(now_s, reading, error)
-                else:
-                    if ended:
-                        reading.num_bytes += reading.in_flight.pop(handle)
-                        moved = True
-            if reading.failure is None and now_s >= reading.stop_at_s:
-                self._fail(now_s, reading, TransferError("the read took too long"))
-            posted_all = reading.next_block >= len(reading.command.remote)
-            through = not reading.in_flight and (posted_all or reading.failure is not None)
-            if through or (reading.failure is not None and now_s >= reading.stop_at_s):
-                self._end(peer, reading)
-                moved = True
-        return moved
-
-    def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
-        """Posts no more of it. It ends when its slices are quiet, or with `quiet` False."""
-        if reading.failure is None:
-            reading.failure = error.to_failure()
-            reading.stop_at_s = now_s + self._limits.quiet_s
-        transport = self._readings[reading.command.ticket].transport
-        for handle in list(reading.in_flight):
-            if transport.cancel(handle):
-                del reading.in_flight[handle]
-
-    def _end(self, peer: _Peer, reading: _Reading) -> None:
-        ended_s = monotonic()
-        posted_s = ended_s if reading.posted_s is None else reading.posted_s
-        ticket, quiet = reading.command.ticket, not reading.in_flight
-        peer.reads.remove(reading)
-        del self._readings[ticket]
-        self._tell(ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, quiet))
+        elif not poller.poll(0):
+            time.sleep(left_s)  # `poll` would make it a whole millisecond
 
 
 def _drain(descriptor: int) -> None:

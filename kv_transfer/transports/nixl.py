@@ -7,6 +7,7 @@ failed because its connection broke, counts as quiet. A frozen peer never ends a
 the agent's.
 """
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -170,10 +171,11 @@ class NixlTransport:
 
     def close(self) -> None:
         """Ends the NIXL agent, and with it every read that is still in flight."""
-        for flight in self._reads.values():
-            flight.handle.release()
-        for peer in (*self._peers.values(), *self._leaving):
-            peer.release()
+        parts: list[_Flight | _Peer] = list(self._reads.values())
+        parts += (*self._peers.values(), *self._leaving)
+        for part in parts:
+            with contextlib.suppress(*self._errors.all):
+                part.release()
         self._pool.release()
         self._sink.release()
         self._reads.clear()
@@ -207,7 +209,7 @@ class NixlTransport:
     def _drop(self, handle: int) -> None:
         flight = self._reads.pop(handle)
         flight.peer.num_in_flight -= 1
-        flight.handle.release()
+        flight.release()
 
     def _forget_quiet_ones(self) -> None:
         """Lets go of removed peers that have nothing in flight any more."""
@@ -232,7 +234,7 @@ class _Peer:
 
     def release(self) -> None:
         if self.warm_up is not None:
-            self.warm_up.handle.release()
+            self.warm_up.release()
         self.pool.release()
         self.source.release()
 
@@ -242,6 +244,9 @@ class _Flight:
     handle: Releasable
     peer: _Peer
     state: str
+
+    def release(self) -> None:
+        self.handle.release()
 
 
 def _segment(device: str) -> tuple[str, int]:

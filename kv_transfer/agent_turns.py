@@ -1,0 +1,269 @@
+"""What a transfer agent does, one turn at a time, without its thread: see `agent`.
+
+Reads are cut into slices, two in flight for a peer, peers in turn; commands are heard between
+slices. A read ends exactly once: when all of it is there, or when it failed and is quiet, or when
+nobody could tell within `quiet_s` whether it is quiet. Never waits; time comes from the clock it
+was given.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentCommand,
+    AgentEvent,
+    CancelRead,
+    PeerDown,
+    PeerUp,
+    Read,
+    ReadEnded,
+    RemovePeer,
+    Transport,
+)
+from baton.protocol.errors import Cancelled, Failure, TransferError
+from baton.protocol.ids import Epoch
+from baton.runtime.clock import Clock
+
+MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """`read_s`: from command to end, then a read fails. `quiet_s`: how long a read that is given up
+    may take to become quiet before its blocks are reported as not quiet."""
+
+    slice_bytes: int = 16 << 20
+    connect_s: float = 10.0
+    read_s: float = 30.0
+    quiet_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A `Read` on its way. `stop_at_s`: its deadline; once `failure` is set, that of its quiet."""
+
+    command: Read
+    stop_at_s: float
+    next_block: int = 0
+    num_bytes: int = 0
+    posted_s: float | None = None
+    failure: Failure | None = None
+    in_flight: dict[int, int] = field(default_factory=dict)  # handle -> bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    command: AddPeer
+    transport: Transport
+    connect_by_s: float
+    up: bool = False
+    removed: bool = False
+    # What to do once a removed one has no reads left: the same process may be added again.
+    next_command: AddPeer | None = None
+    reads: deque[_Reading] = field(default_factory=deque)
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(len(reading.in_flight) for reading in self.reads)
+
+
+class AgentTurns:
+    """The peers and reads of one rank over `transports`, whose owner drives it."""
+
+    def __init__(
+        self, transports: Sequence[Transport], block_bytes: int, limits: Limits, clock: Clock
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._slice_blocks = max(1, limits.slice_bytes // block_bytes)
+        self._block_bytes = block_bytes
+        self._transports = {transport.name: transport for transport in transports}
+        self._peers: dict[Epoch, _Peer] = {}
+        self._readings: dict[int, _Peer] = {}
+        self._events: list[AgentEvent] = []
+
+    def hear(self, command: AgentCommand) -> None:
+        now_s = self._clock()
+        match command:
+            case AddPeer():
+                self._add(now_s, command)
+            case RemovePeer(peer=epoch):
+                if epoch in self._peers:
+                    self._remove(now_s, self._peers[epoch], TransferError("the peer was removed"))
+            case Read():
+                self._start(now_s, command)
+            case CancelRead(ticket=ticket):
+                peer = self._readings.get(ticket)
+                for reading in peer.reads if peer else ():
+                    if reading.command.ticket == ticket:
+                        self._fail(now_s, reading, Cancelled("the read was cancelled"))
+
+    def turn(self) -> bool:
+        """Whatever can be done now; True when it is worth another turn at once."""
+        now_s = self._clock()
+        for transport in self._transports.values():
+            for epoch in transport.service():
+                self._lose(now_s, epoch, TransferError("the peer's process is gone"))
+        moved = False
+        for peer in list(self._peers.values()):
+            if not peer.up and not peer.removed:
+                self._connect(now_s, peer)
+            moved |= self._end_slices(now_s, peer)
+            if peer.up and not peer.removed:
+                moved |= self._post_slice(peer)
+            if peer.removed and not peer.reads:
+                self._forget(now_s, peer)
+        return moved
+
+    def take_events(self) -> list[AgentEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def wake_at_s(self, poll_s: float) -> float | None:
+        """When the next turn is due without a command: a deadline, or `poll_s` from now where
+        something is on its way that has no descriptor. None: never."""
+        times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
+        for peer in self._peers.values():
+            connecting = not peer.up and not peer.removed
+            if connecting:
+                times.append(peer.connect_by_s)
+            if peer.num_in_flight or (connecting and peer.transport.fileno() < 0):
+                times.append(self._clock() + poll_s)
+        return min(times, default=None)
+
+    # --- peers ----------------------------------------------------------------------------------
+
+    def _add(self, now_s: float, command: AddPeer) -> None:
+        known = self._peers.get(command.peer)
+        if known is not None and known.removed:
+            known.next_command = command
+            return
+        if known is not None:
+            if known.up:
+                self._events.append(PeerUp(command.peer, command.transport))
+            return
+        try:
+            transport = self._transports.get(command.transport)
+            address = command.address.metadata.get(command.transport)
+            if transport is None or address is None:
+                raise TransferError(f"{command.transport} is not offered by both ranks")
+            transport.add_peer(command.peer, address, command.num_blocks, command.block_bytes)
+        except TransferError as error:
+            self._events.append(PeerDown(command.peer, error.to_failure()))
+            return
+        by_s = now_s + self._limits.connect_s
+        self._peers[command.peer] = _Peer(command, transport, by_s)
+
+    def _connect(self, now_s: float, peer: _Peer) -> None:
+        try:
+            peer.up = peer.transport.connected(peer.command.peer)
+            if not peer.up and now_s >= peer.connect_by_s:
+                raise TransferError(f"no connection within {self._limits.connect_s:g} s")
+        except TransferError as error:
+            self._lose(now_s, peer.command.peer, error)
+        if peer.up:
+            self._events.append(PeerUp(peer.command.peer, peer.transport.name))
+
+    def _lose(self, now_s: float, epoch: Epoch, error: TransferError) -> None:
+        peer = self._peers.get(epoch)
+        if peer is not None and not peer.removed:
+            self._remove(now_s, peer, error)
+            self._events.append(PeerDown(epoch, error.to_failure()))
+
+    def _remove(self, now_s: float, peer: _Peer, error: TransferError) -> None:
+        peer.removed = True
+        peer.next_command = None
+        for reading in peer.reads:
+            self._fail(now_s, reading, error)
+        self._end_slices(now_s, peer)
+
+    def _forget(self, now_s: float, peer: _Peer) -> None:
+        peer.transport.remove_peer(peer.command.peer)
+        del self._peers[peer.command.peer]
+        if peer.next_command is not None:
+            self._add(now_s, peer.next_command)
+
+    # --- reads ----------------------------------------------------------------------------------
+
+    def _start(self, now_s: float, command: Read) -> None:
+        peer = self._peers.get(command.peer)
+        if peer is None or peer.removed:
+            failure = TransferError("that peer is not connected").to_failure()
+            self._events.append(ReadEnded(command.ticket, now_s, now_s, 0, failure))
+            return
+        peer.reads.append(_Reading(command, now_s + self._limits.read_s))
+        self._readings[command.ticket] = peer
+
+    def _post_slice(self, peer: _Peer) -> bool:
+        """Posts one slice of the oldest read that has one left; shm copies it right here."""
+        if peer.num_in_flight >= MAX_IN_FLIGHT:
+            return False
+        for reading in peer.reads:
+            command = reading.command
+            if reading.failure is None and reading.next_block < len(command.remote):
+                break
+        else:
+            return False
+        now_s = self._clock()
+        if reading.posted_s is None:
+            reading.posted_s = now_s
+        begin, end = reading.next_block, reading.next_block + self._slice_blocks
+        remote = command.remote[begin:end]
+        try:
+            handle = peer.transport.read(
+                command.peer, remote, command.local[begin:end], command.generations[begin:end]
+            )
+        except TransferError as error:
+            self._fail(now_s, reading, error)
+        else:
+            reading.next_block = end
+            reading.in_flight[handle] = len(remote) * self._block_bytes
+        return True
+
+    def _end_slices(self, now_s: float, peer: _Peer) -> bool:
+        """Looks after every slice in flight and ends the reads that are through."""
+        moved = False
+        for reading in list(peer.reads):
+            for handle in list(reading.in_flight):
+                if handle not in reading.in_flight:
+                    continue  # cancelled because the one before it failed
+                try:
+                    ended = peer.transport.test(handle)
+                except TransferError as error:
+                    del reading.in_flight[handle]
+                    self._fail(now_s, reading, error)
+                else:
+                    if ended:
+                        reading.num_bytes += reading.in_flight.pop(handle)
+                        moved = True
+            if reading.failure is None and now_s >= reading.stop_at_s:
+                self._fail(now_s, reading, TransferError("the read took too long"))
+            posted_all = reading.next_block >= len(reading.command.remote)
+            through = not reading.in_flight and (posted_all or reading.failure is not None)
+            if through or (reading.failure is not None and now_s >= reading.stop_at_s):
+                self._end(peer, reading)
+                moved = True
+        return moved
+
+    def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
+        """Posts no more of it. It ends when its slices are quiet, or with `quiet` False."""
+        if reading.failure is None:
+            reading.failure = error.to_failure()
+            reading.stop_at_s = now_s + self._limits.quiet_s
+        transport = self._readings[reading.command.ticket].transport
+        for handle in list(reading.in_flight):
+            if transport.cancel(handle):
+                del reading.in_flight[handle]
+
+    def _end(self, peer: _Peer, reading: _Reading) -> None:
+        ended_s = self._clock()
+        posted_s = ended_s if reading.posted_s is None else reading.posted_s
+        ticket, quiet = reading.command.ticket, not reading.in_flight
+        peer.reads.remove(reading)
+        del self._readings[ticket]
+        self._events.append(
+            ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, quiet)
+        )

@@ -1,0 +1,308 @@
+"""A transfer agent's turns on a transport that does what the test says, and its thread."""
+
+import select
+from collections.abc import Sequence
+
+import pytest
+
+from baton.kv_transfer.agent import TransferAgent
+from baton.kv_transfer.agent_turns import AgentTurns, Limits
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentEvent,
+    CancelRead,
+    PeerDown,
+    PeerUp,
+    Read,
+    ReadEnded,
+    RemovePeer,
+)
+from baton.protocol.errors import InvariantBroken, TransferError
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
+from baton.runtime.clock import VirtualClock
+
+A, B = Epoch("a"), Epoch("b")
+LIMITS = Limits(slice_bytes=400, connect_s=10, read_s=30, quiet_s=5)
+
+
+class ScriptedTransport:
+    """Ends what `ended` names, fails what `failed` names, and cancels only if `cancels`."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.up: set[Epoch] = {A, B}
+        self.gone: list[Epoch] = []
+        self.posted: list[tuple[Epoch, tuple[int, ...], tuple[int, ...]]] = []
+        self.ended: set[int] = set()
+        self.failed: set[int] = set()
+        self.cancels = True
+        self.broken = False
+        self.added: list[Epoch] = []
+        self.removed: list[Epoch] = []
+        self.closed = False
+
+    def address(self) -> bytes:
+        return b"here"
+
+    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+        if address != b"there":
+            raise TransferError("bad address")
+        self.added.append(peer)
+
+    def connected(self, peer: Epoch) -> bool:
+        return peer in self.up
+
+    def remove_peer(self, peer: Epoch) -> None:
+        self.removed.append(peer)
+
+    def read(
+        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+    ) -> int:
+        self.posted.append((peer, tuple(remote), tuple(local)))
+        return len(self.posted)
+
+    def test(self, handle: int) -> bool:
+        if handle in self.failed:
+            raise TransferError("failed")
+        return handle in self.ended
+
+    def cancel(self, handle: int) -> bool:
+        return self.cancels
+
+    def fileno(self) -> int:
+        return -1
+
+    def service(self) -> list[Epoch]:
+        if self.broken:
+            raise AssertionError("a bug")
+        gone, self.gone = self.gone, []
+        return gone
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Driven:
+    """`AgentTurns` with blocks of 100 bytes, so that a slice has four."""
+
+    def __init__(self, *peers: Epoch) -> None:
+        self.transport = ScriptedTransport()
+        self.clock = VirtualClock(100.0)
+        self.turns = AgentTurns([self.transport], 100, LIMITS, self.clock)
+        for peer in peers:
+            self.turns.hear(add(peer))
+        assert self.settle() == [PeerUp(peer, "scripted") for peer in peers]
+
+    def settle(self) -> list[AgentEvent]:
+        """Turns until nothing moves; what was reported."""
+        while self.turns.turn():
+            pass
+        return self.turns.take_events()
+
+    def end(self, *handles: int) -> list[AgentEvent]:
+        self.transport.ended.update(handles)
+        return self.settle()
+
+
+def add(peer: Epoch, address: bytes = b"there") -> AddPeer:
+    return AddPeer(peer, "scripted", RankAddress({"scripted": address}), 100, 100)
+
+
+def read(ticket: int, num_blocks: int, peer: Epoch = A) -> Read:
+    remote = tuple(range(num_blocks))
+    return Read(ticket, peer, remote, tuple(50 + block for block in remote), (0,) * num_blocks)
+
+
+def ended(events: list[AgentEvent]) -> ReadEnded:
+    (event,) = events
+    assert isinstance(event, ReadEnded)
+    return event
+
+
+def test_a_read_is_cut_into_slices_of_which_two_are_in_flight() -> None:
+    driven = Driven(A)
+    driven.turns.hear(read(7, 10))
+    assert driven.settle() == []
+    assert driven.transport.posted == [
+        (A, (0, 1, 2, 3), (50, 51, 52, 53)),
+        (A, (4, 5, 6, 7), (54, 55, 56, 57)),
+    ]
+    assert driven.end(2) == []
+    assert driven.transport.posted[2:] == [(A, (8, 9), (58, 59))]
+    driven.clock.advance(2.0)
+    assert driven.end(1, 3) == [ReadEnded(7, 100.0, 102.0, 1000)]
+
+
+def test_peers_are_served_in_turn() -> None:
+    driven = Driven(A, B)
+    driven.turns.hear(read(1, 12, A))
+    driven.turns.hear(read(2, 12, B))
+    driven.settle()
+    assert [peer for peer, _, _ in driven.transport.posted] == [A, B, A, B]
+
+
+def test_a_read_of_nothing_ends_at_once() -> None:
+    driven = Driven(A)
+    driven.turns.hear(read(1, 0))
+    assert driven.settle() == [ReadEnded(1, 100.0, 100.0, 0)]
+
+
+def test_a_read_of_an_unknown_peer_ends_as_failed() -> None:
+    event = ReadEnded(1, 100.0, 100.0, 0)
+    driven = Driven()
+    driven.turns.hear(read(1, 4))
+    got = ended(driven.settle())
+    assert (got.ticket, got.num_bytes, got.quiet) == (event.ticket, 0, True)
+    assert got.failure is not None
+
+
+def test_a_read_waits_for_its_peer_to_connect() -> None:
+    driven = Driven()
+    driven.transport.up = set()
+    driven.turns.hear(add(A))
+    driven.turns.hear(read(1, 4))
+    assert driven.settle() == []
+    assert driven.transport.posted == []
+    driven.transport.up = {A}
+    driven.transport.ended = {1}
+    assert [type(event) for event in driven.settle()] == [PeerUp, ReadEnded]
+
+
+def test_a_cancelled_read_posts_no_further_slice_and_says_what_landed() -> None:
+    driven = Driven(A)
+    driven.turns.hear(read(1, 100))
+    driven.settle()
+    driven.end(1)
+    driven.turns.hear(CancelRead(1))
+    got = ended(driven.settle())
+    assert (got.num_bytes, got.quiet, got.failure and got.failure.code) == (400, True, "cancelled")
+    assert len(driven.transport.posted) == 3
+
+
+def test_a_read_that_cannot_be_cancelled_ends_when_its_slices_have_ended() -> None:
+    driven = Driven(A)
+    driven.transport.cancels = False
+    driven.turns.hear(read(1, 100))
+    driven.settle()
+    driven.turns.hear(CancelRead(1))
+    assert driven.settle() == []
+    driven.clock.advance(4.0)
+    assert driven.settle() == []
+    got = ended(driven.end(1, 2))
+    assert (got.quiet, got.failure and got.failure.code) == (True, "cancelled")
+
+
+def test_a_read_that_stays_in_flight_ends_as_not_quiet() -> None:
+    driven = Driven(A)
+    driven.transport.cancels = False
+    driven.turns.hear(read(1, 4))
+    driven.settle()
+    driven.clock.advance(30.0)  # its deadline
+    assert driven.settle() == []
+    driven.clock.advance(5.0)
+    got = ended(driven.settle())
+    assert not got.quiet
+    assert got.failure is not None
+
+
+def test_a_failed_slice_fails_the_read_and_cancels_the_other() -> None:
+    driven = Driven(A)
+    driven.turns.hear(read(1, 100))
+    driven.settle()
+    driven.transport.failed = {1}
+    got = ended(driven.settle())
+    assert (got.num_bytes, got.quiet, got.failure and got.failure.message) == (0, True, "failed")
+    assert len(driven.transport.posted) == 2
+
+
+def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail() -> None:
+    driven = Driven(A)
+    driven.turns.hear(read(1, 4))
+    driven.settle()
+    driven.transport.gone = [A, A]
+    events = driven.settle()
+    assert sorted(type(event).__name__ for event in events) == ["PeerDown", "ReadEnded"]
+    assert driven.transport.removed == [A]
+    driven.turns.hear(read(2, 4))
+    assert ended(driven.settle()).failure is not None
+
+
+def test_a_peer_that_does_not_connect_in_time_is_down() -> None:
+    driven = Driven()
+    driven.transport.up = set()
+    driven.turns.hear(add(A))
+    driven.settle()
+    assert driven.turns.wake_at_s(1.0) == 101.0
+    driven.clock.advance(10.0)
+    (event,) = driven.settle()
+    assert isinstance(event, PeerDown)
+    assert driven.transport.removed == [A]
+
+
+@pytest.mark.parametrize(
+    "command", [add(A, b"nonsense"), AddPeer(A, "pigeon", RankAddress({}), 1, 1)]
+)
+def test_a_peer_that_cannot_be_added_is_down(command: AddPeer) -> None:
+    driven = Driven()
+    driven.turns.hear(command)
+    (event,) = driven.settle()
+    assert isinstance(event, PeerDown)
+    assert event.failure.retryable
+
+
+def test_a_removed_peer_is_forgotten_after_its_reads_and_may_be_added_again() -> None:
+    driven = Driven(A)
+    driven.transport.cancels = False
+    driven.turns.hear(read(1, 4))
+    driven.settle()
+    driven.turns.hear(RemovePeer(A))
+    driven.turns.hear(add(A))
+    assert driven.settle() == []
+    assert driven.transport.removed == []
+    driven.transport.ended = {1}
+    first, second = driven.settle() + driven.settle()
+    assert isinstance(first, ReadEnded)
+    assert first.failure is not None
+    assert second == PeerUp(A, "scripted")
+    assert (driven.transport.removed, driven.transport.added) == ([A], [A, A])
+
+
+def test_only_what_has_no_descriptor_is_polled() -> None:
+    driven = Driven(A)
+    assert driven.turns.wake_at_s(0.001) is None
+    driven.turns.hear(read(1, 4))
+    driven.settle()
+    assert driven.turns.wake_at_s(0.001) == 100.001
+
+
+def test_the_thread_answers_commands_and_closes_its_transports() -> None:
+    transport = ScriptedTransport()
+    transport.ended = {1}
+    agent = TransferAgent([transport], 100, LIMITS)
+    assert agent.address() == RankAddress({"scripted": b"here"})
+    agent.send(add(A))
+    agent.send(read(1, 4))
+    events: list[AgentEvent] = []
+    while len(events) < 2:
+        assert select.select([agent.fileno()], [], [], 10.0)[0]
+        events += agent.poll()
+    assert [type(event) for event in events] == [PeerUp, ReadEnded]
+    agent.close()
+    agent.close()
+    agent.send(read(2, 4))
+    assert transport.closed
+    assert agent.poll() == []
+
+
+def test_a_bug_in_the_thread_is_raised_in_the_node() -> None:
+    transport = ScriptedTransport()
+    agent = TransferAgent([transport], 100, LIMITS)
+    transport.broken = True
+    agent.send(RemovePeer(A))
+    assert select.select([agent.fileno()], [], [], 10.0)[0]
+    with pytest.raises(InvariantBroken, match="a bug"):
+        agent.poll()
+    agent.close()
+    assert transport.closed
