@@ -1,0 +1,147 @@
+"""Split serving says what transformers says, for every family, length and cache state.
+
+Greedy, fp32. Counters prove that decode computed no prompt token and that exactly the blocks it
+lacked were moved.
+"""
+
+import asyncio
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from baton.protocol.sampling import SamplingParams
+from baton.router.async_llm import AsyncLLM
+from baton.router.outputs import RequestOutput
+from tests.support.checkpoints import FAMILIES, model_folder
+from tests.support.node_threads import NodeThreads, always_local, never_local
+from tests.support.oracle import Expected, Oracle, count_ties
+
+BLOCK = 16
+CHUNK = 64
+NUM_TOKENS = 40
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * CHUNK + 5)
+LONG = 4_100
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """A prompt without a repeating pattern, inside every vocabulary of the test checkpoints."""
+    return [10 + (i * i + 7 * i + 31 * salt) % 241 for i in range(length)]
+
+
+@cache
+def oracle(family: str) -> Oracle:
+    return Oracle(model_folder(family))
+
+
+@cache
+def expected(family: str, length: int, salt: int = 0) -> Expected:
+    return oracle(family).greedy(prompt(length, salt), NUM_TOKENS)
+
+
+def settings(family: str, **cache: bool) -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelConfig(path=str(model_folder(family))),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=700, **cache),
+        engine=EngineConfig(chunk_tokens=CHUNK, max_num_seqs=16),
+    )
+
+
+async def greedy(
+    llm: AsyncLLM, token_ids: list[int], num_tokens: int = NUM_TOKENS
+) -> RequestOutput:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    async for output in llm.generate(token_ids, params):
+        last = output
+    assert last.finished
+    return last
+
+
+async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
+    """Every length of `LENGTHS` and the long one, together."""
+    return await asyncio.gather(*(greedy(llm, prompt(n)) for n in (*LENGTHS, LONG)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) -> None:
+    cluster = NodeThreads(tmp_path, never_local(settings(family, prefix=False)))
+    outputs = cluster.run(all_at_once)
+    ties = 0
+    for length, output in zip((*LENGTHS, LONG), outputs, strict=True):
+        ties += count_ties(expected(family, length), output.outputs[0].token_ids)
+        assert output.metrics.path == "disaggregated"
+    assert ties <= 1
+    assert cluster.prompt_tokens_computed("decode-0") == 0
+    assert cluster.prompt_tokens_computed("prefill-0") == sum(LENGTHS) + LONG
+    num_blocks = sum(-(-n // BLOCK) for n in (*LENGTHS, LONG))
+    assert cluster.num_bytes_read("decode-0") == num_blocks * cluster.block_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_colocated_engine_says_what_split_serving_says(family: str, tmp_path: Path) -> None:
+    cluster = NodeThreads(tmp_path, always_local(settings(family, prefix=False)))
+    outputs = cluster.run(all_at_once)
+    for length, output in zip((*LENGTHS, LONG), outputs, strict=True):
+        count_ties(expected(family, length), output.outputs[0].token_ids)
+        assert output.metrics.path == "local_prefill"
+    assert cluster.num_bytes_read("decode-0") == 0
+
+
+@pytest.mark.parametrize("prefill_hits", [False, True])
+@pytest.mark.parametrize("decode_hits", [False, True])
+def test_prefix_hits_on_either_side_change_nothing(
+    prefill_hits: bool, decode_hits: bool, tmp_path: Path
+) -> None:
+    length = 5 * BLOCK + 3
+    config = never_local(settings("qwen3"))
+    cluster = NodeThreads(tmp_path, config, prefix={"prefill": prefill_hits, "decode": decode_hits})
+
+    async def twice(llm: AsyncLLM) -> list[RequestOutput]:
+        return [await greedy(llm, prompt(length)) for _ in range(2)]
+
+    for output in cluster.run(twice):
+        assert count_ties(expected("qwen3", length), output.outputs[0].token_ids) == 0
+    again = 3 if prefill_hits else length
+    assert cluster.prompt_tokens_computed("prefill-0") == length + again
+    moved_again = 1 if decode_hits else 6
+    assert cluster.num_bytes_read("decode-0") == (6 + moved_again) * cluster.block_bytes
+
+
+def test_choices_and_seeds_come_out_the_same_split_and_colocated(tmp_path: Path) -> None:
+    params = SamplingParams(
+        n=3, temperature=1.0, top_p=0.95, top_k=50, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
+    )
+
+    async def sample(llm: AsyncLLM) -> list[list[int]]:
+        final = msgspec.structs.replace(params, output_kind="final")
+        async for output in llm.generate(prompt(2 * BLOCK + 5), final):
+            last = output
+        return [choice.token_ids for choice in last.outputs]
+
+    config = settings("llama")
+    (tmp_path / "split").mkdir()
+    (tmp_path / "local").mkdir()
+    split = NodeThreads(tmp_path / "split", never_local(config))
+    one = split.run(sample)
+    two = NodeThreads(tmp_path / "local", always_local(config)).run(sample)
+    assert one == two
+    assert len({tuple(tokens) for tokens in one}) == 3
+    assert split.prompt_tokens_computed("prefill-0") == 2 * BLOCK + 5
+    assert split.prompt_tokens_computed("decode-0") == 0
+    assert split.num_bytes_read("decode-0") == 3 * split.block_bytes
+
+
+def test_two_ranks_on_each_side_say_what_one_says(tmp_path: Path) -> None:
+    config = settings("qwen2")
+    ranks = msgspec.structs.replace(config.engine, tensor_parallel=2)
+    cluster = NodeThreads(tmp_path, never_local(msgspec.structs.replace(config, engine=ranks)))
+
+    async def some(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS))
+
+    outputs = cluster.run(some)
+    for length, output in zip(LENGTHS, outputs, strict=True):
+        count_ties(expected("qwen2", length), output.outputs[0].token_ids)
+    assert cluster.prompt_tokens_computed("decode-0") == 0
