@@ -1,10 +1,10 @@
 """baton: disaggregated prefill/decode serving for large language models.
 
-The public names load what they need when they are first used, so that importing a room of baton
-loads that room alone.
+`LLM` for scripts and notebooks, `AsyncLLM` for event loops, `SamplingParams` for both. They are
+loaded when first used, so that `import baton` and the command line stay quick.
 """
 
-from importlib import import_module
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from baton.router.async_llm import AsyncLLM
     from baton.router.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "baton.router.llm",
@@ -23,5 +24,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'baton' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,58 @@
+"""What people see while a cluster starts: a spinner on a terminal, plain lines elsewhere.
+
+Used by `serve` alone. Lines of child processes pass through it too, so that they do not tear the
+spinner apart. It decides nothing.
+"""
+
+import sys
+import threading
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from baton.runtime.process import to_stderr
+
+
+class StartProgress:
+    """`show` says where each process is; `relay` prints a child's line around the spinner."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+        self._lock = threading.Lock()
+        self._shown: dict[str, str] = {}
+        if sys.stderr.isatty():
+            self._status = self._console.status("starting")
+            self._status.start()
+
+    def show(self, phases: Mapping[str, str]) -> None:
+        """`phases` are what each process is doing, by name."""
+        with self._lock:
+            if self._status is not None:
+                text = "   ".join(f"{name}: {phase}" for name, phase in phases.items())
+                self._status.update(Text(text or "starting"))
+                return
+            for name, phase in phases.items():
+                # Counts change often; a line per phase is enough for a log.
+                words = phase.rstrip("0123456789/ ")
+                if self._shown.get(name) != words:
+                    self._shown[name] = words
+                    print(f"{name}: {words}", file=sys.stderr, flush=True)
+
+    def relay(self, name: str, line: str) -> None:
+        with self._lock:
+            if self._status is None:
+                to_stderr(name, line)
+            else:
+                # rich prints above the spinner whatever goes through its console.
+                named = line.startswith("{") or f" {name}: " in line
+                self._console.print(Text(line if named else f"{name} | {line}"), soft_wrap=True)
+
+    def stop(self) -> None:
+        """Takes the spinner away; lines go on as they are. Idempotent."""
+        with self._lock:
+            if self._status is not None:
+                self._status.stop()
+                self._status = None

@@ -1,0 +1,228 @@
+"""`baton serve`: a router and its nodes on this host, from the port check to the last exit.
+
+The command line calls it. The router is a child like the nodes, so this process only starts, shows,
+watches and ends: it holds no model and no request. Nodes are restarted when they die; a router that
+dies takes everything with it.
+"""
+
+import errno
+import http.client
+import json
+import shlex
+import shutil
+import socket
+
+import msgspec
+
+from baton.deploy.local import LocalCluster, private_folder
+from baton.deploy.progress import StartProgress
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.clock import monotonic
+from baton.runtime.interrupts import Interrupts
+from baton.runtime.log import logger, setup
+from baton.runtime.process import Child, Command
+from baton.runtime.settings import to_yaml
+
+WATCH_S = 0.1
+ROUTER_GRACE_S = 2.0
+HEALTH_TIMEOUT_S = 1.0
+# On top of the nodes' own deadline: the interpreter's start, and the router's.
+EXTRA_START_S = 20.0
+LISTENING = "listening on http://"
+
+log = logger("serve")
+
+
+def serve(config: ClusterConfig) -> int:
+    """Serve until Ctrl-C or SIGTERM; the exit code. Raises `ConfigError` and `NodeError`."""
+    setup(config.log, "serve")
+    check_port(config.router.host, config.router.port)
+    server = LocalServer(config)
+    with Interrupts(on_second=server.kill) as interrupts:
+        try:
+            server.start()
+            if server.wait_until_ready(interrupts):
+                print(greeting(server.url, config.model.name), flush=True)
+                server.watch(interrupts)
+        finally:
+            server.stop()
+    return 0
+
+
+class LocalServer:
+    """The processes behind `serve`. Not thread-safe but for `kill`."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._folder = private_folder()
+        control = config.router.control
+        if control == RouterConfig().control:
+            control = f"ipc://{self._folder}/control"
+        router = msgspec.structs.replace(config.router, control=control)
+        self._config = msgspec.structs.replace(config, router=router)
+        self._port = 0  # what the router says that it got
+        self._progress = StartProgress()
+        self._router: Child | None = None
+        self._nodes = LocalCluster(self._config, control, self._progress.relay)
+
+    @property
+    def url(self) -> str:
+        return f"http://{_dialled(self._config.router.host)}:{self._port}"
+
+    def start(self) -> None:
+        """Spawn the router and the nodes."""
+        settings = self._folder / "router.yaml"
+        settings.write_text(to_yaml(self._config))
+        self._router = Child(Command("router", ("router", "--config", str(settings))), self._hear)
+        self._nodes.start()
+
+    def wait_until_ready(self, interrupts: Interrupts) -> bool:
+        """False: stop was requested. Raises `NodeError` when something ended or takes too long."""
+        limit_s = self._config.node.start_timeout_s + EXTRA_START_S
+        deadline_s = monotonic() + limit_s
+        try:
+            while not interrupts.wait(WATCH_S):
+                self._check_router()
+                for ended in self._nodes.poll():
+                    raise NodeError(f"{ended.name} ended while starting (code {ended.code})")
+                is_ready, phases = self._health()
+                self._progress.show(phases)
+                if is_ready:
+                    return True
+                if monotonic() > deadline_s:
+                    raise NodeError(f"not ready within {limit_s:g} s (node.start_timeout_s)")
+            return False
+        finally:
+            self._progress.stop()
+
+    def watch(self, interrupts: Interrupts) -> None:
+        """Restart nodes that die, until stop is requested; raises `NodeError` for the router."""
+        while not interrupts.wait(WATCH_S):
+            self._check_router()
+            for ended in self._nodes.poll():
+                log.warning(
+                    "node ended and will start again",
+                    node=ended.name,
+                    code=ended.code,
+                    in_s=ended.restart_in_s,
+                    exits=ended.num_exits,
+                )
+
+    def stop(self) -> None:
+        """End everything within five seconds. The router first: it may finish what it has."""
+        self._progress.stop()
+        if self._router is not None:
+            self._router.stop(ROUTER_GRACE_S)
+        self._nodes.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End everything by force, without waiting; safe in a signal handler."""
+        if self._router is not None:
+            self._router.kill()
+        self._nodes.kill()
+
+    def _hear(self, name: str, line: str) -> None:
+        """Runs in the thread that reads the router's output."""
+        if LISTENING in line and not self._port:
+            address = line.partition(LISTENING)[2].split()[0].rstrip('",}/')
+            port = address.rpartition(":")[2]
+            self._port = int(port) if port.isdecimal() else self._config.router.port
+        self._progress.relay(name, line)
+
+    def _check_router(self) -> None:
+        assert self._router is not None
+        code = self._router.poll()
+        if code is not None:
+            raise NodeError(f"the router ended (code {code})")
+
+    def _health(self) -> tuple[bool, dict[str, str]]:
+        """Whether every node is ready, and what each is doing, as the router knows it."""
+        if not self._port:
+            return False, {}
+        connection = http.client.HTTPConnection(
+            _dialled(self._config.router.host).strip("[]"), self._port, timeout=HEALTH_TIMEOUT_S
+        )
+        try:
+            connection.request("GET", "/health")
+            reply = connection.getresponse()
+            health = msgspec.json.decode(reply.read(), type=_Health)
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+            return False, {}
+        finally:
+            connection.close()
+        num_ready = sum(node.state == "ready" for node in health.nodes)
+        wanted = self._config.prefill + self._config.decode
+        return reply.status == 200 and num_ready >= wanted, {
+            node.node_id: node.doing for node in health.nodes
+        }
+
+
+class _NodeHealth(msgspec.Struct):
+    node_id: str
+    state: str
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+
+    @property
+    def doing(self) -> str:
+        if self.state != "starting":
+            return self.state
+        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
+
+
+class _Health(msgspec.Struct):
+    """The part of GET /health that start-up needs."""
+
+    nodes: list[_NodeHealth] = []
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `ConfigError` when HTTP could not listen there; port 0 is always free."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"router.host {host!r} does not resolve: {error.strerror}") from error
+    family, kind, protocol, _, address = infos[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # As servers do: what lingers of closed connections does not count as in use.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {port} is in use: choose another with --port N (make serve PORT=N)"
+                ) from error
+            if error.errno == errno.EACCES:
+                raise ConfigError(
+                    f"port {port} needs privileges: choose one above 1023 with --port N "
+                    "(make serve PORT=N)"
+                ) from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def greeting(url: str, model: str) -> str:
+    """How to talk to it, to be pasted into a shell and into Python."""
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32})
+    return f"""
+baton serves {model} at {url}/v1  (Ctrl-C stops it)
+
+curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
+
+from openai import OpenAI  # pip install openai
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.completions.create(model={json.dumps(model)}, prompt="The sea", max_tokens=32)
+print(answer.choices[0].text)
+"""
+
+
+def _dialled(host: str) -> str:
+    """What a client on this host calls the address `host`."""
+    if host in ("0.0.0.0", "*", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host

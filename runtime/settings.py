@@ -1,0 +1,210 @@
+"""Settings of a command: defaults, then a YAML file, then flags, then `--set a.b=c`.
+
+The command line is generated from `protocol.config`, as is docs/config.md; nothing about a single
+setting is written here but the short flags of the common ones. Used by `__main__` and the launcher.
+Every mistake is a `ConfigError` that names the setting and says what to do.
+"""
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import yaml
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.fields import Field, fields_of
+
+# Settings that have a short flag besides `--section-field`.
+SHORT_FLAGS = {
+    "host": "router.host",
+    "port": "router.port",
+    "control": "router.control",
+    "local-prefill": "router.local_prefill",
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max-len": "model.max_len",
+    "memory-mib": "cache.memory_mib",
+    "block-size": "cache.block_size",
+    "device": "engine.device",
+    "tensor-parallel": "engine.tensor_parallel",
+    "threads": "engine.threads",
+    "chunk-tokens": "engine.chunk_tokens",
+    "id": "node.id",
+    "routers": "node.routers",
+    "bind": "node.bind",
+    "transport": "transfer.transport",
+}
+
+Tree = dict[str, object]
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A subcommand that takes settings: those of `sections` as flags, all by `--set` and file.
+
+    The section "" holds the settings of the top level.
+    """
+
+    name: str
+    description: str
+    sections: tuple[str, ...]
+
+
+def load(command: "Command", arguments: Sequence[str]) -> ClusterConfig:
+    """The settings that `arguments` ask for; `--help` prints and exits."""
+    parsed = parser(command).parse_args(arguments)
+    tree: Tree = {}
+    if parsed.config is not None:
+        _merge_file(tree, Path(parsed.config))
+    known = {field.name: field for field in fields_of(ClusterConfig)}
+    for name, text in vars(parsed).items():
+        if name in known and text is not None:
+            _put(tree, known[name], known[name].from_text(text))
+    for assignment in parsed.set:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: write it as section.field=value")
+        if name not in known:
+            raise _unknown(f"--set {name}", name, known)
+        _put(tree, known[name], known[name].from_text(text))
+    return checked(msgspec.convert(tree, ClusterConfig))
+
+
+def from_file(path: Path) -> ClusterConfig:
+    """The settings of a YAML file over the defaults."""
+    tree: Tree = {}
+    _merge_file(tree, path)
+    return checked(msgspec.convert(tree, ClusterConfig))
+
+
+def to_yaml(config: ClusterConfig) -> str:
+    """A file that `from_file` reads back as `config`."""
+    return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
+
+
+def checked(config: ClusterConfig) -> ClusterConfig:
+    """`config`, if its settings can work together."""
+    if config.prefill == 0 and config.router.local_prefill == "never":
+        raise ConfigError(
+            "prefill is 0 and router.local_prefill is never, so nobody could compute a prompt: "
+            "start a prefill node or use --local-prefill always"
+        )
+    if not config.node.routers:
+        raise ConfigError("node.routers is empty: name the router's control endpoint")
+    return config
+
+
+def parser(command: Command) -> argparse.ArgumentParser:
+    """The parser of `baton command`, with a flag per setting of its sections."""
+    built = _Parser(
+        prog=f"baton {command.name}",
+        usage=f"baton {command.name} [--config FILE] [flags] [--set A.B=C ...]",
+        description=command.description,
+        allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )
+    built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
+    built.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="any setting by its dotted name; overrides flags; may be repeated",
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in fields_of(ClusterConfig):
+        if field.section not in command.sections:
+            continue
+        if field.section not in groups:
+            groups[field.section] = built.add_argument_group(field.section or "cluster")
+        optional = {"nargs": "?", "const": "true"} if field.is_bool else {}
+        groups[field.section].add_argument(
+            *flags_of(field),
+            dest=field.name,
+            metavar=field.metavar,
+            help=field.help,
+            default=None,
+            **optional,  # type: ignore[arg-type]
+        )
+    return built
+
+
+def flags_of(field: Field) -> tuple[str, ...]:
+    """The flags of a setting, the short one first."""
+    short = [f"--{flag}" for flag, name in SHORT_FLAGS.items() if name == field.name]
+    return (*short, "--" + field.name.replace(".", "-").replace("_", "-"))
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """`--port, --router-port N`: the value once, not after each name."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {action.metavar}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes become a `ConfigError`, unknown flags with the nearest known one."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            flag = unknown.split()[0].partition("=")[0]
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            raise _unknown(flag, flag, known)
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _merge_file(tree: Tree, path: Path) -> None:
+    try:
+        content: object = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return
+    known = {field.name: field for field in fields_of(ClusterConfig)}
+    for name, value in _leaves(content, known, str(path)):
+        _put(tree, known[name], known[name].from_yaml(value))
+
+
+def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tuple[str, object]]:
+    """(dotted name, value) of a parsed file, every name checked."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected settings as `name: value`, got {content!r}")
+    sections = {field.section for field in known.values()} - {""}
+    leaves: list[tuple[str, object]] = []
+    for key, value in content.items():
+        if key in sections:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {key} is a section; write its settings below it")
+            for inner, leaf in value.items():
+                leaves.append((f"{key}.{inner}", leaf))
+        else:
+            leaves.append((str(key), value))
+    for name, _ in leaves:
+        if name not in known:
+            raise _unknown(f"{where}: {name}", name, [*known, *sections])
+    return leaves
+
+
+def _put(tree: Tree, field: Field, value: object) -> None:
+    if field.section:
+        section = tree.setdefault(field.section, {})
+        assert isinstance(section, dict)
+        section[field.key] = value
+    else:
+        tree[field.key] = value
+
+
+def _unknown(shown: str, name: str, known: Sequence[str] | Mapping[str, Field]) -> ConfigError:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"unknown setting {shown}{hint}")

@@ -1,0 +1,134 @@
+"""The command line: `baton serve`, `router`, `prefill`, `decode`, `demo-model`.
+
+Every setting and its flag comes from `protocol.config` through `runtime.settings`. A subcommand's
+code is imported when it is chosen, so that a router or `--help` never loads torch. A mistake of the
+user is one line on stderr and exit code 2; a failure is one line and exit code 1.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton import __version__
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.process import die_with_parent
+from baton.runtime.settings import Command, load
+
+EXIT_FAILED, EXIT_MISUSED, EXIT_INTERRUPTED = 1, 2, 130
+
+NODE_SECTIONS = ("model", "cache", "engine", "node", "transfer", "log")
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "serve",
+            "Serve a model on this host: a router, prefill nodes and decode nodes.",
+            ("", "model", "cache", "engine", "router", "transfer", "log"),
+        ),
+        Command(
+            "router",
+            "Serve HTTP and hand requests to the nodes that dial in.",
+            ("model", "router", "log"),
+        ),
+        Command("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
+        Command("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
+    )
+}
+DEMO_MODEL = "demo-model"
+DEMO_MODEL_HELP = "Write the small model that `serve` uses when none is given into a folder."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code of the process."""
+    # First of all: a parent that is gone by now must not leave this process behind.
+    die_with_parent()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except ConfigError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return EXIT_MISUSED
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left; stdout must not be flushed at exit into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(words: list[str]) -> int:
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else EXIT_MISUSED
+    if name in ("-V", "--version"):
+        print(f"baton {__version__}")
+        return 0
+    if name == DEMO_MODEL:
+        return _demo_model(rest)
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}: {', '.join([*COMMANDS, DEMO_MODEL])}")
+    return _start(name, load(COMMANDS[name], rest))
+
+
+def _start(name: str, config: ClusterConfig) -> int:
+    """Import the one room that this process is, and run it."""
+    from baton.deploy.model_folder import with_model
+
+    config = with_model(config)
+    if name == "serve":
+        from baton.deploy.serve import serve
+
+        return serve(config)
+    if name == "router":
+        from baton.router.main import run as run_router
+
+        return run_router(config)
+    if name == "prefill":
+        from baton.prefill_node.main import run as run_prefill
+
+        return run_prefill(config)
+    from baton.decode_node.main import run as run_decode
+
+    return run_decode(config)
+
+
+def _demo_model(rest: list[str]) -> int:
+    if rest in (["-h"], ["--help"]):
+        print(f"usage: baton {DEMO_MODEL} FOLDER\n\n{DEMO_MODEL_HELP}")
+        return 0
+    if len(rest) != 1 or rest[0].startswith("-"):
+        raise ConfigError(f"name one folder: baton {DEMO_MODEL} FOLDER")
+    from baton.deploy.demo_model import write_demo_model
+
+    folder = Path(rest[0]).absolute()
+    write_demo_model(folder)
+    print(folder)
+    return 0
+
+
+def _overview() -> str:
+    summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries[DEMO_MODEL] = DEMO_MODEL_HELP
+    lines = [f"  {name:<12}{text}" for name, text in summaries.items()]
+    return "\n".join(
+        [
+            "usage: baton COMMAND [flags]",
+            "",
+            "Disaggregated prefill/decode serving for large language models.",
+            "",
+            *lines,
+            "",
+            "`baton COMMAND --help` lists its settings with defaults and units; all of them are in",
+            "docs/config.md. `baton --version` prints the version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
