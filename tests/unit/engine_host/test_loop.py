@@ -1,0 +1,184 @@
+"""The engine loop: two steps in flight, replies in order, and what ends the process."""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.block_pool import BlockPool
+from baton.engine.executor import ExecutorInfo, Progress
+from baton.engine.links import FromRouter, LinkEvent, RouterLost
+from baton.engine.loop import MAX_LAUNCHED, EngineLoop
+from baton.engine.outputs import Origin
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.scheduler import Limits
+from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.interfaces import DialPeer, DropPeer, ReadEnded, ToPeer, TransferPort
+from baton.protocol.config import TransferConfig
+from baton.protocol.errors import Failure, InvariantBroken, NodeError
+from baton.protocol.messages import Cancel, CancelDone, Load, Refused, Tokens, ToRouter
+from tests.support.drive import key, local
+from tests.support.toy_executor import ToyExecutor, continuation
+from tests.support.transfer_world import node
+
+NUM_BLOCKS, BLOCK = 40, 4
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class StepByStep:
+    """The toy model as an executor that finishes a step when told."""
+
+    ports: tuple[TransferPort, ...] = ()
+
+    def __init__(self) -> None:
+        self.toy = ToyExecutor(NUM_BLOCKS, BLOCK)
+        self.submitted: deque[StepPlan] = deque()
+        self.finished: deque[StepResult] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        raise AssertionError("the loop does not start executors")
+
+    def submit(self, plan: StepPlan) -> None:
+        self.submitted.append(plan)
+
+    def finish(self) -> None:
+        self.finished.append(self.toy.run(self.submitted.popleft()))
+
+    def poll(self) -> StepResult | None:
+        return self.finished.popleft() if self.finished else None
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Wire:
+    """Links whose other end is the test."""
+
+    def __init__(self) -> None:
+        self.coming: list[LinkEvent] = []
+        self.said: list[ToRouter] = []
+
+    def receive(self, now_s: float) -> list[LinkEvent]:
+        coming, self.coming = self.coming, []
+        return coming
+
+    def to_router(self, origin: Origin, message: ToRouter) -> None:
+        self.said.append(message)
+
+    def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
+        raise AssertionError("no peer is expected")
+
+    def watch(self, fileno: int) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+
+class Quiet:
+    """Vitals that nobody reads."""
+
+    def step_started(self, at_s: float, predicted_s: float) -> None: ...
+
+    def step_settled(self, plan: StepPlan, result: StepResult) -> None: ...
+
+    def read_ended(self, rank: int, event: ReadEnded) -> None: ...
+
+    def set_load(self, load: Load) -> None: ...
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.executor, self.wire = StepByStep(), Wire()
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK, cache_prefixes=True)
+        limits = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=100)
+        self.loop = EngineLoop(
+            DecodeScheduler(self.pool, limits), self.executor,
+            NodeConnector(node("d0", "decode"), TransferConfig()),
+            self.wire, Quiet(), lambda: 0.0,
+        )  # fmt: skip
+
+    def hear(self, *events: LinkEvent) -> None:
+        self.wire.coming.extend(events)
+        self.loop.turn()
+
+    def run(self) -> None:
+        while self.executor.submitted:
+            self.executor.finish()
+            self.loop.turn()
+
+    def tokens(self) -> list[int]:
+        entries = [e for m in self.wire.said if isinstance(m, Tokens) for e in m.entries]
+        return [token for entry in entries for token in entry.token_ids]
+
+
+def test_the_next_step_is_planned_while_one_runs() -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=6)))
+    assert len(bench.executor.submitted) == 1  # nothing to plan behind a prompt's last chunk
+    bench.executor.finish()
+    bench.loop.turn()
+    assert len(bench.executor.submitted) == MAX_LAUNCHED
+    assert bench.executor.submitted[1].slices[0].token_ids == ()  # not yet known here
+    bench.run()
+    assert bench.tokens() == continuation(PROMPT, 6)
+
+
+def test_a_lost_router_takes_its_requests_with_it() -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
+    bench.hear(RouterLost(0))
+    bench.run()
+    assert bench.pool.num_free == NUM_BLOCKS
+    assert len(bench.tokens()) < 10
+
+
+def test_a_cancel_is_answered_while_a_step_runs() -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
+    bench.hear(FromRouter(0, Cancel((key("r"), key("unknown")))))
+    assert bench.wire.said[-1] == CancelDone((key("r"), key("unknown")))
+    bench.run()
+    assert bench.pool.num_free == NUM_BLOCKS
+
+
+def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
+    bench.executor.finish()
+    bench.loop.turn()
+    bench.executor.finish()
+    bench.executor.finish()
+    bench.executor.finished.rotate()
+    with pytest.raises(InvariantBroken, match="settled before"):
+        bench.loop.turn()
+
+
+def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=2)))
+    bench.run()
+    path = tmp_path / "events.jsonl"
+    assert bench.loop.ring.dump(path) == 3  # the request and two steps
+    assert path.read_text().splitlines()[0].startswith('{"now_s":0.0,"type":"FromRouter"')
+
+
+@pytest.mark.parametrize(
+    "hurt",
+    [
+        lambda bench: bench.hear(FromRouter(0, Refused(Failure("no", "wrong model")))),
+        lambda bench: (bench.pool.quarantine(bench.pool.allocate(3)), bench.loop.turn()),
+    ],
+    ids=["refused", "quarantined"],
+)
+def test_some_things_end_the_process(hurt: Callable[[Bench], object]) -> None:
+    bench = Bench()
+    with pytest.raises(NodeError):
+        hurt(bench)
