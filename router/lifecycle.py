@@ -78,12 +78,13 @@ class Lifecycle:
             case Placed():
                 self._on_placed(event)
             case NotPlaced(key=key, failure=failure):
-                if self._leg_of(key, LegState.WAITING) is not None:
+                if (leg := self._leg_of(key, LegState.WAITING)) is not None:
+                    self._leave_quietly(leg)
                     self._conclude(failure)
             case NodeLost(node=node, failure=failure):
                 self._on_node_lost(node, failure)
             case ChoiceStopped(choice=index):
-                if not self._has_outcome and self._choices[index].leg is not None:
+                if self._choices[index].leg is not None:
                     self._end_choice(self._choices[index], by_router=True)
             case CallerGone(reason=reason):
                 if not self._has_outcome:
@@ -225,9 +226,7 @@ class Lifecycle:
     # --- loss and retry -------------------------------------------------------------------------
 
     def _on_node_lost(self, node: NodeId, failure: Failure) -> None:
-        for leg in list(self._legs):
-            if node not in (leg.prefill, leg.decode):
-                continue
+        for leg in [leg for leg in self._legs if node in (leg.prefill, leg.decode)]:
             leg.unconfirmed.pop(node, None)
             # If it only paused, it must not go on for nobody; there may be no one to confirm.
             self._out.append(Send(node, Cancel(leg.keys, "node lost")))

@@ -1,0 +1,383 @@
+"""One request's lifecycle among nodes that work, fail, pause and die in any order.
+
+Pure: every message waits in a queue until the driver lets it through, so a list of numbers is a
+whole schedule. The nodes' answers are a function of the tokens, so every delivery can be checked.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.protocol.errors import Failure, NodeError
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import (
+    Accepted,
+    Cancel,
+    CancelDone,
+    Decode,
+    Failed,
+    FinishReason,
+    FirstToken,
+    FirstTokens,
+    Prefill,
+    TokenEntry,
+)
+from baton.protocol.sampling import Sampling
+from baton.router.leg import Request
+from baton.router.lifecycle import CONFIRM_DEADLINE_S, Lifecycle
+from baton.router.request_events import (
+    Begun,
+    CallerGone,
+    ChoiceStopped,
+    Closed,
+    Deliver,
+    NodeLost,
+    NodeSaid,
+    NotPlaced,
+    Outcome,
+    Place,
+    Placed,
+    Release,
+    RequestEvent,
+    Send,
+    Tick,
+    Unplace,
+)
+from tests.support.scripted_nodes import toy_token
+
+Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
+Action = Callable[[], None]
+LOST = NodeError("gone").to_failure()
+OVERLOADED = Failure("no_nodes", "none", retryable=True, http_status=503)
+PROMPT = [3, 1, 4, 1, 5]
+STOP_EVERY = 6  # tokens that this divides end a sequence
+
+
+def finish_of(message: Prefill | Decode, token_ids: list[int]) -> FinishReason | None:
+    if token_ids[-1] % STOP_EVERY == 0:
+        return "stop"
+    num_output = len(token_ids) - message.num_prompt_tokens
+    return "length" if num_output >= message.sampling.max_tokens else None
+
+
+def expected_answer(request: Request, choice: int) -> list[int]:
+    token_ids = list(request.token_ids)
+    while True:
+        token_ids.append(toy_token(token_ids, choice))
+        output = token_ids[len(request.token_ids) :]
+        if output[-1] % STOP_EVERY == 0 or len(output) == request.sampling.max_tokens:
+            return output
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """What a node has of one leg: the whole prompt first, then one sequence per live choice."""
+
+    message: Prefill | Decode
+    live: set[int]
+    accepted: bool = False
+    sequences: dict[int, list[int]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class WorldNode:
+    node_id: NodeId
+    is_prefill: bool
+    is_up: bool = True  # as the router sees it
+    is_there: bool = True  # False: what is sent to it is lost
+    works: dict[Key, Work] = field(default_factory=dict)
+    inbox: deque[Prefill | Decode | Cancel] = field(default_factory=deque)
+    outbox: deque[Said] = field(default_factory=deque)
+
+
+class World:
+    def __init__(
+        self, num_choices: int, max_tokens: int, num_nodes: int, max_attempts: int
+    ) -> None:
+        sampling = Sampling(seed=1, max_tokens=max_tokens)
+        request_id = RequestId("r")
+        self.request = Request(request_id, PROMPT, sampling, num_choices, max_attempts)
+        self.lifecycle = Lifecycle(self.request)
+        self.now_s = 0.0
+        self.nodes = [WorldNode(NodeId(f"p{i}"), True) for i in range(num_nodes)]
+        self.nodes += [WorldNode(NodeId(f"d{i}"), False) for i in range(num_nodes)]
+        self.places: dict[Key, Place] = {}
+        self.charges: Counter[tuple[NodeId, Key]] = Counter()
+        self.output: dict[int, list[int]] = {choice: [] for choice in range(num_choices)}
+        self.finished: dict[int, FinishReason | None] = {}
+        self.stopped: set[int] = set()  # by a stop string
+        self.outcomes: list[Failure | None] = []
+        self.is_closed = False
+        self.computed: set[Key] = set()  # handoffs that prefill has completed
+        self.feed(Begun())
+
+    # --- the router's side, checked ------------------------------------------------------------
+
+    def feed(self, event: RequestEvent) -> None:
+        if self.is_closed:
+            return
+        for command in self.lifecycle.step(self.now_s, event):
+            assert not self.is_closed, f"{command} after Closed"
+            match command:
+                case Place(key=key):
+                    assert key not in self.places
+                    self.places[key] = command
+                case Unplace(key=key):
+                    del self.places[key]
+                case Send(node=node, message=message):
+                    target = self.node(node)
+                    assert target.is_up or isinstance(message, Cancel)
+                    if target.is_there:
+                        target.inbox.append(message)
+                case Release(node=node, key=key):
+                    self.charges[node, key] -= 1
+                    assert self.charges[node, key] == 0, f"{key} released twice on {node}"
+                case Deliver():
+                    self.deliver(command)
+                case Outcome(failure=failure):
+                    self.outcomes.append(failure)
+                    assert len(self.outcomes) == 1
+                case Closed():
+                    self.is_closed = True
+
+    def deliver(self, delivery: Deliver) -> None:
+        assert not self.outcomes, "tokens after the outcome"
+        choice = delivery.choice
+        assert self.finished.get(choice) is None, "tokens after the end of a choice"
+        assert choice not in self.stopped, "tokens after a stop string"
+        self.output[choice] += delivery.token_ids
+        expected = expected_answer(self.request, choice)
+        assert self.output[choice] == expected[: len(self.output[choice])]
+        if delivery.finish_reason is not None:
+            assert self.output[choice] == expected
+            self.finished[choice] = delivery.finish_reason
+
+    def node(self, node_id: NodeId) -> WorldNode:
+        return next(node for node in self.nodes if node.node_id == node_id)
+
+    # --- what may happen -----------------------------------------------------------------------
+
+    def good_actions(self) -> list[Action]:
+        actions: list[Action] = []
+        for key in self.places:
+            actions += self.placings(key)
+        for node in self.nodes:
+            if node.inbox:
+                actions.append(lambda node=node: self.take_in(node))  # type: ignore[misc]
+            if node.outbox:
+                actions.append(lambda node=node: self.say(node))  # type: ignore[misc]
+            for key in node.works:
+                actions.append(lambda node=node, key=key: self.work(node, key))  # type: ignore[misc]
+        return actions
+
+    def bad_actions(self) -> list[Action]:
+        actions: list[Action] = [lambda: self.feed(CallerGone()), self.tick]
+        for key in self.places:
+            actions.append(lambda key=key: self.not_placed(key))  # type: ignore[misc]
+        for choice, output in self.output.items():
+            if output and self.finished.get(choice) is None and not self.outcomes:
+                actions.append(lambda choice=choice: self.stop(choice))  # type: ignore[misc]
+        for node in self.nodes:
+            if node.is_up:
+                actions.append(lambda node=node: self.die(node))  # type: ignore[misc]
+                actions.append(lambda node=node: self.pause(node))  # type: ignore[misc]
+            else:
+                actions.append(lambda node=node: self.come_back(node))  # type: ignore[misc]
+            for key in node.works:
+                actions.append(lambda node=node, key=key: self.fail(node, key, min))  # type: ignore[misc]
+                actions.append(lambda node=node, key=key: self.fail(node, key, max))  # type: ignore[misc]
+        return actions
+
+    def placings(self, key: Key) -> list[Action]:
+        place = self.places[key]
+        decodes = [n for n in self.nodes if n.is_up and not n.is_prefill]
+        prefills = [n for n in self.nodes if n.is_up and n.is_prefill]
+        pairs: list[tuple[WorldNode | None, WorldNode | None]] = []
+        if place.wants_decode:
+            pairs += [(p, d) for p in prefills for d in decodes]
+        else:
+            pairs += [(p, None) for p in prefills]
+        pairs += [(None, d) for d in decodes if not place.remote_only or not prefills]
+        return [lambda p=p, d=d: self.place(key, p, d) for p, d in pairs]  # type: ignore[misc]
+
+    def place(self, key: Key, prefill: WorldNode | None, decode: WorldNode | None) -> None:
+        place = self.places.pop(key)
+        names = [None if node is None else node.node_id for node in (prefill, decode)]
+        for name in names:
+            if name is not None:
+                self.charges[name, key] += 1
+        bound = None if prefill is not None or place.remote_only else 4
+        self.feed(Placed(key, names[0], names[1], bound))
+
+    def not_placed(self, key: Key) -> None:
+        del self.places[key]
+        self.feed(NotPlaced(key, OVERLOADED))
+
+    def tick(self) -> None:
+        self.now_s += CONFIRM_DEADLINE_S + 1
+        self.feed(Tick())
+
+    def stop(self, choice: int) -> None:
+        if choice not in self.stopped:
+            self.stopped.add(choice)
+            self.feed(ChoiceStopped(choice))
+
+    # --- nodes ---------------------------------------------------------------------------------
+
+    def die(self, node: WorldNode) -> None:
+        node.is_up = node.is_there = False
+        node.works.clear()
+        node.inbox.clear()
+        node.outbox.clear()
+        self.feed(NodeLost(node.node_id, LOST))
+
+    def pause(self, node: WorldNode) -> None:
+        """Out of service for the router, but alive; what it says still arrives."""
+        node.is_up = False
+        self.feed(NodeLost(node.node_id, LOST))
+
+    def come_back(self, node: WorldNode) -> None:
+        node.is_up = node.is_there = True
+
+    def take_in(self, node: WorldNode) -> None:
+        message = node.inbox.popleft()
+        if isinstance(message, Cancel):
+            for key in message.keys:
+                self.drop(node, key)
+            node.outbox.append(CancelDone(message.keys))
+            return
+        for choice in choices_of(message):
+            for attempt in range(message.key.attempt):
+                self.drop(node, Key(message.key.request_id, choice, attempt))
+        node.works[message.key] = Work(message, set(choices_of(message)))
+
+    def drop(self, node: WorldNode, key: Key) -> None:
+        """End one sequence, and with the last one the leg."""
+        for leg_key, work in list(node.works.items()):
+            if leg_key.attempt == key.attempt and key.choice in work.live:
+                work.live.discard(key.choice)
+                if not work.live:
+                    del node.works[leg_key]
+
+    def say(self, node: WorldNode) -> None:
+        self.feed(NodeSaid(node.node_id, node.outbox.popleft()))
+
+    def fail(self, node: WorldNode, key: Key, which: Callable[[set[int]], int]) -> None:
+        """Refuse, lose or preempt, as fits the state."""
+        work = node.works[key]
+        retryable = Failure("transfer_failed", "lost", retryable=True)
+        if isinstance(work.message, Prefill):
+            node.outbox.append(Failed(key, retryable))
+            del node.works[key]
+        elif work.sequences is not None:
+            chosen = which(work.live)
+            preempted = Failure("preempted", "no room", retryable=True)
+            node.outbox.append(Failed(key.of_choice(chosen), preempted))
+            self.drop(node, key.of_choice(chosen))
+        elif not work.accepted and work.message.max_uncached_tokens is not None:
+            node.outbox.append(Failed(key, Failure("not_cached", "no", retryable=True)))
+            del node.works[key]
+        else:
+            node.outbox.append(Failed(key, retryable))
+            del node.works[key]
+
+    def work(self, node: WorldNode, key: Key) -> None:
+        work = node.works[key]
+        message = work.message
+        if isinstance(message, Prefill):
+            node.outbox.append(self.first_tokens(message))
+            self.computed.add(key)
+            del node.works[key]
+        elif not work.accepted:
+            work.accepted = True
+            node.outbox.append(Accepted(key))
+        elif work.sequences is None:
+            self.join(node, work, message)
+        else:
+            choice = min(work.live, key=lambda choice: len(work.sequences[choice]))  # type: ignore[index]
+            self.step(node, work, choice)
+
+    def first_tokens(self, message: Prefill) -> FirstTokens:
+        firsts = []
+        for choice in choices_of(message):
+            token_ids = [*message.token_ids, toy_token(message.token_ids, choice)]
+            firsts.append(FirstToken(token_ids[-1], finish_of(message, token_ids)))
+        return FirstTokens(message.key, len(message.token_ids), tuple(firsts))
+
+    def join(self, node: WorldNode, work: Work, message: Decode) -> None:
+        if message.prefill_node is None:
+            work.sequences = {choice: list(message.token_ids) for choice in work.live}
+            return
+        if message.key not in self.computed:
+            return
+        work.sequences = {choice: list(message.token_ids) for choice in work.live}
+        for choice in list(work.live):
+            first = [*message.token_ids, toy_token(message.token_ids, choice)]
+            if finish_of(message, first) is not None:
+                self.drop(node, message.key.of_choice(choice))
+
+    def step(self, node: WorldNode, work: Work, choice: int) -> None:
+        assert work.sequences is not None
+        token_ids = work.sequences[choice]
+        position = len(token_ids)
+        # The first entry of a handoff holds the first token again and one more.
+        is_first = position == len(work.message.token_ids)
+        is_remote = isinstance(work.message, Decode) and work.message.prefill_node is not None
+        for _ in range(2 if is_first and is_remote else 1):
+            token_ids.append(toy_token(token_ids, choice))
+        reason = finish_of(work.message, token_ids)
+        key = work.message.key.of_choice(choice)
+        node.outbox.append(TokenEntry(key, position, token_ids[position:], reason))
+        if reason is not None:
+            self.drop(node, key)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Everything that is on its way arrives, nothing fails any more."""
+        for node in self.nodes:
+            self.come_back(node)
+        for _ in range(2000):
+            actions = self.good_actions()
+            if not actions:
+                break
+            idle = [n for n in self.nodes if n.inbox or n.outbox or n.works]
+            if not self.places and all(not self.can_move(node) for node in idle):
+                break
+            for action in actions[:1] if self.places else self.moving():
+                action()
+                break
+
+    def moving(self) -> list[Action]:
+        moves: list[Action] = []
+        for node in self.nodes:
+            if node.inbox:
+                moves.append(lambda node=node: self.take_in(node))  # type: ignore[misc]
+            if node.outbox:
+                moves.append(lambda node=node: self.say(node))  # type: ignore[misc]
+            for key, work in node.works.items():
+                if self.advances(work):
+                    moves.append(lambda node=node, key=key: self.work(node, key))  # type: ignore[misc]
+        return moves
+
+    def can_move(self, node: WorldNode) -> bool:
+        return bool(node.inbox or node.outbox) or any(map(self.advances, node.works.values()))
+
+    def advances(self, work: Work) -> bool:
+        message = work.message
+        if self.is_closed:
+            # Nobody works for a request that is over; but decode hears of an end at the first
+            # token from prefill, perhaps later than the router.
+            return message.key in self.computed and work.sequences is None
+        waits = (
+            isinstance(message, Decode)
+            and work.accepted
+            and work.sequences is None
+            and message.prefill_node is not None
+            and message.key not in self.computed
+        )
+        return not waits
+
+
+def choices_of(message: Prefill | Decode) -> range:
+    return range(message.key.choice, message.key.choice + message.num_choices)

@@ -1,0 +1,230 @@
+"""What the lifecycle commands at the turns that random schedules seldom take."""
+
+import msgspec
+import pytest
+
+from baton.protocol.errors import Failure, NodeError
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import (
+    Accepted,
+    Cancel,
+    CancelDone,
+    Failed,
+    FirstToken,
+    FirstTokens,
+    StageTimes,
+    TokenEntry,
+)
+from baton.protocol.sampling import Sampling
+from baton.router.leg import Request
+from baton.router.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
+from baton.router.request_events import (
+    Begun,
+    CallerGone,
+    Closed,
+    Deliver,
+    NodeLost,
+    NodeSaid,
+    NotPlaced,
+    Outcome,
+    Place,
+    Placed,
+    Release,
+    RequestCommand,
+    RequestEvent,
+    Send,
+    Tick,
+    Timed,
+    Unplace,
+)
+
+R = RequestId("r")
+KEY = Key(R)
+P, D = NodeId("p"), NodeId("d")
+PROMPT = [1, 2, 3]
+LOST = NodeError("gone").to_failure()
+REFUSED = Failure("transfer_failed", "no", retryable=True)
+TIMES = StageTimes(prefill_s=1.0)
+
+
+class Driver:
+    def __init__(self, num_choices: int = 1, max_tokens: int = 5, max_attempts: int = 3) -> None:
+        sampling = Sampling(seed=1, max_tokens=max_tokens)
+        self.lifecycle = Lifecycle(Request(R, PROMPT, sampling, num_choices, max_attempts))
+        self.now_s = 0.0
+
+    def step(self, event: RequestEvent) -> list[RequestCommand]:
+        return self.lifecycle.step(self.now_s, event)
+
+    def place(self, prefill: NodeId | None = P, decode: NodeId | None = D) -> list[RequestCommand]:
+        (place,) = [c for c in self.step(Begun()) if isinstance(c, Place)]
+        return self.step(Placed(place.key, prefill, decode))
+
+    def says(
+        self, node: NodeId, message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
+    ) -> list[RequestCommand]:
+        return self.step(NodeSaid(node, message))
+
+
+def of_type(commands: list[RequestCommand], *kinds: type[RequestCommand]) -> list[RequestCommand]:
+    return [command for command in commands if isinstance(command, kinds)]
+
+
+def test_a_request_goes_from_one_place_to_closed() -> None:
+    drive = Driver()
+    sent = of_type(drive.place(), Send)
+    assert [send.node for send in sent if isinstance(send, Send)] == [D, P]
+    assert drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == [
+        Release(P, KEY),
+        Timed(TIMES, of_prompt=True),
+    ]
+    assert drive.says(D, Accepted(KEY)) == [Deliver(0, [9])]
+    assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == [Deliver(0, [8])]
+    assert drive.says(D, TokenEntry(KEY, 5, [7], "stop")) == [
+        Deliver(0, [7], "stop"),
+        Release(D, KEY),
+        Outcome(),
+        Closed(),
+    ]
+    assert drive.says(D, TokenEntry(KEY, 6, [7])) == []
+
+
+def test_a_gap_loses_the_leg_and_the_choice_resumes_from_what_was_received() -> None:
+    drive = Driver()
+    drive.place()
+    drive.says(D, TokenEntry(KEY, 3, [9]))
+    commands = drive.says(D, TokenEntry(KEY, 5, [7]))
+    (place,) = of_type(commands, Place)
+    assert isinstance(place, Place)
+    assert (place.key, place.num_tokens, place.avoid) == (Key(R, 0, 1), 4, frozenset({D}))
+    assert of_type(commands, Deliver) == []
+
+
+def test_a_second_producer_of_the_first_token_is_ignored() -> None:
+    drive = Driver()
+    drive.place()
+    drive.says(D, TokenEntry(KEY, 3, [9]))
+    late = FirstTokens(KEY, 3, (FirstToken(9),), TIMES)
+    assert of_type(drive.says(P, late), Deliver) == []
+
+
+def test_choices_that_end_at_the_first_token_need_no_decode() -> None:
+    drive = Driver(num_choices=2)
+    drive.place()
+    firsts = FirstTokens(KEY, 3, (FirstToken(9, "stop"), FirstToken(8, "stop")), TIMES)
+    commands = drive.says(P, firsts)
+    assert of_type(commands, Deliver) == [Deliver(0, [9], "stop"), Deliver(1, [8], "stop")]
+    assert commands[-2:] == [Outcome(), Closed()]
+
+
+def test_a_choice_whose_end_died_with_prefill_is_tried_again() -> None:
+    drive = Driver(num_choices=2)
+    drive.place()
+    drive.says(D, TokenEntry(Key(R, 1), 3, [8, 7]))
+    commands = drive.step(NodeLost(P, LOST))
+    (place,) = of_type(commands, Place)
+    assert isinstance(place, Place)
+    assert (place.key, place.num_tokens) == (Key(R, 0, 1), 3)
+    assert Send(D, Cancel((KEY,))) in commands
+    assert drive.says(D, TokenEntry(Key(R, 1), 5, [6])) == [Deliver(1, [6])]
+
+
+def test_a_leg_that_fails_for_its_first_choice_is_cancelled_for_the_others() -> None:
+    drive = Driver(num_choices=3)
+    drive.place()
+    drive.says(D, Accepted(KEY))
+    commands = drive.says(D, Failed(KEY, Failure("preempted", "no room", retryable=True)))
+    assert Send(D, Cancel((Key(R, 1), Key(R, 2)))) in commands
+
+
+def test_the_last_attempt_ends_with_the_failure() -> None:
+    drive = Driver(max_attempts=2)
+    drive.place()
+    drive.says(D, Failed(KEY, REFUSED))
+    drive.step(Placed(Key(R, 0, 1), P, D))
+    commands = drive.says(D, Failed(Key(R, 0, 1), REFUSED))
+    assert of_type(commands, Outcome) == [Outcome(REFUSED)]
+    assert of_type(commands, Place) == []
+
+
+def test_a_refusal_that_is_final_is_not_tried_again() -> None:
+    drive = Driver()
+    drive.place()
+    final = Failure("invalid_request", "never fits", http_status=400)
+    assert of_type(drive.says(D, Failed(KEY, final)), Outcome) == [Outcome(final)]
+
+
+def test_preemption_costs_no_attempt_as_long_as_tokens_come() -> None:
+    drive = Driver(max_tokens=50, max_attempts=1)
+    drive.place()
+    for attempt in range(5):
+        key = Key(R, 0, attempt)
+        drive.says(D, TokenEntry(key, 3 + attempt, [9]))
+        commands = drive.says(D, Failed(key, Failure("preempted", "no room", retryable=True)))
+        assert of_type(commands, Outcome) == []
+        drive.step(Placed(Key(R, 0, attempt + 1), P, D))
+
+
+def test_a_cancelled_request_closes_when_both_nodes_have_confirmed() -> None:
+    drive = Driver()
+    drive.place()
+    commands = drive.step(CallerGone())
+    assert of_type(commands, Send) == [Send(D, Cancel((KEY,))), Send(P, Cancel((KEY,)))]
+    assert len(of_type(commands, Outcome)) == 1
+    assert drive.says(P, CancelDone((KEY,))) == [Release(P, KEY)]
+    assert drive.says(D, CancelDone((KEY,))) == [Release(D, KEY), Closed()]
+
+
+def test_a_node_that_confirms_nothing_is_not_waited_for_for_ever() -> None:
+    drive = Driver()
+    drive.place()
+    drive.step(CallerGone())
+    drive.now_s = CONFIRM_DEADLINE_S
+    assert drive.step(Tick()) == [Release(D, KEY), Release(P, KEY), Closed()]
+
+
+def test_a_request_of_which_nothing_is_heard_is_tried_again() -> None:
+    drive = Driver()
+    drive.place()
+    drive.now_s = SILENCE_DEADLINE_S
+    assert len(of_type(drive.step(Tick()), Place)) == 1
+
+
+def test_giving_up_while_waiting_for_nodes_takes_the_place_back() -> None:
+    drive = Driver()
+    drive.step(Begun())
+    commands = drive.step(CallerGone())
+    assert [type(command) for command in commands] == [Outcome, Unplace, Closed]
+    # The answer may have been on its way.
+    assert drive.step(Placed(KEY, P, D)) == [Release(D, KEY), Release(P, KEY)]
+
+
+def test_a_request_that_finds_no_nodes_fails_with_the_reason() -> None:
+    drive = Driver()
+    drive.step(Begun())
+    assert drive.step(NotPlaced(KEY, REFUSED)) == [Outcome(REFUSED), Closed()]
+
+
+@pytest.mark.parametrize("position", [2, 4])
+def test_first_tokens_that_do_not_fit_lose_the_leg(position: int) -> None:
+    drive = Driver()
+    drive.place()
+    commands = drive.says(P, FirstTokens(KEY, position, (FirstToken(9),), TIMES))
+    assert len(of_type(commands, Place)) == 1
+
+
+def test_strangers_and_unknown_keys_change_nothing() -> None:
+    drive = Driver()
+    drive.place()
+    assert drive.says(NodeId("x"), TokenEntry(KEY, 3, [9])) == []
+    assert drive.says(P, TokenEntry(KEY, 3, [9])) == []
+    assert drive.says(D, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == []
+    assert drive.says(D, TokenEntry(Key(R, 7), 3, [9])) == []
+    assert drive.says(D, Failed(Key(R, 0, 3), REFUSED)) == []
+
+
+def test_commands_can_be_written_down() -> None:
+    drive = Driver()
+    encoded = msgspec.json.encode(drive.place())
+    decoded = msgspec.json.decode(encoded, type=list[RequestCommand])
+    assert [type(command) for command in decoded] == [Send, Send]

@@ -1,0 +1,157 @@
+"""Which nodes are in service, by what they say and by what they do not say."""
+
+import pytest
+
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Hello,
+    Load,
+    NodeInfo,
+    Ready,
+    Role,
+    Starting,
+)
+from baton.router.registry import SILENCE_S, Charge, Entered, Left, Refuse, Registry
+from tests.support.scripted_nodes import node_info
+
+BUSY = Load(num_running=1)
+
+
+def join(registry: Registry, info: NodeInfo, now_s: float = 0.0) -> None:
+    peer = info.node_id
+    registry.hello(now_s, peer, Hello(PROTOCOL_VERSION, peer, info.role, info.epoch))
+    assert registry.ready(now_s, peer, Ready(info)) == [Entered(info)]
+
+
+def ids(registry: Registry, role: Role) -> list[str]:
+    return [node.node_id for node in registry.in_service(role)]
+
+
+def beat(info: NodeInfo, age_s: float = 0.0, load: Load = BUSY, predicted_s: float = 0.0) -> Beat:
+    return Beat(info.node_id, info.epoch, load, age_s, predicted_s)
+
+
+def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
+    registry, info = Registry(), node_info("d0", "decode")
+    peer = info.node_id
+    assert registry.hello(0, peer, Hello(PROTOCOL_VERSION, peer, "decode", info.epoch)) == []
+    registry.starting(0.5, Starting(peer, info.epoch, "weights", 3, 10))
+    (health,) = registry.nodes_health(1.0)
+    assert (health.state, health.phase, health.done, health.beat_age_s) == (
+        "starting", "weights", 3, 0.5,
+    )  # fmt: skip
+    assert ids(registry, "decode") == []
+    registry.ready(1.0, peer, Ready(info))
+    assert ids(registry, "decode") == ["d0"]
+    (left,) = registry.gone(peer)
+    assert isinstance(left, Left)
+    assert left.failure.retryable
+    assert registry.gone(peer) == []
+    assert registry.model == info
+
+
+def test_three_missed_beats_and_no_less_put_a_node_out() -> None:
+    registry, info = Registry(), node_info("d0", "decode")
+    join(registry, info)
+    assert registry.tick(SILENCE_S) == []
+    assert [type(change) for change in registry.tick(SILENCE_S + 0.01)] == [Left]
+    assert registry.tick(SILENCE_S + 1) == []
+    assert ids(registry, "decode") == []
+    assert registry.beat(9.0, beat(info)) == [Entered(info)]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_stuck"),
+    [
+        (beat(node_info("d0", "decode"), 9.9), False),
+        (beat(node_info("d0", "decode"), 10.1), True),
+        (beat(node_info("d0", "decode"), 10.1, predicted_s=2.0), False),
+        (beat(node_info("d0", "decode"), 16.1, predicted_s=2.0), True),
+        (beat(node_info("d0", "decode"), 99.0, Load()), False),
+    ],
+)
+def test_stuck_is_an_old_step_with_work_at_hand(message: Beat, is_stuck: bool) -> None:
+    registry = Registry()
+    join(registry, node_info("d0", "decode"))
+    changes = registry.beat(1.0, message)
+    assert [type(change) for change in changes] == ([Left] if is_stuck else [])
+    assert (registry.nodes_health(1.0)[0].state == "stuck") == is_stuck
+
+
+def test_beats_of_another_epoch_count_for_nobody() -> None:
+    registry, info = Registry(), node_info("d0", "decode")
+    join(registry, info)
+    registry.beat(3.0, Beat(info.node_id, Epoch("older"), BUSY))
+    assert [type(change) for change in registry.tick(4.0)] == [Left]
+
+
+def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() -> None:
+    registry, old = Registry(), node_info("d0", "decode", "e0")
+    join(registry, old)
+    key = Key(RequestId("r"))
+    registry.charge(old.node_id, key, Charge(10, 1))
+    hello = Hello(PROTOCOL_VERSION, old.node_id, "decode", Epoch("e1"))
+    assert [type(change) for change in registry.hello(1.0, old.node_id, hello)] == [Left]
+    registry.ready(1.0, old.node_id, Ready(node_info("d0", "decode", "e1")))
+    registry.release(old.node_id, key)
+    assert registry.nodes_health(1.0)[0].num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (Hello(99, NodeId("d0"), "decode", Epoch("e0")), "protocol_mismatch"),
+        (Hello(PROTOCOL_VERSION, NodeId("d1"), "decode", Epoch("e0")), "identity_mismatch"),
+    ],
+)
+def test_a_hello_that_cannot_be_right_is_refused(hello: Hello, code: str) -> None:
+    registry = Registry()
+    (change,) = registry.hello(0.0, NodeId("d0"), hello)
+    assert isinstance(change, Refuse)
+    assert change.failure.code == code
+    assert list(registry.known()) == []
+
+
+def test_ready_without_hello_or_as_another_role_is_refused() -> None:
+    registry, info = Registry(), node_info("d0", "decode")
+    assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
+    registry.hello(0.0, info.node_id, Hello(PROTOCOL_VERSION, info.node_id, "prefill", info.epoch))
+    assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
+
+
+def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model() -> None:
+    registry = Registry()
+    join(registry, node_info("d0", "decode"))
+    registry.gone(NodeId("d0"))
+    stranger = node_info("d1", "decode", model="another")
+    hello = Hello(PROTOCOL_VERSION, stranger.node_id, "decode", stranger.epoch)
+    registry.hello(0.0, stranger.node_id, hello)
+    assert [type(c) for c in registry.ready(0.0, stranger.node_id, Ready(stranger))] == [Refuse]
+    join(registry, node_info("d2", "decode", layout="another"))
+    assert registry.model is not None
+    assert registry.model.layout.fingerprint == "another"
+
+
+def test_peers_are_those_of_the_other_role_in_service() -> None:
+    registry = Registry()
+    infos = [node_info("p0", "prefill"), node_info("d1", "decode"), node_info("d0", "decode")]
+    for info in infos:
+        join(registry, info)
+    assert [info.node_id for info in registry.peers_of("prefill")] == ["d0", "d1"]
+    assert [info.node_id for info in registry.peers_of("decode")] == ["p0"]
+
+
+def test_charges_come_off_once_and_a_forgotten_request_has_none() -> None:
+    registry = Registry()
+    join(registry, node_info("d0", "decode"))
+    d0, one, other = NodeId("d0"), Key(RequestId("r")), Key(RequestId("s"))
+    registry.charge(d0, one, Charge(10, 2))
+    registry.charge(d0, other, Charge(5, 1))
+    registry.release(d0, one)
+    registry.release(d0, one)
+    (node,) = registry.in_service("decode")
+    assert (node.num_tokens, node.num_sequences) == (5, 1)
+    registry.forget(RequestId("s"))
+    assert (node.num_tokens, node.num_sequences, node.charges) == (0, 0, {})

@@ -1,0 +1,105 @@
+"""What a caller takes out of a request's stream."""
+
+import asyncio
+
+import pytest
+
+from baton.protocol.errors import NodeError
+from baton.protocol.sampling import SamplingParams
+from baton.router.outputs import CompletionOutput
+from baton.router.stream import Cumulated, RequestStream
+from tests.support.small_tokenizers import small_text
+
+
+def stream_of(params: SamplingParams) -> RequestStream:
+    text = small_text()
+    prompt = text.encode_now("hello")
+    detokenizers = [text.detokenizer(prompt, params) for _ in range(params.n)]
+    return RequestStream("r", "hello", prompt, params, detokenizers)
+
+
+def tokens(text: str) -> list[int]:
+    return small_text().encode_now(text)
+
+
+def test_deltas_come_in_order_and_then_the_end() -> None:
+    async def use() -> None:
+        stream = stream_of(SamplingParams())
+        stream.push(0, tokens(" the"), None)
+        stream.push(0, tokens(" end"), "length")
+        stream.finish()
+        assert [delta.text for delta in await stream.take()] == [" the", " end"]
+        assert await stream.take() == []
+        assert stream.metrics.num_output_tokens == 2
+        assert stream.metrics.time_to_first_token_s is not None
+
+    asyncio.run(use())
+
+
+def test_an_error_follows_what_came_before_it() -> None:
+    async def use() -> None:
+        stream = stream_of(SamplingParams())
+        stream.push(0, tokens(" the"), None)
+        stream.finish(NodeError("gone"))
+        stream.finish()
+        await stream.started()
+        assert len(await stream.take()) == 1
+        with pytest.raises(NodeError):
+            await stream.take()
+        assert not stream.output([]).finished
+
+    asyncio.run(use())
+
+
+def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it() -> None:
+    async def use() -> None:
+        stream = stream_of(SamplingParams(stop=" world"))
+        assert stream.push(0, tokens("hello world the"), None) == "stop"
+        stream.finish()
+        assert stream.push(0, tokens(" end"), None) is None
+        output = await stream.collect()
+        (choice,) = output.outputs
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == (
+            "hello", "stop", " world",
+        )  # fmt: skip
+        assert output.finished
+
+    asyncio.run(use())
+
+
+def test_a_sink_gets_what_was_there_and_what_comes() -> None:
+    async def use() -> None:
+        stream = stream_of(SamplingParams())
+        got: list[CompletionOutput] = []
+        stream.push(0, tokens(" the"), None)
+        reader = asyncio.create_task(stream.forward(got.append))
+        await asyncio.sleep(0)
+        stream.push(0, tokens(" end"), "stop")
+        stream.finish()
+        await reader
+        assert "".join(delta.text for delta in got) == " the"
+
+    asyncio.run(use())
+
+
+def test_closing_tells_the_router_only_while_the_request_lives() -> None:
+    stream = stream_of(SamplingParams())
+    calls: list[str] = []
+    stream.on_close(lambda: calls.append("close"))
+    stream.on_end(lambda: calls.append("end"))
+    stream.close()
+    stream.finish()
+    stream.finish()
+    stream.close()
+    assert calls == ["close", "end"]
+
+
+def test_snapshots_do_not_change_afterwards() -> None:
+    whole = Cumulated(2)
+    whole.add(CompletionOutput(1, "a", [1]))
+    before = whole.outputs()
+    whole.add(CompletionOutput(1, "b", [2], None, "stop", "b"))
+    assert [(o.text, o.token_ids, o.finish_reason) for o in before] == [
+        ("", [], None), ("a", [1], None),
+    ]  # fmt: skip
+    assert whole.output(1) == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
