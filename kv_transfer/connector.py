@@ -108,7 +108,8 @@ class NodeConnector:
 
     def _greet(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> None:
         if peer.channel in (Channel.UP, Channel.REFUSED):
-            self._lose(now_s, peer, out)  # its channel began anew before we saw the old one end
+            # The other end began anew, and has ended everything that we had in common.
+            self._end_all_of(now_s, peer.name, _broken(peer.name), out)
         failure = self._peers.greeted(now_s, peer, hello, out)
         if failure is None:
             self._offers.reconnected(now_s, peer.name, out)
@@ -118,8 +119,7 @@ class NodeConnector:
 
     def _lose(self, now_s: float, peer: Peer, out: Effects) -> None:
         self._peers.lost(peer)
-        text = f"the channel to node {peer.name[0]} broke"
-        self._end_all_of(now_s, peer.name, TransferError(text, code="node_lost").to_failure(), out)
+        self._end_all_of(now_s, peer.name, _broken(peer.name), out)
 
     def _end_all_of(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         self._offers.channel_lost(now_s, peer, failure, out)
@@ -174,3 +174,8 @@ class NodeConnector:
 
     def _used_peers(self) -> set[PeerName]:
         return self._offers.used_peers() | self._arrivals.used_peers()
+
+
+def _broken(peer: PeerName) -> Failure:
+    text = f"the channel to node {peer[0]} broke"
+    return TransferError(text, code="node_lost").to_failure()

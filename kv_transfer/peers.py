@@ -47,6 +47,7 @@ class Peer:
     info: NodeInfo | None = None
     is_listed: bool | None = None  # None: no router has named it yet
     channel: Channel = Channel.NONE
+    is_dialled: bool = False  # by us
     refusal: Failure | None = None
     dialled_s: float = 0.0
     heard_s: float = 0.0
@@ -145,14 +146,16 @@ class Peers:
     def dial(self, now_s: float, peer: Peer, out: Effects) -> None:
         """Have a channel to it; what is sent now waits in it until it is open."""
         if peer.channel is Channel.NONE and peer.info is not None:
-            peer.channel, peer.dialled_s, peer.heard_s = Channel.DIALLED, now_s, now_s
+            peer.channel, peer.is_dialled = Channel.DIALLED, True
+            peer.dialled_s = peer.heard_s = now_s
             self.reachable.add(peer.name)
             out.commands.append(DialPeer(peer.info))
             out.tell(peer.name, self._hello())
 
     def greeted(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
-        """It introduced itself: answered if we did not dial. Returns why it is refused, if so."""
-        if peer.channel is not Channel.DIALLED:
+        """It introduced itself: answered by the dialled side only, or two nodes would greet each
+        other for ever. Returns why it is refused, if it is."""
+        if not peer.is_dialled:
             self.reachable.add(peer.name)
             out.tell(peer.name, self._hello())
         peer.refusal = self._difference(
@@ -168,7 +171,7 @@ class Peers:
             out.commands.append(DropPeer(*peer.name))
 
     def lost(self, peer: Peer) -> None:
-        peer.channel = Channel.NONE
+        peer.channel, peer.is_dialled = Channel.NONE, False
         self.reachable.discard(peer.name)
 
     # --- ranks ---------------------------------------------------------------------------------
