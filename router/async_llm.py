@@ -21,6 +21,7 @@ from baton.router.outputs import CompletionOutput, RequestOutput
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import Cumulated, RequestStream
 from baton.router.text import Text
+from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.log import logger
 from baton.runtime.process import Exit
 
@@ -192,7 +193,10 @@ class AsyncLLM:
         self._text.close()
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
-            await asyncio.to_thread(nodes.stop)
+            try:
+                await asyncio.to_thread(nodes.stop)
+            except RuntimeError:  # the interpreter is ending and starts no threads any more
+                nodes.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -254,7 +258,9 @@ class AsyncLLM:
         endpoint = self._config.router.control
         if self._launcher is None or endpoint != RouterConfig().control:
             return endpoint
-        self._folder = tempfile.mkdtemp(prefix="baton-")  # of mode 0700
+        # Of mode 0700, and short enough for the path of a socket.
+        is_long = len(tempfile.gettempdir()) > MAX_IPC_PATH_BYTES // 2
+        self._folder = tempfile.mkdtemp(prefix="baton-", dir="/tmp" if is_long else None)
         return f"ipc://{os.path.join(self._folder, 'control')}"
 
     def _watch_nodes(self) -> None:

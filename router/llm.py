@@ -38,7 +38,8 @@ class LLM:
         """Starts the nodes and waits for them; raises `ConfigError` or `NodeError`.
 
         `model` is a Hugging Face folder. `settings` are the fields of `ClusterConfig`, its
-        sections as structs or as dicts: `LLM(path, decode=2, cache={"memory_mib": 1024})`.
+        sections as structs or as dicts: `LLM(path, decode=2, cache={"memory_mib": 1024})`. Nodes
+        print warnings only, unless `log` says otherwise.
         """
         self.config = _config(model, settings)
         self._llm = AsyncLLM.from_config(self.config, launcher=launcher)
@@ -159,10 +160,9 @@ class LLM:
 
 
 def _config(model: str, settings: dict[str, object]) -> ClusterConfig:
-    plain = {
-        name: msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
-        for name, value in settings.items()
-    }
+    plain: dict[str, object] = {"log": {"level": "warning"}}
+    for name, value in settings.items():
+        plain[name] = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
     try:
         config = msgspec.convert(plain, ClusterConfig)
     except msgspec.ValidationError as error:
