@@ -10,7 +10,7 @@ the agent's.
 import contextlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 
 WARM_UP_BYTES = 64
+MAX_PARKED = 8
 
 
 class NixlTransport:
@@ -47,6 +48,9 @@ class NixlTransport:
         self._peers: dict[Epoch, _Peer] = {}
         # Removed with reads in flight: forgotten when the last of them has ended.
         self._leaving: list[_Peer] = []
+        # Agents that were removed while their connection was well, with their metadata. Adding one
+        # again reuses it: NIXL leaves a socket open at both ends when it drops a live one.
+        self._parked: dict[str, bytes] = {}
         self._reads: dict[int, _Flight] = {}
         self._next_handle = 0
         self._gone: list[Epoch] = []
@@ -80,11 +84,11 @@ class NixlTransport:
             mine = self._memory.block_bytes
             raise TransferError(f"its blocks have {block_bytes} bytes, ours {mine}")
         self.remove_peer(peer)
-        for known in self._leaving:
-            if known.where == where:
-                self._leaving.remove(known)
-                self._peers[peer] = known
-                return
+        busy = next((known for known in self._leaving if known.where == where), None)
+        if busy is not None:
+            self._leaving.remove(busy)
+            self._peers[peer] = busy
+            return
         try:
             self._peers[peer] = self._prepare(where)
         except self._errors.all as error:
@@ -92,7 +96,12 @@ class NixlTransport:
 
     def _prepare(self, where: NixlAddress) -> "_Peer":
         """Loads the metadata, prepares the whole pool and posts the transfer that connects."""
-        added = self._agent.add_remote_agent(where.metadata).decode()
+        parked = self._parked.pop(where.agent, None)
+        added = where.agent
+        if parked != where.metadata:
+            if parked is not None:
+                self._agent.remove_remote_agent(where.agent)
+            added = self._agent.add_remote_agent(where.metadata).decode()
         try:
             if added != where.agent:
                 raise TransferError("the metadata is another agent's")
@@ -202,6 +211,7 @@ class NixlTransport:
 
     def _failed(self, peer: "_Peer", error: Exception) -> TransferError:
         if isinstance(error, self._errors.disconnected):
+            peer.gone = True
             self._gone.extend(e for e, known in self._peers.items() if known is peer)
             return TransferError("the peer's process is gone")
         return TransferError(f"nixl could not read: {error}")
@@ -220,8 +230,16 @@ class NixlTransport:
                 self.cancel(handle)
         for peer in [peer for peer in self._leaving if not peer.num_in_flight]:
             self._leaving.remove(peer)
+            connected = peer.warm_up is None and not peer.gone
             peer.release()
-            self._agent.remove_remote_agent(peer.where.agent)
+            if connected:
+                self._parked[peer.where.agent] = peer.where.metadata
+            else:
+                self._agent.remove_remote_agent(peer.where.agent)
+        while len(self._parked) > MAX_PARKED:
+            agent = next(iter(self._parked))
+            del self._parked[agent]
+            self._agent.remove_remote_agent(agent)
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +248,8 @@ class _Peer:
     pool: Releasable
     source: Releasable  # of the warm-up
     warm_up: "_Flight | None" = None
-    num_in_flight: int = field(default=0)
+    num_in_flight: int = 0
+    gone: bool = False
 
     def release(self) -> None:
         if self.warm_up is not None:

@@ -37,7 +37,7 @@ def decode_address(data: bytes) -> NixlAddress:
         raise TransferError("not a nixl address, or a damaged one")
     try:
         return msgspec.msgpack.decode(body, type=NixlAddress)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TransferError(f"not a nixl address: {error}") from error
 
 

@@ -24,7 +24,7 @@ def decode_address(data: bytes) -> ShmAddress:
     """Raises `TransferError` on anything but an address."""
     try:
         return msgspec.msgpack.decode(data, type=ShmAddress)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TransferError(f"not an shm address: {error}") from error
 
 

@@ -1,0 +1,330 @@
+"""What every transport must do, with a process at either end; nixl with CMA and over TCP alone."""
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from baton.kv_transfer.agent_turns import Limits
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    CancelRead,
+    PeerDown,
+    PeerUp,
+    Read,
+    ReadEnded,
+    RemovePeer,
+)
+from baton.kv_transfer.transports.faulty import Faults
+from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.protocol.config import TransportChoice
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
+from tests.support.transfer_peer import Bump, Fill, OpenFiles, PeerOptions, TransferPeer
+
+# Late, twice and in fits, but never wrong: such a transport must keep the whole contract.
+UNRULY = Faults(delay=0.5, duplicate=0.5, stall=0.1, delay_tests=3, stall_tests=10)
+LIMITS = Limits(slice_bytes=256 << 10)
+NUM_BLOCKS = 64
+
+needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
+MODES = [
+    "shm",
+    "faulty",
+    pytest.param("nixl", marks=needs_nixl),
+    pytest.param("nixl-tcp", marks=needs_nixl),
+]
+_epochs = itertools.count()
+_tickets = itertools.count()
+
+
+class Peers:
+    """Children of one mode; `close` ends those that are left."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._stack = ExitStack()
+
+    def start(self, limits: Limits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
+        transport: TransportChoice = "nixl" if self.mode.startswith("nixl") else "shm"
+        faults = UNRULY if self.mode == "faulty" else None
+        epoch = Epoch(f"{self.mode}-{next(_epochs)}")
+        options = PeerOptions(epoch, transport, NUM_BLOCKS, block_bytes, limits, faults)
+        peer = TransferPeer(options, {"UCX_TLS": "tcp"} if self.mode == "nixl-tcp" else {})
+        self._stack.callback(peer.close)
+        return peer
+
+    def pair(self, limits: Limits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
+        """A reader, and an owner that it is connected to."""
+        reader, owner = self.start(limits, block_bytes), self.start(limits, block_bytes)
+        connect(reader, owner)
+        return [reader, owner]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(params=MODES)
+def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
+    found = Peers(request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=MODES)
+def pair(request: pytest.FixtureRequest) -> Iterator[list[TransferPeer]]:
+    """A reader and an owner that tests share, so they must leave both connected and alive."""
+    found = Peers(request.param)
+    yield found.pair()
+    found.close()
+
+
+def connect(reader: TransferPeer, owner: TransferPeer) -> None:
+    reader.send(reader.add(owner))
+    (event,) = reader.wait(1)
+    assert event == PeerUp(owner.options.epoch, *owner.address.metadata)
+
+
+def read(owner: TransferPeer, remote: range | list[int], local: range | list[int]) -> Read:
+    return Read(
+        next(_tickets), owner.options.epoch, tuple(remote), tuple(local), (0,) * len(remote)
+    )
+
+
+def run(reader: TransferPeer, *reads: Read) -> list[ReadEnded]:
+    """The ends of these reads, in the order of `reads`."""
+    reader.send(*reads)
+    ends = {}
+    for event in reader.wait(len(reads)):
+        assert isinstance(event, ReadEnded)
+        ends[event.ticket] = event
+    return [ends[read.ticket] for read in reads]
+
+
+def test_blocks_arrive_as_they_are_wherever_they_are_put(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    owner.ask(Fill(1))
+    remote, local = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))
+    random.Random(1).shuffle(remote)
+    random.Random(2).shuffle(local)
+    (end,) = run(reader, read(owner, remote, local))
+    assert (end.failure, end.num_bytes, end.quiet) == (None, NUM_BLOCKS * (64 << 10), True)
+    assert end.posted_s < end.ended_s
+    assert reader.digests(tuple(local)) == owner.digests(tuple(remote))
+
+
+def test_neighbours_and_lone_blocks_of_one_read_all_arrive(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    owner.ask(Fill(2))
+    remote = [5, 6, 7, 20, 9, 8, 40, 3, 2, 1]
+    local = [10, 11, 12, 13, 30, 29, 0, 60, 61, 62]
+    (end,) = run(reader, read(owner, remote, local))
+    assert end.failure is None
+    assert reader.digests(tuple(local)) == owner.digests(tuple(remote))
+
+
+def test_a_read_touches_only_the_blocks_it_names(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    owner.ask(Fill(3))
+    reader.ask(Fill(4))
+    before = reader.digests(tuple(range(NUM_BLOCKS)))
+    (end,) = run(reader, read(owner, [63, 0], [17, 33]))
+    assert (end.failure, end.num_bytes) == (None, 2 * (64 << 10))
+    after = reader.digests(tuple(range(NUM_BLOCKS)))
+    changed = [block for block in range(NUM_BLOCKS) if before[block] != after[block]]
+    assert changed == [17, 33]
+    assert reader.digests((17, 33)) == owner.digests((63, 0))
+
+
+def test_reads_that_are_queued_together_all_end(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    owner.ask(Fill(5))
+    reads = [read(owner, [block], [NUM_BLOCKS - 1 - block]) for block in range(NUM_BLOCKS)]
+    ends = run(reader, *reads)
+    assert all(end.failure is None and end.quiet for end in ends)
+    everything = tuple(range(NUM_BLOCKS))
+    assert reader.digests(everything) == owner.digests(everything)[::-1]
+
+
+def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    owner.ask(Fill(6))
+    whole = read(owner, range(32), range(32))
+    reader.send(whole, CancelRead(whole.ticket))
+    (end,) = reader.wait(1)
+    assert isinstance(end, ReadEnded)
+    assert end.quiet
+    reader.ask(Fill(7))
+    before = reader.digests(tuple(range(32)))
+    (other,) = run(reader, read(owner, range(32), range(32, 64)))
+    assert other.failure is None
+    assert reader.digests(tuple(range(32))) == before
+
+
+def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    bad = [
+        read(owner, [NUM_BLOCKS], [0]),
+        read(owner, [0], [NUM_BLOCKS]),
+        read(owner, [-1], [0]),
+        read(owner, [0], [-1]),
+    ]
+    for end in run(reader, *bad):
+        assert end.failure is not None
+        assert (end.num_bytes, end.quiet) == (0, True)
+
+
+def test_a_peer_may_be_removed_and_added_again(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    owner.ask(Fill(7))
+    for block in range(3):
+        reader.send(RemovePeer(owner.options.epoch))
+        connect(reader, owner)
+        (end,) = run(reader, read(owner, [block], [block]))
+        assert end.failure is None
+    assert reader.digests((0, 1, 2)) == owner.digests((0, 1, 2))
+
+
+def test_descriptors_come_back_and_dev_shm_stays_empty(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    shared = sorted(os.listdir("/dev/shm"))
+    files = [peer.ask(OpenFiles()).open_files for peer in pair]
+    for _ in range(5):
+        reader.send(RemovePeer(owner.options.epoch))
+        connect(reader, owner)
+    (end,) = run(reader, read(owner, [1], [1]))
+    assert end.failure is None
+    after = [peer.ask(OpenFiles()).open_files for peer in pair]
+    assert all(b - a <= 2 for a, b in zip(files, after, strict=True)), (files, after)
+    assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[TransferPeer]) -> None:
+    reader, owner = pair
+    good = reader.add(owner)
+    (name, data), dice = next(iter(owner.address.metadata.items())), random.Random(0)
+    damaged = [b"", data[:-1], data[: len(data) // 2], data + b"x", dice.randbytes(300)]
+    for _ in range(8):
+        wrong = bytearray(data)
+        wrong[dice.randrange(8, 16)] ^= 1 << dice.randrange(8)
+        damaged.append(bytes(wrong))
+    other = Epoch("someone-else")
+    bad = [AddPeer(other, name, RankAddress({name: d}), NUM_BLOCKS, 64 << 10) for d in damaged]
+    bad.append(msgspec.structs.replace(good, peer=other))
+    bad.append(msgspec.structs.replace(good, peer=other, block_bytes=4096))
+    bad.append(msgspec.structs.replace(good, peer=other, transport="pigeon"))
+    for command in bad:
+        reader.send(command)
+        (event,) = reader.wait(1)
+        assert isinstance(event, PeerDown), command
+    (end,) = run(reader, read(owner, [4], [4]))
+    assert end.failure is None
+
+
+def test_a_pool_of_other_blocks_is_refused(peers: Peers) -> None:
+    reader, owner = peers.start(), peers.start(block_bytes=4096)
+    reader.send(reader.add(owner))
+    (event,) = reader.wait(1)
+    assert isinstance(event, PeerDown)
+    assert "4096" in event.failure.message
+
+
+def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) -> None:
+    reader, owner = peers.pair(block_bytes=1 << 20)
+    # Stopped first, so that reads are on their way when it dies.
+    owner.stop()
+    reads = [read(owner, range(NUM_BLOCKS), range(NUM_BLOCKS)) for _ in range(3)]
+    reader.send(*reads)
+    owner.kill()
+    ends = [event for event in reader.wait(3) if isinstance(event, ReadEnded)]
+    after = read(owner, [0], [0])
+    reader.send(after)
+    while len(ends) < 4:
+        ends += [event for event in reader.wait(1) if isinstance(event, ReadEnded)]
+    assert sorted(end.ticket for end in ends) == [r.ticket for r in [*reads, after]]
+    assert all(end.quiet for end in ends)
+    assert ends[-1].failure is not None
+    successor = peers.start(block_bytes=1 << 20)
+    successor.ask(Fill(8))
+    reader.send(reader.add(successor))
+    while not any(isinstance(event, PeerUp) for event in reader.wait(1)):
+        pass
+    (end,) = run(reader, read(successor, [3, 4], [7, 2]))
+    assert end.failure is None
+    assert reader.digests((7, 2)) == successor.digests((3, 4))
+
+
+def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(peers: Peers) -> None:
+    reader, owner = peers.pair(block_bytes=1 << 20)
+    owner.ask(Fill(9))
+    expected = owner.digests(tuple(range(NUM_BLOCKS)))
+    owner.stop()
+    whole = read(owner, range(NUM_BLOCKS), range(NUM_BLOCKS))
+    reader.send(whole)
+    owner.resume()
+    (end,) = reader.wait(1)
+    assert isinstance(end, ReadEnded)
+    assert (end.failure, end.quiet) == (None, True)
+    assert reader.digests(tuple(range(NUM_BLOCKS))) == expected
+
+
+def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: Peers) -> None:
+    limits = Limits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+    reader, owner = peers.pair(limits, block_bytes=1 << 20)
+    owner.ask(Fill(10))
+    expected = owner.digests(tuple(range(NUM_BLOCKS)))
+    owner.stop()
+    (end,) = run(reader, read(owner, range(32), range(32)))
+    if peers.mode == "nixl-tcp":
+        # Nothing can be copied while it is stopped, and what was asked for may still come.
+        assert end.failure is not None
+        assert not end.quiet
+    else:
+        assert end.quiet
+    owner.resume()
+    ends = [run(reader, read(owner, [block], [40 + block]))[0] for block in range(4)]
+    done = [block for block, end in enumerate(ends) if end.failure is None]
+    assert done
+    assert reader.digests(tuple(40 + b for b in done)) == tuple(expected[b] for b in done)
+
+
+@needs_nixl
+def test_a_cancelled_read_in_flight_is_not_quiet_until_it_has_ended() -> None:
+    peers = Peers("nixl-tcp")
+    try:
+        reader, owner = peers.pair(block_bytes=1 << 20)
+        owner.stop()
+        whole = read(owner, range(8), range(8))
+        reader.send(whole)
+        first = read(owner, [9], [9])
+        reader.send(first, CancelRead(whole.ticket))
+        owner.resume()
+        ends = {}
+        for event in reader.wait(2):
+            assert isinstance(event, ReadEnded)
+            ends[event.ticket] = event
+        assert all(end.quiet for end in ends.values())
+        assert ends[first.ticket].failure is None
+    finally:
+        peers.close()
+
+
+@pytest.mark.parametrize("mode", ["shm", "faulty"])
+def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
+    peers = Peers(mode)
+    try:
+        reader, owner = peers.pair()
+        owner.ask(Bump((5,)))
+        stale, fresh = run(reader, read(owner, [4, 5, 6], [0, 1, 2]), read(owner, [4], [3]))
+        assert stale.failure is not None
+        assert stale.failure.code == "stale_block"
+        assert stale.quiet
+        assert fresh.failure is None
+        now = Read(next(_tickets), owner.options.epoch, (5,), (1,), (1,))
+        assert run(reader, now)[0].failure is None
+    finally:
+        peers.close()

@@ -1,0 +1,218 @@
+"""A process that owns a pool and a transfer agent, for tests that kill, stop and add it again.
+
+`TransferPeer` is the test's end of it. They speak over a socket pair, one message a packet; the
+child ends when the test's end is closed. Its own process, because UCX reads its environment there
+and damaged transport metadata may crash it.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from baton.kv_transfer.agent import TransferAgent
+from baton.kv_transfer.agent_turns import Limits
+from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, Transport
+from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
+from baton.kv_transfer.transports.make import make_transports
+from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
+
+MAX_MESSAGE_BYTES = 1 << 17
+ANSWER_TIMEOUT_S = 30.0
+
+
+class PeerOptions(msgspec.Struct, frozen=True):
+    epoch: Epoch
+    transport: TransportChoice
+    num_blocks: int = 64
+    block_bytes: int = 64 << 10
+    limits: Limits = Limits()
+    faults: Faults | None = None
+    seed: int = 0
+
+
+class Request(msgspec.Struct, frozen=True, tag=True):
+    """Root of what a test asks; each is answered with one `Answer`."""
+
+
+class Fill(Request, frozen=True):
+    """Fill the whole pool with the bytes of `seed`."""
+
+    seed: int
+
+
+class Bump(Request, frozen=True):
+    """Give these blocks a new owner."""
+
+    blocks: tuple[int, ...]
+
+
+class Send(Request, frozen=True):
+    commands: tuple[AgentCommand, ...]
+
+
+class Wait(Request, frozen=True):
+    """Answered with the next events, none if none come in time."""
+
+    timeout_s: float = 10.0
+
+
+class Digests(Request, frozen=True):
+    blocks: tuple[int, ...]
+
+
+class OpenFiles(Request, frozen=True):
+    pass
+
+
+class CloseAgent(Request, frozen=True):
+    pass
+
+
+class Answer(msgspec.Struct, frozen=True):
+    events: tuple[AgentEvent, ...] = ()
+    digests: tuple[bytes, ...] = ()
+    address: RankAddress | None = None
+    open_files: int = 0
+
+
+AnyRequest = Fill | Bump | Send | Wait | Digests | OpenFiles | CloseAgent
+
+
+class TransferPeer:
+    """The test's end of one child. `close` ends it; `kill`, `stop` and `resume` are signals."""
+
+    def __init__(self, options: PeerOptions, env: Mapping[str, str] | None = None) -> None:
+        self.options = options
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link.settimeout(ANSWER_TIMEOUT_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), msgspec.json.encode(options)],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **(env or {})},
+            )
+        try:
+            address = self._receive().address
+        except BaseException:
+            self.close()
+            raise
+        assert address is not None
+        self.address = address
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, request: AnyRequest) -> Answer:
+        self._link.send(msgspec.msgpack.encode(request))
+        return self._receive()
+
+    def _receive(self) -> Answer:
+        data = self._link.recv(MAX_MESSAGE_BYTES)
+        assert data, f"the child ended with {self._process.wait()}"
+        return msgspec.msgpack.decode(data, type=Answer)
+
+    def send(self, *commands: AgentCommand) -> None:
+        self.ask(Send(commands))
+
+    def wait(self, count: int) -> list[AgentEvent]:
+        """The next `count` events; fails if they do not come."""
+        events: list[AgentEvent] = []
+        while len(events) < count:
+            more = self.ask(Wait()).events
+            assert more, f"no event came after {events}"
+            events += more
+        return events
+
+    def digests(self, blocks: tuple[int, ...]) -> tuple[bytes, ...]:
+        return self.ask(Digests(blocks)).digests
+
+    def add(self, other: "TransferPeer") -> AddPeer:
+        """The command that makes `other` readable from here."""
+        (name,) = other.address.metadata
+        shape = other.options
+        return AddPeer(shape.epoch, name, other.address, shape.num_blocks, shape.block_bytes)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Returns once the process is stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> int:
+        """Ends it in order; returns the exit code."""
+        self._link.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(10.0)
+        self.kill()
+        return -int(signal.SIGKILL)
+
+
+class _Child:
+    def __init__(self, options: PeerOptions) -> None:
+        self._options = options
+        self._pool = HostPool(options.num_blocks, options.block_bytes)
+        self._blocks = np.frombuffer(self._pool.buffer, np.uint8).reshape(options.num_blocks, -1)
+        config = TransferConfig(transport=options.transport)
+        transports = make_transports(self._pool, options.epoch, config)
+        if options.faults is not None:
+            transports = [self._spoilt(t, options.faults) for t in transports]
+        self._agent = TransferAgent(transports, options.block_bytes, options.limits)
+
+    def _spoilt(self, inner: Transport, faults: Faults) -> Transport:
+        options = self._options
+        return FaultyTransport(inner, faults, options.seed, self._pool.buffer, options.block_bytes)
+
+    def serve(self, link: socket.socket) -> None:
+        link.send(msgspec.msgpack.encode(Answer(address=self._agent.address())))
+        while data := link.recv(MAX_MESSAGE_BYTES):
+            request = msgspec.msgpack.decode(data, type=AnyRequest)
+            link.send(msgspec.msgpack.encode(self._answer(request)))
+        self._agent.close()
+        self._pool.close()
+
+    def _answer(self, request: AnyRequest) -> Answer:
+        match request:
+            case Fill(seed=seed):
+                data = random.Random(seed).randbytes(self._blocks.size)
+                self._blocks[:] = np.frombuffer(data, np.uint8).reshape(self._blocks.shape)
+            case Bump(blocks=blocks):
+                self._pool.generations[list(blocks)] += 1
+            case Send(commands=commands):
+                for command in commands:
+                    self._agent.send(command)
+            case Wait(timeout_s=timeout_s):
+                select.select([self._agent.fileno()], [], [], timeout_s)
+                return Answer(events=tuple(self._agent.poll()))
+            case Digests(blocks=blocks):
+                digests = (hashlib.blake2b(self._blocks[b], digest_size=16) for b in blocks)
+                return Answer(digests=tuple(d.digest() for d in digests))
+            case OpenFiles():
+                return Answer(open_files=len(os.listdir("/proc/self/fd")))
+            case CloseAgent():
+                self._agent.close()
+        return Answer()
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as inherited:
+        _Child(msgspec.json.decode(sys.argv[2], type=PeerOptions)).serve(inherited)
