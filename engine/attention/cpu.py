@@ -1,9 +1,9 @@
 """Attention on CPUs, batch-invariant: a token's bits depend on its own sequence alone.
 
 Three things see to that. Products get enough rows for one code path of the library (`LINEAR_ROWS`,
-`PRODUCT_ROWS`). Keys are cut into tiles at absolute positions, each tile is its own product, and
-tiles are added in order. And a softmax row is padded to whole tiles with zero weights, which change
-no sum. So decode, chunked and whole prompts agree bit for bit.
+`PRODUCT_ROWS`). Values are mixed in tiles of keys cut at absolute positions, each a product of its
+own, added in order. And rows of weights are padded with zeros only, which change no sum. So decode,
+chunked and whole prompts agree bit for bit.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from baton.engine.attention.backend import Batch, Span
 
-TILE = 128  # keys
+# Keys of one product: the longest that always gave the bits of a longer one padded with zeros.
+TILE = {torch.float32: 128, torch.bfloat16: 512}
+LANES = 16  # contexts are padded to whole vectors of keys, for the sums of the softmax
 # Rows of a linear layer and of an attention product come in multiples of these. Measured with 1 to
 # 8 threads: every such count up to 600 gives the bits of the largest, while few rows, or few for a
 # thread, take other paths (fp32: 1 to 3, two threads also 5 to 7 and 9 to 11; bf16: 1 at times).
 LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
-QUERIES = 128  # of one prompt at a time: bounds the scores, and skips tiles that none of them sees
+QUERIES = 128  # of one prompt at a time: bounds the scores, and skips keys that none of them sees
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +96,7 @@ class CpuBackend:
         self._targets = self._slot_rows(batch.slots)
         self._num_tokens = batch.num_tokens
         decoding = [span for span in batch.spans if span.length == 1]
-        self._groups = [self._decode_group(spans) for spans in _by_tiles(decoding)]
+        self._groups = [self._decode_group(spans) for spans in _by_length(decoding)]
         self._prompts = [self._prompt(span) for span in batch.spans if span.length > 1]
 
     def _slot_rows(self, slots: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class CpuBackend:
         return (rows * self.block_size + offset[:, None, None]).flatten()
 
     def _gather(self, spans: list[Span]) -> Gather:
-        num_keys = max(_tiles(span) for span in spans) * TILE
+        num_keys = max(_num_keys(span.end) for span in spans)
         num_blocks = -(-num_keys // self.block_size)
         tables = torch.empty(len(spans), num_blocks, dtype=torch.int64)
         live = torch.tensor([span.end for span in spans])
@@ -141,10 +143,10 @@ class CpuBackend:
         while first < span.length:
             position = span.start + first
             last = min(span.length, first + QUERIES - position % QUERIES)
-            num_keys = -(-(span.start + last) // TILE) * TILE
+            num_keys = _num_keys(span.start + last)
             own = torch.arange(position, span.start + last)[:, None, None]
-            # Without a window every query sees all keys before the first one's tile.
-            first_masked = 0 if self.window else position // TILE * TILE
+            # Without a window every query sees all keys before the first one's.
+            first_masked = 0 if self.window else position
             mask = self._mask(own, torch.arange(first_masked, num_keys))
             parts.append(PromptPart(first, last, num_keys, mask))
             first = last
@@ -176,14 +178,16 @@ class CpuBackend:
 
     def _rotate(self, qk: Tensor, head_norms: Tensor | None) -> Tensor:
         """Norm and rotation of query and key heads in fp32; queries come scaled."""
-        x = qk.float()  # [num_tokens, num_heads + kv_heads, head_dim]
+        x = qk.to(torch.float32, copy=True)  # [num_tokens, num_heads + kv_heads, head_dim]
         if head_norms is not None:
-            x = F.rms_norm(x, (self.head_dim,), None, self.eps) * head_norms
+            x = _rms_norm(x, self.eps).mul_(head_norms)
         low, high = x.chunk(2, dim=-1)
         cos, sin = self._cos_now, self._sin_now
-        x = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-        x[:, : self.num_heads] *= self.head_dim**-0.5
-        return x.to(self.dtype)
+        turned = torch.empty_like(x)
+        torch.sub(low * cos, high * sin, out=turned[..., : self.head_dim // 2])
+        torch.add(high.mul_(cos), low.mul_(sin), out=turned[..., self.head_dim // 2 :])
+        turned[:, : self.num_heads] *= self.head_dim**-0.5
+        return turned.to(self.dtype)
 
     def _read(self, layer: int, gather: Gather) -> tuple[Tensor, Tensor]:
         """Keys and values, each `[batch * kv_heads, num_keys, head_dim]`."""
@@ -205,14 +209,8 @@ class CpuBackend:
         q = self._pad_rows(q.flatten(0, 1))
         scores = torch.bmm(q, k.transpose(1, 2))
         scores.view(batch, kv_heads, q.shape[1], -1).add_(group.mask)
-        weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
-        tiles = weights.view(len(q), q.shape[1], -1, TILE).transpose(1, 2).flatten(0, 1)
-        parts = torch.bmm(tiles, v.reshape(-1, TILE, head_dim))
-        parts = parts.view(batch * kv_heads, -1, q.shape[1], head_dim)[:, :, :num_rows].float()
-        out = parts[:, 0]
-        for tile in range(1, parts.shape[1]):
-            out = out + parts[:, tile]
-        return out.reshape(batch, kv_heads * num_rows, head_dim).to(self.dtype)
+        out = self._mix(scores.softmax(-1), v)[:, :num_rows]
+        return out.reshape(batch, kv_heads * num_rows, head_dim)
 
     def _prefill(self, layer: int, q: Tensor, prompt: Prompt, out: Tensor) -> None:
         """Attention of a chunk into `out`; `q` is `[num_tokens, kv_heads, group, head_dim]`."""
@@ -226,14 +224,22 @@ class CpuBackend:
             scores = torch.bmm(rows, keys[:, : part.num_keys].transpose(1, 2))
             seen = scores[:, :num_rows].view(len(rows), -1, self.group, part.num_keys)
             seen[..., part.num_keys - part.mask.shape[-1] :].add_(part.mask)
-            weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
-            mixed = torch.bmm(weights[..., :TILE], values[:, :TILE]).float()
-            for tile in range(TILE, part.num_keys, TILE):
-                here = slice(tile, tile + TILE)
-                mixed = mixed + torch.bmm(weights[..., here], values[:, here])
-            mixed = mixed[:, :num_rows].view(len(rows), -1, self.group, self.head_dim)
+            mixed = self._mix(scores.softmax(-1), values[:, : part.num_keys])[:, :num_rows]
+            mixed = mixed.view(len(rows), -1, self.group, self.head_dim)
             own = out[span.row + part.first : span.row + part.last]
             own.view(-1, len(rows), self.group, self.head_dim).copy_(mixed.transpose(0, 1))
+
+    def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
+        """`weights @ values`, a tile of keys after the other, summed in fp32."""
+        tile, num_keys = TILE[self.dtype], values.shape[1]
+        mixed = torch.bmm(weights[..., :tile], values[:, :tile])
+        if num_keys <= tile:
+            return mixed
+        mixed = mixed.float()
+        for first in range(tile, num_keys, tile):
+            here = slice(first, first + tile)
+            mixed += torch.bmm(weights[..., here], values[:, here])
+        return mixed.to(self.dtype)
 
     def _pad_rows(self, q: Tensor) -> Tensor:
         missing = -q.shape[1] % PRODUCT_ROWS[self.dtype]
@@ -245,22 +251,29 @@ class CpuBackend:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         stream = x if residual is None else x + residual
-        return F.rms_norm(stream, (stream.shape[-1],), weight, eps), stream
+        normed = _rms_norm(stream.to(torch.float32, copy=True), eps)
+        return normed.mul_(weight).to(self.dtype), stream
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
 
-def _tiles(span: Span) -> int:
-    return -(-span.end // TILE)
+def _rms_norm(x: Tensor, eps: float) -> Tensor:
+    """In place: at a few hundred tokens, new memory costs more than arithmetic."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x.mul_(norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_())
 
 
-def _by_tiles(spans: list[Span]) -> list[list[Span]]:
+def _num_keys(end: int) -> int:
+    return -(-end // LANES) * LANES
+
+
+def _by_length(spans: list[Span]) -> list[list[Span]]:
     """Groups in which padding to the longest context wastes a third at most."""
     groups: list[list[Span]] = []
-    for span in sorted(spans, key=_tiles):
-        if groups and _tiles(span) <= _tiles(groups[-1][0]) * 3 // 2:
+    for span in sorted(spans, key=lambda span: span.end):
+        if groups and _num_keys(span.end) * 2 <= _num_keys(groups[-1][0].end) * 3:
             groups[-1].append(span)
         else:
             groups.append([span])
