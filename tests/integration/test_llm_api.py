@@ -1,0 +1,246 @@
+"""`LLM` and `AsyncLLM` as users call them, over real node processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton import LLM, AsyncLLM, SamplingParams
+from baton.deploy.local import LocalCluster
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from baton.protocol.errors import Cancelled, NodeError
+from baton.router.async_llm import Launcher
+from baton.router.outputs import RequestOutput
+from tests.support.checkpoints import model_folder
+
+START_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 15.0
+PROMPT = list(range(20, 60))
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+QUICKSTART = """
+from baton import LLM, SamplingParams
+
+prompts = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+if __name__ == "__main__":
+    llm = LLM(model={model!r})
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {{prompt!r}}, Generated text: {{generated_text!r}}")
+"""
+
+
+def settings(**counts: int) -> ClusterConfig:
+    return ClusterConfig(
+        **counts,
+        model=ModelConfig(path=str(model_folder("qwen3"))),
+        cache=CacheConfig(num_blocks=200),
+        engine=EngineConfig(max_num_seqs=16),
+        router=RouterConfig(local_prefill="never"),
+        log=LogConfig(level="warning"),
+    )
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    router = RouterConfig(local_prefill="never")
+    with LLM(str(model_folder("qwen3")), router=router, cache={"num_blocks": 200}) as started:
+        yield started
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=GONE_TIMEOUT_S)
+    assert alive == []
+
+
+def write_script(tmp_path: Path, more: str = "") -> list[str]:
+    script = tmp_path / "quickstart.py"
+    script.write_text(QUICKSTART.format(model=str(model_folder("qwen3"))) + more)
+    return [sys.executable, str(script)]
+
+
+def test_the_quickstart_script_runs_and_leaves_no_process(tmp_path: Path) -> None:
+    script = subprocess.Popen(write_script(tmp_path), stdout=subprocess.PIPE, text=True)
+    nodes: list[psutil.Process] = []
+    assert script.stdout is not None
+    with script.stdout as lines:
+        while len(nodes) < 2 and script.poll() is None:
+            nodes = children_of(script.pid)
+            time.sleep(0.01)
+        printed = lines.read().splitlines()
+    assert script.wait(60.0) == 0
+    assert len(printed) == 4
+    assert printed[0].startswith("Prompt: 'Hello, my name is', Generated text: ")
+    assert len(nodes) == 2
+    assert_gone(nodes)
+
+
+def test_nodes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
+    waits = "    print('up', flush=True)\n    import time; time.sleep(600)\n"
+    script = subprocess.Popen(write_script(tmp_path, waits), stdout=subprocess.PIPE, text=True)
+    assert script.stdout is not None
+    with script.stdout as lines:
+        assert any(line == "up\n" for line in lines)
+        nodes = children_of(script.pid)
+        assert len(nodes) == 2
+        script.kill()
+        script.wait(10.0)
+    assert_gone(nodes)
+
+
+def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm: LLM) -> None:
+    first, again = (llm.generate(PROMPT, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert len(first.outputs[0].token_ids) == 40
+    assert first.outputs[0] == again.outputs[0]
+    assert (first.metrics.num_cached_tokens, again.metrics.num_cached_tokens) == (0, 32)
+    assert first.metrics.path == "disaggregated"
+    assert first.metrics.transfer_bytes > 0
+
+
+def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, max_tokens=20, ignore_eos=True)
+    first, again = (llm.generate("hello", params, use_tqdm=False)[0] for _ in range(2))
+    texts = [choice.text for choice in first.outputs]
+    assert len(set(texts)) == 3
+    assert [choice.text for choice in again.outputs] == texts
+    alone = llm.generate("hello", SamplingParams(seed=11, max_tokens=20, ignore_eos=True))
+    assert alone[0].outputs[0].text == texts[0]
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (whole,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    stop = whole.outputs[0].text[10:13]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop])
+    (cut,) = llm.generate("abc", params, use_tqdm=False)
+    assert cut.outputs[0].text == whole.outputs[0].text.partition(stop)[0]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) -> None:
+    prompts = [[30 + i] * (1 + 13 * i) for i in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=True) for i in range(12)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, wanted, output in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate(prompt, wanted, use_tqdm=False)
+        assert alone.outputs == output.outputs
+        assert len(output.outputs[0].token_ids) == wanted.max_tokens
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_with_the_node_s_words(tmp_path: Path) -> None:
+    source = model_folder("qwen3")
+    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NodeError, match="at its start"):
+        LLM(str(tmp_path))
+
+
+class Nodes:
+    """`deploy`'s launcher, with a handle on what it launched."""
+
+    def __init__(self) -> None:
+        self.cluster: LocalCluster | None = None
+
+    @property
+    def launcher(self) -> Launcher:
+        def launch(config: ClusterConfig, endpoint: str) -> LocalCluster:
+            self.cluster = LocalCluster(config, endpoint)
+            return self.cluster
+
+        return launch
+
+    def kill(self, name: str) -> None:
+        assert self.cluster is not None
+        pid = self.cluster.pid_of(name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
+    async def use() -> None:
+        nodes = Nodes()
+        llm = AsyncLLM.from_config(settings(), launcher=nodes.launcher)
+        await llm.start()
+        try:
+            await llm.ready(START_TIMEOUT_S)
+            async for output in llm.generate(PROMPT, GREEDY):
+                expected = output.outputs[0].token_ids
+            got: list[int] = []
+            is_killed = False
+            async for output in llm.generate(PROMPT, GREEDY):
+                got = output.outputs[0].token_ids
+                if len(got) >= 5 and not is_killed:
+                    is_killed = True
+                    nodes.kill("decode-0")
+            assert is_killed
+            assert got == expected
+            assert output.metrics.resumed
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(use())
+
+
+def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
+    async def use() -> None:
+        llm = AsyncLLM.from_config(settings(prefill=2, decode=2))
+        await llm.start()
+        try:
+            await llm.ready(START_TIMEOUT_S)
+            assert llm.health().status == "ready"
+            assert len(llm.health().nodes) == 4
+            await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
+            async with asyncio.timeout(10.0):
+                while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
+        finally:
+            await llm.shutdown()
+        assert not llm.is_running
+
+    asyncio.run(use())
+
+
+async def stream_or_abort(llm: AsyncLLM, number: int) -> None:
+    """Every fourth request is aborted by its id after a few tokens."""
+    name = f"request {number}"
+    outputs: list[RequestOutput] = []
+
+    async def read() -> None:
+        async for output in llm.generate(PROMPT, GREEDY, request_id=name):
+            outputs.append(output)
+            if number % 4 == 0 and len(output.outputs[0].token_ids) >= 3:
+                await llm.abort(name)
+
+    if number % 4 == 0:
+        with pytest.raises(Cancelled):
+            await read()
+    else:
+        await read()
+        assert outputs[-1].finished
+        assert len(outputs[-1].outputs[0].token_ids) == 40
