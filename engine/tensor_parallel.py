@@ -5,12 +5,18 @@ and where logits are put together. It never learns how ranks talk. Every rank ca
 collectives in the same order with equal shapes; nothing here decides or samples.
 """
 
-from datetime import timedelta
-from pathlib import Path
+import mmap
+import os
+import socket
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
+
+from baton.protocol.errors import NodeError
+
+SLOT_BYTES = 4 << 20  # of one rank in one exchange; larger tensors go in pieces
 
 
 class Ranks(Protocol):
@@ -51,36 +57,66 @@ class SingleRank:
         return tensor
 
 
-class GlooRanks:
-    """Worker processes of one host, over loopback TCP. One per process.
+class SharedMemoryRanks:
+    """Processes of one host: CPU tensors through shared memory, a byte on a socket as the signal.
 
-    Gloo reduces each piece of a tensor on one rank and hands out the sum, so all ranks get the same
-    bits. A rank that dies makes the others' calls fail at once.
+    Each element is summed in rank order in float32, so its bits depend neither on the rank that
+    asks nor on what else is in the batch (a ring would cut a tensor at places that its size
+    decides). A peer that dies ends its socket, and the calls of all others raise `NodeError`.
+
+    Slots alternate: a rank writes into one pair's half again only after every peer has signalled
+    the exchange in between, and a peer does that after it has read this half.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: Path, timeout_s: float) -> None:
+    def __init__(self, rank: int, memory: int, peers: Sequence[socket.socket]) -> None:
+        """`memory` is the descriptor of an empty file that all share; `peers` are in rank order."""
         self.rank = rank
-        self.size = size
-        distributed.init_process_group(
-            "gloo",
-            init_method=rendezvous.absolute().as_uri(),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        self.size = len(peers) + 1
+        self._peers = peers
+        num_bytes = 2 * self.size * SLOT_BYTES
+        os.ftruncate(memory, num_bytes)  # whoever comes second changes nothing
+        self._memory = mmap.mmap(memory, num_bytes)
+        buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._slots = buffer.view(2, self.size, SLOT_BYTES)
+        self._half = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        distributed.all_reduce(tensor)
+        for piece in _pieces(tensor.view(-1), tensor.element_size()):
+            parts = self._exchange(piece)
+            total = parts[0].to(torch.float32, copy=True)
+            for part in parts[1:]:
+                total += part
+            piece.copy_(total)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        distributed.all_gather(parts, tensor)
-        return torch.cat(parts, dim=-1)
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        pieces = _pieces(rows, rows.shape[1] * rows.element_size())
+        gathered = [torch.cat(self._exchange(piece), dim=-1) for piece in pieces]
+        return torch.cat(gathered).view(*tensor.shape[:-1], self.size * tensor.shape[-1])
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        distributed.broadcast(tensor, src=0)
+        for piece in _pieces(tensor.view(-1), tensor.element_size()):
+            piece.copy_(self._exchange(piece)[0])
         return tensor
 
-    def close(self) -> None:
-        distributed.destroy_process_group()
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
+        """Every rank's piece, in rank order; valid until the next exchange."""
+        slots, self._half = self._slots[self._half], 1 - self._half
+        num_bytes = piece.numel() * piece.element_size()
+        parts = [slot[:num_bytes].view(piece.dtype).view(piece.shape) for slot in slots]
+        parts[self.rank].copy_(piece)
+        try:
+            for peer in self._peers:
+                peer.sendall(b"\0")
+            if all(peer.recv(1) for peer in self._peers):
+                return parts
+        except OSError:
+            pass
+        raise NodeError("another rank of this node is gone")
+
+
+def _pieces(tensor: Tensor, row_bytes: int) -> Sequence[Tensor]:
+    """Views of consecutive rows, each of which fits a slot."""
+    assert row_bytes <= SLOT_BYTES, "one row must fit a slot"
+    return torch.split(tensor, SLOT_BYTES // row_bytes)

@@ -11,10 +11,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from baton.engine.rank import LoadedRank, load_rank
-from baton.engine.tensor_parallel import GlooRanks, Ranks, SingleRank
+from baton.engine.tensor_parallel import Ranks, SharedMemoryRanks, SingleRank
 from baton.engine.worker_messages import (
     FromWorker,
     Loaded,
@@ -30,8 +29,6 @@ from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
-
-COLLECTIVE_TIMEOUT_S = 600.0  # a rank that died is noticed at once; this is for one that hangs
 
 log = logger("worker")
 
@@ -63,8 +60,7 @@ class Worker:
         return 0
 
     def _serve(self, load: LoadRank) -> None:
-        ranks = _join(load)
-        rank = load_rank(load.config, load.epoch, ranks, self._progress)
+        rank = load_rank(load.config, load.epoch, _join(load), self._progress)
         pump = PortPump(rank.port, self._port, self._tell)
         pump.start()
         try:
@@ -73,8 +69,6 @@ class Worker:
         finally:
             pump.stop()
             rank.close()
-        if isinstance(ranks, GlooRanks):
-            ranks.close()
 
     def _run_steps(self, rank: LoadedRank) -> None:
         while (message := self._steps.wait()) is not None:
@@ -136,9 +130,10 @@ class PortPump:
 
 
 def _join(load: LoadRank) -> Ranks:
-    if load.size == 1:
+    if not load.peers:
         return SingleRank()
-    return GlooRanks(load.rank, load.size, Path(load.rendezvous), COLLECTIVE_TIMEOUT_S)
+    peers = [socket.socket(fileno=descriptor) for descriptor in load.peers]
+    return SharedMemoryRanks(load.rank, load.memory, peers)
 
 
 def _as_baton(error: Exception) -> BatonError:

@@ -5,13 +5,13 @@ out when all ranks are through and agree on the tokens. A rank that dies or fail
 nothing is restarted here. No call but `start` and `close` ever blocks.
 """
 
+import os
 import select
-import shutil
 import socket
-import tempfile
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
 
 import msgspec
 
@@ -46,20 +46,19 @@ class WorkerExecutor:
         self._config = config
         self._epoch = epoch
         self._workers: list[_Worker] = []
-        self._folder: Path | None = None
         self._epoll = select.epoll()
         self._error: NodeError | ConfigError | None = None
 
     def start(self, progress: Progress) -> ExecutorInfo:
         """Spawns and loads; raises what the first failing rank says."""
         size = self._config.engine.tensor_parallel
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        for rank in range(size):
-            worker = _Worker(rank, self._config)
-            self._workers.append(worker)
-            self._epoll.register(worker.steps, select.EPOLLIN)
-            load = LoadRank(self._config, self._epoch, rank, size, str(self._folder / "rendezvous"))
-            self._send(worker, load)
+        with _meeting(size) as (memory, peers):
+            for rank in range(size):
+                worker = _Worker(rank, self._config, (memory, *peers[rank]))
+                self._workers.append(worker)
+                self._epoll.register(worker.steps, select.EPOLLIN)
+                load = LoadRank(self._config, self._epoch, rank, memory, peers[rank])
+                self._send(worker, load)
         deadline_s = monotonic() + self._config.node.start_timeout_s
         while not all(worker.info for worker in self._workers):
             self._hear(PROGRESS_EVERY_S)
@@ -105,9 +104,6 @@ class WorkerExecutor:
                 worker.child.wait(monotonic() + 1.0)
         self._workers = []
         self._epoll.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
     def _send(self, worker: "_Worker", message: LoadRank | RunStep) -> None:
         worker.steps.send(message)
@@ -149,7 +145,7 @@ class WorkerExecutor:
 class _Worker:
     """One rank's process, as seen from here."""
 
-    def __init__(self, rank: int, config: ClusterConfig) -> None:
+    def __init__(self, rank: int, config: ClusterConfig, meeting: tuple[int, ...]) -> None:
         ours, theirs = socket.socketpair()
         our_port, their_port = socket.socketpair()
         ours.setblocking(False)
@@ -166,12 +162,8 @@ class _Worker:
                     name=f"rank-{rank}",
                     args=(str(theirs.fileno()), str(their_port.fileno())),
                     module="baton.engine.worker",
-                    # Ranks meet on this host alone.
-                    env=(
-                        ("GLOO_SOCKET_IFNAME", "lo"),
-                        ("OMP_NUM_THREADS", str(config.engine.threads)),
-                    ),
-                    pass_fds=(theirs.fileno(), their_port.fileno()),
+                    env=(("OMP_NUM_THREADS", str(config.engine.threads)),),
+                    pass_fds=(theirs.fileno(), their_port.fileno(), *meeting),
                 )
             )
 
@@ -212,6 +204,20 @@ class RemotePort:
     def close(self) -> None:
         self._is_closed = True
         self._socket.close()
+
+
+@contextmanager
+def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+    """What the ranks inherit: memory that all share, and for each a socket to every other."""
+    with ExitStack() as stack:
+        memory = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+        stack.callback(os.close, memory)
+        peers: list[list[int]] = [[] for _ in range(size)]
+        for one, other in combinations(range(size), 2):
+            ends = socket.socketpair()
+            for rank, end in zip((one, other), ends, strict=True):
+                peers[rank].append(stack.enter_context(end).fileno())
+        yield memory, [tuple(descriptors) for descriptors in peers]
 
 
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:

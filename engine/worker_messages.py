@@ -30,13 +30,14 @@ class WorkerMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadRank(WorkerMessage, frozen=True):
-    """The first message to a worker. Ranks meet at the file `rendezvous`, if there are several."""
+    """The first message to a worker. `memory` and `peers` are descriptors that it inherited: what
+    the ranks share, and a socket to each of the others in rank order."""
 
     config: ClusterConfig
     epoch: Epoch
     rank: int
-    size: int
-    rendezvous: str
+    memory: int
+    peers: tuple[int, ...]
 
 
 class RunStep(WorkerMessage, frozen=True):

@@ -250,6 +250,17 @@ def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int
             steps.result()
 
 
+def test_a_rank_that_dies_inside_a_step_ends_the_others_wait() -> None:
+    with started("two ranks") as (executor, _):
+        assert isinstance(executor, WorkerExecutor)
+        steps = Steps(executor)
+        os.kill(executor.pids[1], signal.SIGSTOP)
+        steps.submit(prompt_slice(new_key(), (1, 2, 3)))
+        os.kill(executor.pids[1], signal.SIGKILL)
+        with pytest.raises(NodeError):
+            steps.result()
+
+
 @pytest.mark.parametrize("kind", WORKERS)
 def test_no_worker_outlives_a_close(kind: str) -> None:
     with started(kind) as (executor, _):
