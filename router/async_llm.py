@@ -265,6 +265,7 @@ class AsyncLLM:
 
     def _watch_nodes(self) -> None:
         """Nodes are restarted when they end, but one that never gets ready never will."""
+        self._watch = asyncio.get_running_loop().call_later(WATCH_S, self._watch_nodes)
         assert self._nodes is not None
         for exit_ in self._nodes.poll():
             log.warning("node process ended", node=exit_.name, code=exit_.code)
@@ -272,7 +273,6 @@ class AsyncLLM:
                 tail = "\n".join(exit_.tail)
                 text = f"{exit_.name} ended with code {exit_.code} at its start:\n{tail}"
                 self._core.fail(NodeError(text, code="start_failed").to_failure())
-        self._watch = asyncio.get_running_loop().call_later(WATCH_S, self._watch_nodes)
 
 
 def _merged(deltas: list[CompletionOutput], num_choices: int) -> list[CompletionOutput]:

@@ -48,10 +48,6 @@ class NodeSockets:
     def endpoint(self) -> str:
         return self._listener.endpoint
 
-    @property
-    def num_malformed(self) -> int:
-        return self._listener.num_malformed
-
     def send(self, node: NodeId, message: ToNode) -> bool:
         """False: the node is gone or too slow, and `gone` will say so if it was known."""
         return self._is_open and self._listener.send(node.encode(), message)

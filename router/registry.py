@@ -5,7 +5,6 @@ never picks a node (`policy` does) and never speaks to one. A node that falls si
 is out of service but remembered: with its next good beat it is back.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -201,9 +200,6 @@ class Registry:
         nodes = (node for node in self._nodes.values() if node.role == role)
         return sorted((n for n in nodes if n.state == "ready"), key=lambda node: node.node_id)
 
-    def known(self) -> Iterable[Node]:
-        return self._nodes.values()
-
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
         """What nodes of `role` are to know: those of the other one."""
         other: Role = "decode" if role == "prefill" else "prefill"
@@ -257,6 +253,9 @@ class Registry:
 
     def _stranger(self, info: NodeInfo) -> Failure | None:
         """Why a node cannot serve next to the others."""
+        sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
+        if min(sizes) < 1:
+            return _mismatch("impossible_node", f"{info.node_id} is ready with nothing to offer")
         model = self._model
         if model is None:
             return None

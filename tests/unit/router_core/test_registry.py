@@ -111,13 +111,19 @@ def test_a_hello_that_cannot_be_right_is_refused(hello: Hello, code: str) -> Non
     (change,) = registry.hello(0.0, NodeId("d0"), hello)
     assert isinstance(change, Refuse)
     assert change.failure.code == code
-    assert list(registry.known()) == []
+    assert registry.nodes_health(0.0) == ()
 
 
 def test_ready_without_hello_or_as_another_role_is_refused() -> None:
     registry, info = Registry(), node_info("d0", "decode")
     assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
     registry.hello(0.0, info.node_id, Hello(PROTOCOL_VERSION, info.node_id, "prefill", info.epoch))
+    assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
+
+
+def test_a_node_with_nothing_to_offer_is_refused() -> None:
+    registry, info = Registry(), node_info("d0", "decode", num_blocks=0)
+    registry.hello(0.0, info.node_id, Hello(PROTOCOL_VERSION, info.node_id, "decode", info.epoch))
     assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
 
 
