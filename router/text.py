@@ -51,12 +51,15 @@ class Text:
         tokenizer.no_padding()
         return cls(tokenizer, decoding_of(tokenizer, data))
 
-    async def encode(self, prompt: str) -> list[int]:
-        """The ids of `prompt`, with the special tokens that the model's tokenizer adds."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self.encode_now, prompt)
+    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `prompt`, with the special tokens that the model's tokenizer adds.
 
-    def encode_now(self, prompt: str) -> list[int]:
+        The text of a chat template has them already and must not get them twice.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self.encode_now, prompt, add_special_tokens)
+
+    def encode_now(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """`encode`, blocking; raises `RequestError` for text that is not Unicode."""
         try:
             prompt.encode()
@@ -64,7 +67,9 @@ class Text:
             raise RequestError(f"prompt is not Unicode text: {error}", param="prompt") from error
         # The batch call lets the GIL go, and this variant skips offsets: a long prompt that is
         # encoded with `encode` stops the event loop for its whole time.
-        (encoding,) = self._tokenizer.encode_batch_fast([prompt])
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [prompt], add_special_tokens=add_special_tokens
+        )
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -1,0 +1,118 @@
+"""What the router counts: HTTP answers, requests by outcome, tokens, latencies, load of the nodes.
+
+`handlers` and `app` tell it what happens; `/metrics` renders it and `main` takes its stats lines.
+Tokens are counted in a plain integer, because there is one call per token. Never touches a socket.
+"""
+
+from baton.router.outputs import RequestMetrics
+from baton.router.registry import Health
+from baton.runtime.metrics import Metrics
+
+_STAGES = ("router_queue", "queue", "prefill", "transfer", "decode_queue", "first_step")
+
+
+class HttpMetrics:
+    """The metrics of one router."""
+
+    def __init__(self) -> None:
+        metrics = self._metrics = Metrics()
+        self.content_type = metrics.content_type
+        self.num_requests = 0  # ended ones
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._num_rendered_tokens = 0
+        self._answers = metrics.counter(
+            "baton_http_answers", "HTTP answers by route and status", ("route", "status")
+        )
+        self._requests = metrics.counter(
+            "baton_requests", "Ended requests by way and outcome", ("path", "outcome")
+        )
+        self._prompt_tokens = metrics.counter("baton_prompt_tokens", "Tokens of ended prompts")
+        self._cached_tokens = metrics.counter(
+            "baton_cached_prompt_tokens", "Prompt tokens that a prefix cache held"
+        )
+        self._output_tokens = metrics.counter("baton_output_tokens", "Tokens handed out")
+        self._transfer_bytes = metrics.counter(
+            "baton_transfer_bytes", "KV bytes moved from prefill to decode nodes"
+        )
+        self._first = metrics.histogram(
+            "baton_time_to_first_token_seconds", "From arrival to the first token handed out"
+        )
+        self._per_token = metrics.histogram(
+            "baton_time_per_output_token_seconds", "After the first, with one choice"
+        )
+        self._e2e = metrics.histogram(
+            "baton_request_seconds", "From arrival to the end, of those that had tokens"
+        )
+        self._stages = metrics.histogram(
+            "baton_stage_seconds", "Stages of a request; see docs/api.md", ("stage",)
+        )
+        self._running = metrics.gauge("baton_running_requests", "Requests with nodes")
+        self._queued = metrics.gauge("baton_queued_requests", "Requests that wait for nodes")
+        self._nodes = metrics.gauge("baton_nodes", "Nodes by role and state", ("role", "state"))
+        self._free = metrics.gauge(
+            "baton_node_free_blocks", "KV blocks that could be given out", ("node",)
+        )
+        self._total = metrics.gauge("baton_node_total_blocks", "KV blocks of the pool", ("node",))
+
+    def answered(self, route: str, status: int) -> None:
+        """`route` is a pattern of ours, never what a client sent."""
+        self._answers.labels(route, str(status)).inc()
+
+    def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
+        """One request, with a prompt of its own, has ended."""
+        self.num_requests += 1
+        self.num_prompt_tokens += metrics.num_prompt_tokens
+        self._requests.labels(metrics.path or "none", outcome).inc()
+        self._prompt_tokens.inc(metrics.num_prompt_tokens)
+        self._cached_tokens.inc(metrics.num_cached_tokens)
+        self._transfer_bytes.inc(metrics.transfer_bytes)
+        first_s, all_s = metrics.time_to_first_token_s, metrics.e2e_s
+        if first_s is None or all_s is None:
+            return
+        self._first.observe(first_s)
+        self._e2e.observe(all_s)
+        if num_choices == 1 and metrics.num_output_tokens > 1:
+            self._per_token.observe((all_s - first_s) / (metrics.num_output_tokens - 1))
+        for stage in _STAGES:
+            self._stages.labels(stage).observe(getattr(metrics, f"{stage}_s"))
+
+    def render(self, health: Health) -> bytes:
+        """What a Prometheus server scrapes."""
+        self._output_tokens.inc(self.num_output_tokens - self._num_rendered_tokens)
+        self._num_rendered_tokens = self.num_output_tokens
+        self._running.set(health.num_running)
+        self._queued.set(health.num_queued)
+        for gauge in (self._nodes, self._free, self._total):
+            gauge.clear()
+        for node in health.nodes:
+            self._nodes.labels(node.role, node.state).inc()
+            self._free.labels(node.node_id).set(node.load.free_blocks)
+            self._total.labels(node.node_id).set(node.load.total_blocks)
+        return self._metrics.render()
+
+
+class StatsLine:
+    """What happened since the last line."""
+
+    def __init__(self, metrics: HttpMetrics) -> None:
+        self._metrics = metrics
+        self._last = (0, 0, 0)
+
+    def take(self, interval_s: float, health: Health) -> dict[str, object] | None:
+        """The fields of the next line; None when nothing happens."""
+        now = self._metrics
+        counts = (now.num_requests, now.num_prompt_tokens, now.num_output_tokens)
+        news = [count - last for count, last in zip(counts, self._last, strict=True)]
+        self._last = counts
+        if not any(news) and not health.num_running and not health.num_queued:
+            return None
+        return {
+            "running": health.num_running,
+            "queued": health.num_queued,
+            "ended": news[0],
+            "prompt_tokens_per_s": round(news[1] / interval_s, 1),
+            "output_tokens_per_s": round(news[2] / interval_s, 1),
+            "nodes_ready": sum(node.state == "ready" for node in health.nodes),
+            "nodes": len(health.nodes),
+        }

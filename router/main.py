@@ -1,0 +1,106 @@
+"""The router's process: `run` starts the router and its HTTP side, and ends both on a signal.
+
+The command line calls it. Nodes dial in by themselves; none is started here, and torch is never
+loaded.
+"""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, ConfigError
+from baton.router.app import App, Server
+from baton.router.async_llm import AsyncLLM
+from baton.router.chat_template import ChatTemplate
+from baton.router.http_metrics import StatsLine
+from baton.runtime.log import logger, setup
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+
+log = logger("router")
+
+
+def run(config: ClusterConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. A second signal ends at once."""
+    setup(config.log, "router")
+    try:
+        return asyncio.run(_serve(config))
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+async def _serve(config: ClusterConfig) -> int:
+    asked_to_end = _on_signal()
+    llm = AsyncLLM.from_config(config, start_nodes=False)
+    app = App(llm, config, _chat_template(config.model.path))
+    server = Server(app, config.router.host, config.router.port)
+    stats = _Stats(app, llm, config.log.stats_s)
+    try:
+        await llm.start()
+        url = await server.start()
+        # What lives until here lives to the end: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        log.info(f"listening on {url}")
+        stats.start()
+        await asked_to_end.wait()
+        log.info("ending")
+        await server.drain()
+    finally:
+        stats.stop()
+        # It fails answers that are still under way, and their clients can still be told.
+        await llm.shutdown()
+        await server.stop()
+    return 0
+
+
+def _chat_template(model_path: str) -> ChatTemplate | None:
+    """A template that cannot be used takes only chats away."""
+    try:
+        return ChatTemplate.load(model_path)
+    except ConfigError as error:
+        log.warning("chats are not served", reason=error.message)
+        return None
+
+
+def _on_signal() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    asked_to_end = asyncio.Event()
+
+    def caught() -> None:
+        if asked_to_end.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        asked_to_end.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, caught)
+    return asked_to_end
+
+
+class _Stats:
+    """Logs a line every so often while something happens."""
+
+    def __init__(self, app: App, llm: AsyncLLM, interval_s: float) -> None:
+        self._line = StatsLine(app.metrics)
+        self._llm = llm
+        self._interval_s = interval_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        if self._interval_s > 0:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._interval_s, self._log)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _log(self) -> None:
+        fields = self._line.take(self._interval_s, self._llm.health())
+        if fields is not None:
+            log.info("stats", **fields)
+        self.start()

@@ -1,0 +1,109 @@
+"""From the tokens of all choices of one streamed answer to its events.
+
+`handlers` makes one per streamed answer and forwards each request's deltas into a sink of it. For a
+client that reads too slowly it merges what is new per choice instead of letting events pile up.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from baton.protocol.errors import BatonError
+from baton.router.answers import Answer, ChunkTemplate, error_of
+from baton.router.http_metrics import HttpMetrics
+from baton.router.outputs import CompletionOutput, RequestMetrics
+from baton.router.sse import EventStream
+from baton.router.stream import Sink
+
+# How often a client that was too slow is looked at.
+RELEASE_S = 0.05
+
+
+class Relay:
+    def __init__(
+        self,
+        events: EventStream,
+        answer: Answer,
+        num_choices: int,
+        echoes: Sequence[str],
+        metrics: HttpMetrics,
+    ) -> None:
+        self._events = events
+        self._answer = answer
+        self._num_choices = num_choices  # per prompt
+        self._echoes = echoes
+        self._metrics = metrics
+        self._templates: dict[int, ChunkTemplate] = {}
+        self._held: dict[int, CompletionOutput] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def sink(self, prompt_index: int) -> Sink:
+        """Takes the deltas of one prompt and keeps them."""
+        offset = prompt_index * self._num_choices
+        events, metrics, held = self._events, self._metrics, self._held
+
+        def take(delta: CompletionOutput) -> None:
+            metrics.num_output_tokens += len(delta.token_ids)
+            delta.index += offset
+            if held or events.is_full:
+                self._hold(delta)
+            else:
+                self._send(delta)
+
+        return take
+
+    def finish(self, metrics: Sequence[RequestMetrics]) -> None:
+        """The end of an answer of which nothing is missing."""
+        self._release_all()
+        closing = self._answer.closing(metrics)
+        if closing is not None:
+            self._events.send(closing)
+        self._events.done()
+
+    def fail(self, error: BatonError) -> None:
+        """The other end: what came before, then the error."""
+        self._release_all()
+        self._events.send(error_of(error))
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _send(self, delta: CompletionOutput) -> None:
+        template = self._templates.get(delta.index)
+        if template is None:
+            template = self._open(delta.index)
+        self._events.send(template.fill(delta))
+
+    def _open(self, index: int) -> ChunkTemplate:
+        template = self._templates[index] = self._answer.chunks(index)
+        if self._answer.is_chat:
+            self._events.send(self._answer.opening(index))
+        elif self._echoes:
+            echo = self._echoes[index // self._num_choices]
+            self._events.send(template.fill(CompletionOutput(index, echo, [])))
+        return template
+
+    def _hold(self, delta: CompletionOutput) -> None:
+        before = self._held.setdefault(delta.index, delta)
+        if before is not delta:
+            before.text += delta.text
+            before.token_ids.extend(delta.token_ids)
+            before.finish_reason = delta.finish_reason
+            before.stop_reason = delta.stop_reason
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(RELEASE_S, self._release)
+
+    def _release(self) -> None:
+        self._timer = None
+        if self._events.is_full:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(RELEASE_S, self._release)
+        else:
+            self._release_all()
+
+    def _release_all(self) -> None:
+        held = list(self._held.values())
+        self._held.clear()
+        for delta in held:
+            self._send(delta)

@@ -1,0 +1,196 @@
+"""The HTTP side of the router on a free port, before an engine that a test plays word by word.
+
+`ScriptedEngine` stands in for `AsyncLLM` behind the handlers' own interface; streams, detokenizers
+and the server are the real ones.
+"""
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import aiohttp
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, Cancelled, NodeError
+from baton.protocol.messages import FinishReason
+from baton.protocol.sampling import SamplingParams
+from baton.router.app import App, Server
+from baton.router.chat_template import ChatTemplate
+from baton.router.handlers import Engine
+from baton.router.registry import Health, ServedModel
+from baton.router.stream import RequestStream
+from baton.router.text import Text
+from tests.support.small_tokenizers import small_text
+
+T = TypeVar("T")
+MODEL = ServedModel("tiny", "/models/tiny", "model", "layout", 256, 400, 16)
+WAIT_S = 20.0
+
+
+class ScriptedEngine:
+    """Takes every request, and answers with what the test (or `script`, at once) says."""
+
+    def __init__(self, script: Callable[[RequestStream], None] | None = None) -> None:
+        self.script = script
+        self.refusal: BatonError | None = None
+        self.is_ready = True
+        self.errored = False
+        self.streams: list[RequestStream] = []
+        self.closed: list[str] = []  # by callers, before their end
+        self._text = small_text()
+        self._changed = asyncio.Event()
+
+    async def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+    ) -> RequestStream:
+        ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
+        if self.refusal is not None:
+            raise self.refusal
+        detokenizers = [self._text.detokenizer(ids, params) for _ in range(params.n)]
+        name = request_id or "request"
+        text = prompt if isinstance(prompt, str) else None
+        stream = RequestStream(name, text, ids, params, detokenizers)
+        stream.on_close(lambda: self._close(stream))
+        self.streams.append(stream)
+        self._changed.set()
+        if self.script is not None:
+            asyncio.get_running_loop().call_soon(self.script, stream)
+        return stream
+
+    def health(self) -> Health:
+        if self.is_ready:
+            return Health("ready", (), 0, 0)
+        return Health("starting", (), 0, 0, "nodes are starting")
+
+    def get_model_config(self) -> ServedModel:
+        if not self.is_ready:
+            raise NodeError("no node was ready yet", code="not_ready")
+        return MODEL
+
+    def get_tokenizer(self) -> Text:
+        return self._text
+
+    async def stream(self, index: int = 0) -> RequestStream:
+        """The request with that number, once it is there."""
+        await self._until(lambda: len(self.streams) > index)
+        return self.streams[index]
+
+    async def is_closed(self, num: int = 1) -> None:
+        """Return once so many callers gave up."""
+        await self._until(lambda: len(self.closed) >= num)
+
+    def say(
+        self, stream: RequestStream, text: str, end: FinishReason | None = None, choice: int = 0
+    ) -> None:
+        """The tokens of `text`, one push each; `end` comes with the last."""
+        token_ids = self._text.encode_now(text)
+        for token_id in token_ids[:-1]:
+            stream.push(choice, [token_id], None)
+        stream.push(choice, token_ids[-1:], end)
+
+    def close(self) -> None:
+        self._text.close()
+
+    def _close(self, stream: RequestStream) -> None:
+        self.closed.append(stream.request_id)
+        stream.finish(Cancelled("the request was cancelled (client)"))
+        self._changed.set()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class HttpBench:
+    """`run` serves an engine, uses the server and ends it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ClusterConfig | None = None,
+        chat_template: ChatTemplate | None = None,
+        silence_s: float = WAIT_S,
+    ) -> None:
+        self.app = App(engine, config or ClusterConfig(), chat_template, silence_s)
+        self.server = Server(self.app, "127.0.0.1", 0)
+        self.url = ""
+
+    async def __aenter__(self) -> "HttpBench":
+        self.url = await self.server.start()
+        self.session = aiohttp.ClientSession(self.url)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.session.close()
+        await self.server.drain(0.0)
+        await self.server.stop()
+
+    async def post(self, body: dict[str, object] | bytes, path: str = "/v1/completions") -> "Reply":
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(path, data=io.BytesIO(data)) as reply:
+            return Reply(reply.status, reply.headers, await reply.text())
+
+    async def get(self, path: str) -> "Reply":
+        async with self.session.get(path) as reply:
+            return Reply(reply.status, reply.headers, await reply.text())
+
+
+class Reply:
+    def __init__(self, status: int, headers: Mapping[str, str], text: str) -> None:
+        self.status = status
+        self.headers = headers
+        self.text = text
+
+    @property
+    def json(self) -> dict[str, object]:
+        value: dict[str, object] = json.loads(self.text)
+        return value
+
+    @property
+    def error(self) -> dict[str, object]:
+        error = self.json["error"]
+        assert isinstance(error, dict)
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """Id and data of each event; comments are left out."""
+        return events_of(self.text)
+
+
+def events_of(text: str) -> list[tuple[str, str]]:
+    events = []
+    for block in text.split("\n\n"):
+        if block.startswith("id: "):
+            id_line, data_line = block.split("\n")
+            events.append((id_line.removeprefix("id: "), data_line.removeprefix("data: ")))
+    return events
+
+
+def run_http(
+    use: Callable[[HttpBench, ScriptedEngine], Awaitable[T]],
+    *,
+    script: Callable[[RequestStream], None] | None = None,
+    config: ClusterConfig | None = None,
+    chat_template: ChatTemplate | None = None,
+    silence_s: float = WAIT_S,
+) -> T:
+    """Serve a scripted engine on a fresh loop for as long as `use` takes."""
+
+    async def go() -> T:
+        engine = ScriptedEngine(script)
+        try:
+            async with (
+                asyncio.timeout(60.0),
+                HttpBench(engine, config, chat_template, silence_s) as bench,
+            ):
+                return await use(bench, engine)
+        finally:
+            engine.close()
+
+    return asyncio.run(go())
