@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from baton.engine.rank import LoadedRank, load_rank
+from baton.engine.rank import LoadedRank, load_rank, plan_rank
 from baton.engine.tensor_parallel import Ranks, SharedMemoryRanks, SingleRank
 from baton.engine.worker_messages import (
     FromWorker,
@@ -26,7 +26,7 @@ from baton.engine.worker_messages import (
     WorkerFailed,
 )
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
-from baton.protocol.errors import BatonError, InvariantBroken, NodeError
+from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, NodeError
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 
@@ -132,6 +132,9 @@ class PortPump:
 def _join(load: LoadRank) -> Ranks:
     if not load.peers:
         return SingleRank()
+    size = len(load.peers) + 1
+    if plan_rank(load.config, size).device.type != "cpu":
+        raise ConfigError("engine.tensor_parallel: several ranks run on CPUs only")
     peers = [socket.socket(fileno=descriptor) for descriptor in load.peers]
     return SharedMemoryRanks(load.rank, load.memory, peers)
 
