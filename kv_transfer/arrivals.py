@@ -10,13 +10,8 @@ from collections.abc import Iterable
 
 from baton.kv_transfer.effects import Effects, PeerName
 from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded, PeerUp, ReadEnded
-from baton.kv_transfer.landing import (
-    Broken,
-    LandingEvent,
-    LandingHandoff,
-    LandingState,
-    TimeUp,
-)
+from baton.kv_transfer.landing import LandingEvent, LandingHandoff
+from baton.kv_transfer.landing_rules import Broken, LandingState, TimeUp
 from baton.kv_transfer.peers import Channel, Peer, Peers
 from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError

@@ -7,8 +7,6 @@ more, and named as quarantined where nobody knows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from baton.kv_transfer.effects import Effects, PeerName
 from baton.kv_transfer.interfaces import (
@@ -22,106 +20,25 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     ReadEnded,
 )
+from baton.kv_transfer.landing_rules import (
+    DRAIN_S,
+    STALL_S,
+    TABLE,
+    WAIT_S,
+    Broken,
+    LandingState,
+    TimeUp,
+)
 from baton.kv_transfer.lease import ReaderLease
 from baton.kv_transfer.peers import Peer, RankLink
 from baton.kv_transfer.reads import SpanReads
-from baton.kv_transfer.state_table import StateTable, rule
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Declined, Done, End, Landing, Span, Started, Withdrawn
 
-WAIT_S = 600.0  # the router cancels long before; this only bounds what it forgot
-STALL_S = 60.0  # without any end of a read while reads are wanted
-DRAIN_S = 60.0  # longer than agents take to tell whether a read is quiet
-
-
-class LandingState(Enum):
-    EXPECTED = auto()  # prefill has not offered it
-    OFFERED = auto()  # prefill holds it, the scheduler has no blocks for it yet
-    LANDING = auto()  # blocks are there, spans are read
-    DRAINING = auto()  # it failed; reads may still write
-    LANDED = auto()
-    ENDED = auto()
-
-
-@dataclass(slots=True, frozen=True)
-class Broken:
-    """The connector says why this landing cannot go on: peer, rank or a newer attempt."""
-
-    failure: Failure
-
-
-@dataclass(slots=True, frozen=True)
-class TimeUp:
-    """`deadline_s` has come."""
-
-
 TakeTicket = Callable[[Key], int]
 LandingEvent = (
     Started | Span | End | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
-)
-
-LIVE = "EXPECTED OFFERED LANDING"
-TABLE = StateTable(
-    "landing",
-    {
-        "EXPECTED": f"{WAIT_S:g} s",
-        "OFFERED": f"the proven lease (the first: `lease_s` from Started), {WAIT_S:g} s in all",
-        "LANDING": f"the proven lease, {STALL_S:g} s without an end of a read that is wanted, "
-        f"{WAIT_S:g} s in all",
-        "DRAINING": f"{DRAIN_S:g} s, then the blocks of reads that have not ended are quarantined",
-    },
-    (
-        rule("EXPECTED", "Started", "OFFERED ENDED", "reports Offered; ends if it cannot fit"),
-        rule("OFFERED", "Started", "= ENDED", "takes it as the confirmation of a renewal"),
-        rule(
-            "LANDING",
-            "Started",
-            "= LANDED DRAINING ENDED",
-            "takes it as the confirmation of a renewal, which may be the last thing missing",
-        ),
-        rule("EXPECTED", "Span", "ENDED", "refuses: it was not offered"),
-        rule("OFFERED", "Span", "= ENDED", "keeps it; ends if it does not follow the last one"),
-        rule("LANDING", "Span", "= DRAINING ENDED", "reads what is missing here on every rank"),
-        rule("EXPECTED", "End", "ENDED", "refuses: it was not offered"),
-        rule("OFFERED", "End", "= ENDED", "keeps it; ends if spans are missing"),
-        rule("LANDING", "End", "= LANDED DRAINING ENDED", "lands if all is read and proven"),
-        rule("EXPECTED OFFERED", "Land", "ENDED OFFERED LANDING", "sends Landing and reads"),
-        rule("LANDING", "Land", "DRAINING ENDED", "refuses"),
-        rule("EXPECTED", "PeerUp", "=", "nothing"),
-        rule("OFFERED", "PeerUp", "=", "nothing"),
-        rule("LANDING", "PeerUp", "= DRAINING ENDED", "reads what waited for this rank"),
-        rule("EXPECTED OFFERED", "ReadEnded", "", "cannot be"),
-        rule(
-            "LANDING",
-            "ReadEnded",
-            "= LANDED DRAINING ENDED",
-            "counts it; after the last, sends Done and reports Landed; drains if it failed",
-        ),
-        rule("EXPECTED OFFERED", "Withdrawn", "ENDED", "sends Declined, reports LandingEnded"),
-        rule("EXPECTED OFFERED", "Abandon", "ENDED", "sends Declined, reports LandingEnded"),
-        rule("EXPECTED OFFERED", "Broken", "ENDED", "sends Declined, reports LandingEnded"),
-        rule("EXPECTED OFFERED", "TimeUp", "ENDED", "sends Declined, reports LandingEnded"),
-        rule("LANDING", "Withdrawn", "DRAINING ENDED", "cancels its reads"),
-        rule("LANDING", "Abandon", "DRAINING ENDED", "cancels its reads"),
-        rule("LANDING", "Broken", "DRAINING ENDED", "cancels its reads"),
-        rule("LANDING", "TimeUp", "DRAINING ENDED", "cancels its reads"),
-        rule(
-            "DRAINING",
-            "ReadEnded",
-            "= ENDED",
-            "after the last, sends Declined and reports LandingEnded",
-        ),
-        rule("DRAINING", "TimeUp", "ENDED", "sends Declined, reports LandingEnded, quarantines"),
-        *(
-            rule("DRAINING", name, "=", "nothing: it ends anyway")
-            for name in ("Started", "Span", "End", "Land", "PeerUp")
-        ),
-        *(
-            rule("DRAINING", name, "=", "nothing: it ends anyway")
-            for name in ("Withdrawn", "Abandon", "Broken")
-        ),
-    ),
 )
 
 
@@ -218,8 +135,8 @@ class LandingHandoff:
                     self._fail(now_s, _wrong("Started names impossible sizes"), out)
                 else:
                     out.reports.append(Offered(self.key, event.num_tokens, num_blocks))
-            case PeerUp():
-                pass
+            case Land() | PeerUp():
+                pass  # cannot be: the table refuses it
             case _:
                 if peer is not None:
                     self.peer = peer.name
@@ -244,6 +161,8 @@ class LandingHandoff:
         match event:
             case Started() | Span() | End():
                 self._hear(now_s, event, out)
+            case Land():
+                raise InvariantBroken(f"{self.key} was given blocks twice")
             case PeerUp():
                 self._progress_s = now_s
             case ReadEnded(failure=failure):

@@ -68,8 +68,10 @@ TABLE = StateTable(
     (
         rule("OFFERED CLAIMED", "Publish", "=", "sends Span"),
         rule("OFFERED CLAIMED", "Complete", "COMPLETE", "sends End"),
-        rule("COMPLETE LEAVING", "Publish", "=", "nothing: it crossed the end"),
-        rule("COMPLETE LEAVING", "Complete", "=", "nothing: it crossed the end"),
+        rule("COMPLETE", "Publish", "", "cannot be"),
+        rule("COMPLETE", "Complete", "", "cannot be"),
+        rule("LEAVING", "Publish", "=", "nothing: nobody needs it any more"),
+        rule("LEAVING", "Complete", "=", "nothing: nobody needs it any more"),
         rule("OFFERED", "Landing", "CLAIMED", "extends the lease, confirms with Started"),
         rule("CLAIMED COMPLETE", "Landing", "=", "extends the lease, confirms with Started"),
         rule(LIVE, "Renew", "=", "extends the lease, confirms with Started"),
@@ -129,15 +131,15 @@ class SourceHandoff:
 
     def _on_live(self, now_s: float, event: SourceEvent, out: Effects) -> None:
         match event:
+            case Publish() | Complete() if self.state is SourceState.COMPLETE:
+                raise InvariantBroken(f"{self.key} was complete before {type(event).__name__}")
             case Publish():
-                if self.state is not SourceState.COMPLETE:
-                    self._announce(event, out)
+                self._announce(event, out)
             case Complete(tokens=tokens):
                 if self._num_announced_blocks != self._started.num_blocks:
                     raise InvariantBroken(f"{self.key} is complete without all of its blocks")
-                if self.state is not SourceState.COMPLETE:
-                    self.state, self._is_complete = SourceState.COMPLETE, True
-                    out.tell(self.peer, End(self.key, self._num_spans, tokens))
+                self.state, self._is_complete = SourceState.COMPLETE, True
+                out.tell(self.peer, End(self.key, self._num_spans, tokens))
             case Landing() | Renew():
                 self.deadline_s = now_s + self.lease_s
                 out.tell(self.peer, self._started)

@@ -13,7 +13,7 @@ from baton.protocol.errors import InvariantBroken
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """In any of `states`, `event` leads to one of `to`; an empty `to` means it stays."""
+    """In any of `states`, `event` leads to one of `to`; an empty `to` means a bug."""
 
     states: tuple[str, ...]
     event: str
@@ -56,8 +56,8 @@ class StateTable:
         lines += [f"| {state} | {limit} |" for state, limit in self.limits.items()]
         lines += ["", "| in | on | does | then |", "|---|---|---|---|"]
         for entry in self.rules:
-            to = ["stays" if target == "=" else target for target in entry.to]
-            lines.append(
-                f"| {', '.join(entry.states)} | {entry.event} | {entry.does} | {' or '.join(to)} |"
-            )
+            targets = ["stays" if target == "=" else target for target in entry.to]
+            to = " or ".join(targets) or "ends the process"
+            states = ", ".join(entry.states)
+            lines.append(f"| {states} | {entry.event} | {entry.does} | {to} |")
         return "\n".join(lines) + "\n"

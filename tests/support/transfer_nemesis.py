@@ -138,12 +138,14 @@ class Nemesis:
         if process.info.role == "prefill":
             return [p for p in process.prompts.values() if not p.is_complete and not p.is_over]
         waiting = [p for p in process.prompts.values() if p.num_blocks and not p.is_over]
-        return [p for p in waiting if not p.blocks and p.num_blocks <= len(process.free)]
+        return [p for p in waiting if not p.is_landing and p.num_blocks <= len(process.free)]
 
     def _schedule(self, process: Process) -> None:
         prompt = self.rng.choice(self._ready(process))
         if process.info.role == "decode":
-            self.world.land(process, prompt, self.rng.choice((0, 0, prompt.num_blocks - 1)))
+            self.world.land(
+                process, prompt, self.rng.choice((0, 0, prompt.num_blocks - 1, prompt.num_blocks))
+            )
         elif prompt.num_published < prompt.num_blocks:
             self.world.publish(process, prompt, self.rng.randint(1, 3))
         else:
