@@ -5,6 +5,7 @@
 #   make check                             format, lint, types, hygiene, unit tests
 #   make bench                             benchmarks of the transports, as JSON
 #   make fmt                               format and sort imports
+#   make docs                              write docs/config.md and docs/messages.md anew
 #
 # pip takes the CUDA build of torch on Linux by default. For the CPU build, which is much smaller,
 # name its index: `make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu`.
@@ -31,7 +32,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 comma = ,
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench fmt install install-test clean
+.PHONY: help serve test check bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -54,6 +55,9 @@ bench: $(TEST_STAMP)
 fmt: $(TEST_STAMP)
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
+
+docs: $(TEST_STAMP)
+	@$(BIN)/python docs/generate.py
 
 install: $(SERVE_STAMP)
 

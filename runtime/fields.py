@@ -68,11 +68,9 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def meaning(self) -> str:
-        """Description, choices and unit."""
+        """Description and choices."""
         text = self.meta.description or ""
-        if self.choices:
-            text += f" ({', '.join(self.choices)})"
-        return f"{text}; in {self.unit}" if self.unit else text
+        return f"{text} ({', '.join(self.choices)})" if self.choices else text
 
     @property
     def shown_default(self) -> str:

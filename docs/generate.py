@@ -1,0 +1,123 @@
+"""Writes docs/config.md and docs/messages.md from the code: `python docs/generate.py [--check]`.
+
+`make docs` runs it, and a test runs it with `--check`, so the pages cannot drift from the structs.
+The pages quote docstrings and the comments beside fields; to change a page, change those.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+from baton.protocol.config import ClusterConfig
+from baton.runtime.fields import fields_of
+from baton.runtime.settings import flags_of
+
+HERE = Path(__file__).resolve().parent
+MESSAGES = HERE.parent / "protocol" / "messages.py"
+
+
+def main(arguments: list[str]) -> int:
+    pages = {HERE / "config.md": config_page(), HERE / "messages.md": messages_page()}
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    if "--check" in arguments:
+        for path in stale:
+            print(f"{path.name} is stale: run `make docs`", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages[path])
+    return 0
+
+
+def config_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "Generated from `protocol/config.py` by `make docs`; do not edit.",
+        "",
+        "Later sources win: the defaults below, a YAML file (`--config cluster.yaml`, sections as",
+        "mappings), flags, `--set section.field=value`. A command has flags for the sections that",
+        "it uses; `--set` and the file reach every setting. Lists are written with commas. Unknown",
+        "names are refused.",
+    ]
+    section: str | None = None
+    for field in fields_of(ClusterConfig):
+        if field.section != section:
+            section = field.section
+            lines += ["", f"## {section or 'cluster'}", ""]
+            lines += ["| setting | flags | default | meaning |", "|---|---|---|---|"]
+        flags = ", ".join(f"`{flag}`" for flag in flags_of(field))
+        unit = f" {field.unit}" if field.unit else ""
+        lines.append(
+            f"| `{field.name}` | {flags} | {field.shown_default}{unit} | {field.meaning} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def messages_page() -> str:
+    source = MESSAGES.read_text()
+    lines = [
+        "# Messages",
+        "",
+        "Generated from `protocol/messages.py` by `make docs`; do not edit.",
+        "",
+        *_paragraph(ast.get_docstring(ast.parse(source)) or ""),
+    ]
+    rows = source.splitlines()
+    structs = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    unions = {name: members for name, members in _unions(source).items() if "|" in members}
+    for name, members in unions.items():
+        lines += ["", f"## {_title(name)}", "", f"`{name}` is one of these."]
+        for member in members.split(" | "):
+            lines += _struct(structs[member], rows)
+    carried = [name for name in structs if not _is_message(structs[name])]
+    lines += ["", "## Carried inside", ""]
+    lines.append("Structs that travel as fields of messages.")
+    for name in carried:
+        lines += _struct(structs[name], rows)
+    return "\n".join(lines) + "\n"
+
+
+def _unions(source: str) -> dict[str, str]:
+    """The name and the members of each `X = A | B`."""
+    return {
+        node.targets[0].id: ast.unparse(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.BinOp)
+    }
+
+
+def _struct(node: ast.ClassDef, rows: list[str]) -> list[str]:
+    lines = ["", f"### {node.name}", ""]
+    described = ast.get_docstring(node)
+    if described:
+        lines += [*_paragraph(described), ""]
+    fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+    if not fields:
+        return [*lines, "No fields."] if not described else lines[:-1]
+    lines += ["| field | type | default | |", "|---|---|---|---|"]
+    for field in fields:
+        default = f"`{ast.unparse(field.value)}`" if field.value is not None else ""
+        kind = ast.unparse(field.annotation).replace("|", "or")
+        comment = rows[(field.end_lineno or field.lineno) - 1].partition("  # ")[2]
+        lines.append(f"| `{ast.unparse(field.target)}` | `{kind}` | {default} | {comment} |")
+    return lines
+
+
+def _is_message(node: ast.ClassDef) -> bool:
+    return node.name == "Message" or any(ast.unparse(base) == "Message" for base in node.bases)
+
+
+def _paragraph(docstring: str) -> list[str]:
+    return docstring.strip().splitlines()
+
+
+def _title(union: str) -> str:
+    words = {"ToNode": "Router to node", "ToRouter": "Node to router"}
+    words |= {"ToDecode": "Prefill to decode", "ToPrefill": "Decode to prefill"}
+    return words.get(union, union)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

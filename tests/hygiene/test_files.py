@@ -1,0 +1,82 @@
+"""Files stay readable, say what they are, and hold nothing that must not be there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import REPOSITORY, ROOMS, imports, name_of, sources, tree
+
+MAX_LINES = 400
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "base_impl"}
+# Folders that exist on one person's machine only.
+MACHINE_PATH = re.compile(r"/(?:home|Users|root|work|mnt|scratch)/[A-Za-z0-9_.-]+")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".svg", ".cfg", ""}
+PYTHON = (*sources(), *sources("tests"))
+
+
+def our_text_files() -> list[Path]:
+    folders = [*ROOMS, "tests", "docs", ".ci", "src/baton"]
+    found = [path for path in REPOSITORY.glob("*") if path.is_file()]
+    for folder in folders:
+        found += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+    return sorted(
+        path for path in found if path.suffix in TEXT_SUFFIXES and "__pycache__" not in path.parts
+    )
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(sources()) > 50
+    assert len(our_text_files()) > len(sources())
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_a_file_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON if path.read_text()], ids=name_of)
+def test_a_file_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(tree(path))
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_a_file_runs_no_code_that_it_reads(path: Path) -> None:
+    assert not {module.partition(".")[0] for module in imports(path)} & UNSAFE_MODULES
+    called = {
+        node.func.id
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & UNSAFE_CALLS
+    attributes = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    # pyzmq's shorthands for pickle.
+    assert not attributes & {"send_pyobj", "recv_pyobj"}
+
+
+def test_names_say_what_is_inside() -> None:
+    vague = [name_of(path) for path in PYTHON if set(path.stem.split("_")) & VAGUE_NAMES]
+    assert not vague
+
+
+def test_nothing_names_a_folder_of_one_machine() -> None:
+    found = [
+        f"{name_of(path)}: {match.group()}"
+        for path in our_text_files()
+        for match in MACHINE_PATH.finditer(path.read_text(errors="replace"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_installing_names_no_package_index() -> None:
+    """Which index pip and apt use is for the machine's settings to say."""
+    for name in (".ci/run", "Makefile", "constraints.txt", "pyproject.toml"):
+        commands = [
+            line
+            for line in (REPOSITORY / name).read_text().splitlines()
+            if not line.lstrip().startswith("#")
+        ]
+        assert not [line for line in commands if "://" in line], name

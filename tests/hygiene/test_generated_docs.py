@@ -1,0 +1,48 @@
+"""Generated pages are what the code says today, and every setting is used by somebody."""
+
+import ast
+import subprocess
+import sys
+
+from baton.protocol.config import ClusterConfig
+from baton.runtime.fields import fields_of
+from tests.support.sources import REPOSITORY, name_of, sources, tree
+
+# Where a whole section is handed on under another name.
+ALIASES = {"config", "settings"}
+
+
+def test_generated_pages_are_fresh() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    read: set[tuple[str, str]] = set()
+    for path in sources():
+        if name_of(path) == "protocol/config.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute | ast.Name):
+                holder = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+                read.add((holder.lstrip("_"), node.attr))
+    unread = [
+        field.name
+        for field in fields_of(ClusterConfig)
+        if not any((holder, field.key) in read for holder in {*ALIASES, field.section} - {""})
+    ]
+    assert not unread, "settings that nobody reads"
+
+
+def test_every_setting_says_what_it_means() -> None:
+    for field in fields_of(ClusterConfig):
+        assert field.meta.description
+        if field.key.endswith(("_s", "_tokens", "_mib")):
+            assert field.unit, f"{field.name} has no unit"
+
+
+def test_there_are_few_settings() -> None:
+    assert len(fields_of(ClusterConfig)) < 60

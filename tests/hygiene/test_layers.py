@@ -1,0 +1,119 @@
+"""Arrows point down: which room may import which, and which package each may use."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import (
+    FRONT_DOOR,
+    REPOSITORY,
+    ROOMS,
+    imports,
+    is_stdlib,
+    name_of,
+    sources,
+)
+
+# Room -> rooms that it may import besides itself.
+BELOW = {
+    "protocol": (),
+    "runtime": ("protocol",),
+    "kernels": (),
+    "kv_transfer": ("protocol", "runtime"),
+    "engine": ("protocol", "runtime", "kernels", "kv_transfer"),
+    "prefill_node": ("protocol", "runtime", "engine", "kv_transfer"),
+    "decode_node": ("protocol", "runtime", "engine", "kv_transfer"),
+    "router": ("protocol", "runtime"),
+    "bench": ROOMS,
+    "sim": ROOMS,
+    "deploy": ROOMS,
+}
+PACKAGES = {
+    "protocol": {"msgspec"},
+    "runtime": {"msgspec", "zmq", "prometheus_client", "yaml"},
+    "kernels": {"torch", "triton"},
+    "kv_transfer": {"msgspec", "numpy", "nixl_cu13", "nixl_cu12"},
+    "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors", "transformers", "triton"},
+    "prefill_node": {"msgspec"},
+    "decode_node": {"msgspec"},
+    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers", "rich", "prometheus_client"},
+}
+# The rooms above see the transfer through its interfaces. These files put the parts together.
+INTERFACES = "baton.kv_transfer.interfaces"
+WIRING = {
+    "engine/node.py": {"baton.kv_transfer.connector"},
+    "engine/rank.py": {"baton.kv_transfer.agent", "baton.kv_transfer.host_pool"},
+    "engine/kv_cache.py": {"baton.kv_transfer.host_pool"},
+}
+# Optional packages, each imported by one file.
+ALONE = {"nixl_cu13": "kv_transfer/transports/", "ray": "deploy/", "transformers": "engine/"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).parts[0]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_below_it(room: str) -> None:
+    allowed = {room, *BELOW[room]}
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in sources(room)
+        for module in imports(path)
+        if module.startswith("baton.") and module.split(".")[1] not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", PACKAGES)
+def test_a_room_uses_only_its_packages(room: str) -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in sources(room)
+        for module in imports(path)
+        if not is_stdlib(module) and module.partition(".")[0] not in {"baton", *PACKAGES[room]}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_transfer_is_seen_through_its_interfaces() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in sources("engine", "prefill_node", "decode_node")
+        for module in imports(path)
+        if module.startswith("baton.kv_transfer")
+        and module != INTERFACES
+        and module not in WIRING.get(name_of(path), ())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_imports_the_command_line() -> None:
+    wrong = [
+        name_of(path)
+        for path in sources(*ROOMS)
+        if any(module in ("baton", "baton.__main__") for module in imports(path))
+        and room_of(path) not in ("bench", "sim", "deploy")
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ALONE)
+def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
+    users = [
+        name_of(path)
+        for path in sources()
+        if package in {module.partition(".")[0] for module in imports(path)}
+    ]
+    assert len(users) <= 1
+    assert all(user.startswith(ALONE[package]) for user in users)
+
+
+def test_every_room_is_linked_into_the_package() -> None:
+    for room in ROOMS:
+        if (REPOSITORY / room).is_dir():
+            link = REPOSITORY / FRONT_DOOR / room
+            assert link.is_symlink(), f"{room} has no link"
+            assert link.readlink() == Path("../../") / room
+    # With one it would shadow the Hugging Face package of that name.
+    assert not (REPOSITORY / "kernels" / "__init__.py").exists()

@@ -1,0 +1,80 @@
+"""Router, schedulers, transfer machines and command line work without loading torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.sources import REPOSITORY, ROOMS, imports, sources
+
+# Tests that put these parts to work; each group runs in a process of its own.
+USES = {
+    "schedulers": (
+        "tests/unit/engine_host/test_block_pool.py",
+        "tests/unit/engine_host/test_decode_scheduler.py",
+        "tests/unit/engine_host/test_prefill_scheduler.py",
+    ),
+    "transfer": ("tests/unit/transfer/test_handoff.py", "tests/unit/transfer/test_host_pool.py"),
+    "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
+    "text": (
+        "tests/unit/router_core/test_stream.py",
+        "tests/unit/router_http/test_stop_strings.py",
+    ),
+    "channels": ("tests/contract/test_channels.py", "tests/contract/test_messages.py"),
+}
+HOST_ONLY_ROOMS = (
+    "protocol", "runtime", "kv_transfer", "prefill_node", "decode_node", "router", "deploy",
+)  # fmt: skip
+# What starts a rank is not host-only.
+WITH_TORCH = {"prefill_node/main.py", "decode_node/main.py"}
+
+
+@pytest.mark.parametrize("group", USES)
+def test_a_host_only_part_does_its_work_without_torch(group: str) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+            "-p", "tests.support.without_torch", *USES[group],
+        ],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("room", HOST_ONLY_ROOMS)
+def test_a_host_only_room_is_imported_without_torch(room: str) -> None:
+    modules = [
+        "baton." + ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path in sources(room)
+        if path.relative_to(REPOSITORY).as_posix() not in WITH_TORCH
+    ]
+    lines = [f"import {module.removesuffix('.__init__')}" for module in modules]
+    run_without_torch("\n".join(lines))
+
+
+def test_the_package_and_the_command_line_do_not_load_torch() -> None:
+    run_without_torch(
+        "import baton, baton.__main__\n"
+        "from baton import LLM, AsyncLLM, SamplingParams\n"
+        "assert baton.__main__.main(['--version']) == 0\n"
+        "assert baton.__main__.main(['decode', '--nonsense']) == 2\n"
+    )
+
+
+def test_only_computing_files_import_torch() -> None:
+    rooms = {
+        path.relative_to(REPOSITORY).parts[0]
+        for path in sources(*ROOMS)
+        if {"torch", "triton"} & {module.partition(".")[0] for module in imports(path)}
+    }
+    assert rooms <= {"engine", "kernels", "bench"}
+
+
+def run_without_torch(code: str) -> None:
+    check = "\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + check],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,52 @@
+"""The sources of the repository as syntax trees, for the tests of how they are written."""
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROOMS = (
+    "protocol", "runtime", "kernels", "kv_transfer", "engine", "prefill_node", "decode_node",
+    "router", "bench", "sim", "deploy",
+)  # fmt: skip
+FRONT_DOOR = "src/baton"
+
+
+@functools.cache
+def sources(*folders: str) -> tuple[Path, ...]:
+    """The Python files of these folders, all rooms and the command line by default."""
+    found: list[Path] = []
+    for folder in folders or (*ROOMS, FRONT_DOOR):
+        # `src/baton` links to the rooms; each file counts once.
+        pattern = "*.py" if folder == FRONT_DOOR else "**/*.py"
+        found += sorted((REPOSITORY / folder).glob(pattern))
+    return tuple(found)
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it and for whatever reason."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: imports are absolute"
+            assert node.module is not None
+            found.add(node.module)
+            if node.module == "baton":
+                found |= {f"baton.{alias.name}" for alias in node.names}
+    return found
+
+
+def is_stdlib(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
