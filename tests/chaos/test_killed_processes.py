@@ -1,0 +1,106 @@
+"""Processes that are killed or stopped while they serve: every request still ends as it should."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from tests.support.checkpoints import model_folder
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+
+NUM_TOKENS = 200
+PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
+LONG_PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(3_000)]
+
+
+@cache
+def expected(long: bool, num_tokens: int) -> list[int]:
+    oracle = Oracle(model_folder("qwen3"))
+    return oracle.greedy(LONG_PROMPT if long else PROMPT, num_tokens).token_ids
+
+
+def settings(**nodes: int) -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
+        cache=CacheConfig(num_blocks=600),
+        engine=EngineConfig(chunk_tokens=64),
+        router=RouterConfig(local_prefill="never"),
+        **nodes,
+    )
+
+
+def body(token_ids: list[int], num_tokens: int) -> dict[str, object]:
+    return {
+        "model": "tiny", "prompt": token_ids, "max_tokens": num_tokens, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+
+
+def token_ids(event: dict[str, object]) -> list[int]:
+    choices = event.get("choices") or []
+    assert "error" not in event, event
+    return [token for choice in choices for token in choice["token_ids"]]  # type: ignore[attr-defined]
+
+
+def serving(cluster: Cluster, role: str) -> str:
+    """The node of that role which has computed something."""
+    names = [name for name in cluster.children if name.startswith(role)]
+    return max(names, key=lambda name: len(cluster.steps(name)))
+
+
+def test_a_stream_outlives_its_decode_node(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings(decode=2)) as cluster:
+        tokens: list[int] = []
+        killed = False
+        for event in cluster.stream(**body(PROMPT, NUM_TOKENS)):
+            tokens += token_ids(event)
+            if len(tokens) >= 20 and not killed:
+                cluster.kill(serving(cluster, "decode"))
+                killed = True
+    assert killed
+    assert tokens == expected(False, NUM_TOKENS)
+
+
+def test_a_prefill_node_killed_at_work_costs_no_request(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings(prefill=2)) as cluster, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cluster.complete, **body(LONG_PROMPT, 20))
+        while not any(cluster.steps(f"prefill-{index}") for index in range(2)):
+            assert not answer.done()
+        cluster.kill(serving(cluster, "prefill"))
+        choice = answer.result(60)["choices"][0]  # type: ignore[index]
+    assert choice["token_ids"] == expected(True, 20)
+
+
+def test_a_pause_of_two_seconds_ejects_nobody(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings()) as cluster:
+        tokens: list[int] = []
+        paused = False
+        for event in cluster.stream(**body(PROMPT, NUM_TOKENS)):
+            tokens += token_ids(event)
+            if not paused:
+                paused = True
+                cluster.pause("decode-0")
+                threading.Timer(2.0, cluster.resume, ("decode-0",)).start()
+        assert cluster.get("/health")[0] == 200
+    assert tokens == expected(False, NUM_TOKENS)
+    attempts = {part.key.attempt for step in cluster.steps("decode-0") for part in step.slices}
+    assert attempts == {0}
+
+
+def test_requests_are_served_again_when_a_dead_node_is_back(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings()) as cluster:
+        first = cluster.complete(**body(PROMPT, 20))
+        cluster.kill("decode-0")
+        cluster.start_node("decode", 0)
+        cluster.wait_until_healthy()
+        again = cluster.complete(**body(PROMPT, 20))
+    assert first["choices"][0]["token_ids"] == expected(False, 20)  # type: ignore[index]
+    assert again["choices"][0]["token_ids"] == expected(False, 20)  # type: ignore[index]

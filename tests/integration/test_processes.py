@@ -1,0 +1,107 @@
+"""Clusters of real processes: both transports, several nodes, clients that leave."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    RouterConfig,
+    TransferConfig,
+    TransportChoice,
+)
+from tests.support.checkpoints import FAMILIES, model_folder
+from tests.support.cluster import Cluster
+from tests.support.node_threads import block_bytes
+from tests.support.oracle import Oracle, count_ties
+
+NUM_TOKENS = 40
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [10 + (i * i + 7 * i + 31 * salt) % 241 for i in range(length)]
+
+
+@cache
+def oracle(family: str) -> Oracle:
+    return Oracle(model_folder(family))
+
+
+def settings(family: str, transport: TransportChoice = "shm", **nodes: int) -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelConfig(path=str(model_folder(family)), name="tiny"),
+        cache=CacheConfig(num_blocks=400, prefix=False),
+        engine=EngineConfig(chunk_tokens=64),
+        router=RouterConfig(local_prefill="never"),
+        transfer=TransferConfig(transport=transport),
+        **nodes,
+    )
+
+
+def body(length: int, salt: int = 0, num_tokens: int = NUM_TOKENS) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": prompt(length, salt),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def answered(cluster: Cluster, length: int, salt: int = 0) -> list[int]:
+    answer = cluster.complete(**body(length, salt))
+    return answer["choices"][0]["token_ids"]  # type: ignore[index,no-any-return]
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_processes_say_what_transformers_says(
+    family: str, transport: TransportChoice, tmp_path: Path
+) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
+    lengths = (1, 17, 300)
+    config = settings(family, transport)
+    with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(lambda n: answered(cluster, n), lengths))
+    for length, tokens in zip(lengths, answers, strict=True):
+        count_ties(oracle(family).greedy(prompt(length), NUM_TOKENS), tokens)
+    assert sum(step.num_prompt_tokens for step in cluster.steps("decode-0")) == 0
+    moved = sum(read.num_bytes for read in cluster.reads("decode-0"))
+    blocks = sum(-(-length // 16) for length in lengths)
+    assert moved == blocks * block_bytes(Path(config.model.path), 16)
+
+
+def test_four_nodes_share_the_load(tmp_path: Path) -> None:
+    config = settings("qwen3", prefill=2, decode=2)
+    with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: answered(cluster, 80, i), range(8)))
+    for salt, tokens in enumerate(answers):
+        count_ties(oracle("qwen3").greedy(prompt(80, salt), NUM_TOKENS), tokens)
+    served = {
+        name: len({part.key for step in cluster.steps(name) for part in step.slices})
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    }
+    assert all(count == 4 for count in served.values()), served
+
+
+def test_a_client_that_leaves_costs_nothing_more(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings("qwen3")) as cluster:
+        stream = cluster.stream(**body(100, num_tokens=2_000))
+        for _ in range(5):
+            next(stream)
+        stream.close()  # closes the connection
+        deadline_s = time.monotonic() + 10.0
+        while cluster.num_used_blocks():
+            assert time.monotonic() < deadline_s, "blocks did not come back"
+            time.sleep(0.1)
+        assert len(answered(cluster, 30)) == NUM_TOKENS
+    tokens = sum(len(step.slices) for step in cluster.steps("decode-0"))
+    assert tokens < 1_500, "it was generated to the end"

@@ -1,0 +1,192 @@
+"""A cluster of real processes on this host, each of which a test can stop, continue or kill.
+
+`Cluster` starts them one by one through `python -m baton`, as an operator on several hosts would,
+so it also tests that. It binds loopback and ipc only and ends everything by process id.
+"""
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+import urllib.response
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from baton.engine.records import ReadRecord, Record, StepRecord, read_records
+from baton.protocol.config import ClusterConfig, LogConfig
+from baton.protocol.messages import Role
+from baton.runtime.process import Child, Command
+from baton.runtime.settings import to_yaml
+
+START_TIMEOUT_S = 90.0
+
+
+class Cluster:
+    """`config.prefill` + `config.decode` nodes and a router; a context manager.
+
+    `env` is for the nodes. `lines` holds everything that any of them printed.
+    """
+
+    def __init__(
+        self, folder: Path, config: ClusterConfig, env: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        self.folder = folder
+        self.lines: list[str] = []
+        self.children: dict[str, Child] = {}
+        self.port = 0
+        self._env = env
+        control = f"ipc://{folder}/control"
+        self.config = msgspec.structs.replace(
+            config,
+            router=msgspec.structs.replace(config.router, control=control, port=0),
+            node=msgspec.structs.replace(config.node, routers=(control,)),
+            log=LogConfig(records=str(folder / "records"), stats_s=1.0),
+        )
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self.start("router", self.config)
+            for index in range(self.config.prefill):
+                self.start_node("prefill", index)
+            for index in range(self.config.decode):
+                self.start_node("decode", index)
+            self._wait_for_port()
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start_node(self, role: Role, index: int) -> None:
+        """Start (again) the node `role-index`."""
+        name = f"{role}-{index}"
+        node = msgspec.structs.replace(
+            self.config.node, id=name, bind=f"ipc://{self.folder}/peers-{name}"
+        )
+        self.start(name, msgspec.structs.replace(self.config, node=node), role)
+
+    def start(self, name: str, config: ClusterConfig, command: str = "") -> None:
+        settings = self.folder / f"{name}.yaml"
+        settings.write_text(to_yaml(config))
+        args = (command or name, "--config", str(settings))
+        self.children[name] = Child(Command(name, args, env=self._env), self._relay)
+
+    def stop(self) -> None:
+        for child in self.children.values():
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGCONT)
+            child.terminate()
+        for child in self.children.values():
+            child.stop()
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.children[name].kill()
+        assert self.children[name].wait(time.monotonic() + 5.0)
+
+    def pause(self, name: str) -> None:
+        os.kill(self.children[name].pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        os.kill(self.children[name].pid, signal.SIGCONT)
+
+    # --- talking to it -------------------------------------------------------------------------
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of a GET."""
+        try:
+            with urllib.request.urlopen(self.url(path), timeout=10.0) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def complete(self, **body: object) -> dict[str, object]:
+        """The answer to one completion that is not streamed."""
+        with self._post(body) as reply:
+            answer: dict[str, object] = json.loads(reply.read())
+        return answer
+
+    def stream(self, **body: object) -> Iterator[dict[str, object]]:
+        """The events of a streamed completion, as they come."""
+        with self._post({**body, "stream": True}) as reply:
+            for line in reply:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    yield json.loads(line[6:])
+
+    def num_used_blocks(self) -> int:
+        """Blocks of all nodes that could not be given out, as of their last beats."""
+        sizes = {"baton_node_total_blocks": 0.0, "baton_node_free_blocks": 0.0}
+        for line in self.get("/metrics")[1].splitlines():
+            name = line.partition("{")[0]
+            if name in sizes:
+                sizes[name] += float(line.rpartition(" ")[2])
+        return int(sizes["baton_node_total_blocks"] - sizes["baton_node_free_blocks"])
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def wait_until_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until every node is in service."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._num_ready() < self.config.prefill + self.config.decode:
+            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
+            self._check_alive()
+            time.sleep(0.05)
+
+    # --- what it did ---------------------------------------------------------------------------
+
+    def records(self, name: str) -> list[Record]:
+        return read_records(self.folder / "records" / f"{name}.jsonl")
+
+    def steps(self, name: str) -> list[StepRecord]:
+        return [record for record in self.records(name) if isinstance(record, StepRecord)]
+
+    def reads(self, name: str) -> list[ReadRecord]:
+        return [record for record in self.records(name) if isinstance(record, ReadRecord)]
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _post(self, body: dict[str, object]) -> "urllib.response.addinfourl":
+        request = urllib.request.Request(
+            self.url("/v1/completions"),
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=60.0)  # type: ignore[no-any-return]
+
+    def _num_ready(self) -> int:
+        nodes = json.loads(self.get("/health")[1])["nodes"]
+        return sum(node["state"] == "ready" for node in nodes)
+
+    def _wait_for_port(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self.port:
+            assert time.monotonic() < deadline_s, "\n".join(self.lines)
+            self._check_alive()
+            for line in self.lines:
+                if "listening on http://" in line:
+                    self.port = int(
+                        line.partition("listening on http://")[2].split()[0].split(":")[1]
+                    )
+            time.sleep(0.05)
+
+    def _check_alive(self) -> None:
+        for name, child in self.children.items():
+            assert child.poll() is None, f"{name} ended:\n" + "\n".join(child.tail)
+
+    def _relay(self, name: str, line: str) -> None:
+        self.lines.append(f"{name} | {line}")
