@@ -9,6 +9,7 @@ the agent's.
 
 import contextlib
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from baton.protocol.ids import Epoch
 
 WARM_UP_BYTES = 64
 MAX_PARKED = 8
+CLOSE_WAIT_S = 1.0
+CLOSE_POLL_S = 0.001
 
 
 class NixlTransport:
@@ -179,7 +182,15 @@ class NixlTransport:
         return gone
 
     def close(self) -> None:
-        """Ends the NIXL agent, and with it every read that is still in flight."""
+        """Ends the NIXL agent, and with it every read that is still in flight.
+
+        Waits a little for these: measured, a peer that is answering over TCP may abort when its
+        reader's agent goes away.
+        """
+        for _ in range(round(CLOSE_WAIT_S / CLOSE_POLL_S)):
+            if all(self.cancel(handle) for handle in list(self._reads)):
+                break
+            time.sleep(CLOSE_POLL_S)
         parts: list[_Flight | _Peer] = list(self._reads.values())
         parts += (*self._peers.values(), *self._leaving)
         for part in parts:
