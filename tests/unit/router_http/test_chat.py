@@ -1,0 +1,119 @@
+"""Chats: templates in their sandbox, and the endpoint over them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.protocol.errors import ConfigError, RequestError
+from baton.router.chat_template import ChatTemplate
+from baton.router.stream import RequestStream
+from tests.support.http_bench import HttpBench, ScriptedEngine, run_http
+from tests.support.small_tokenizers import END, small_text
+
+SOURCE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "  {%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}\n"
+    "[{{ m['role'] }}]{{ m['content'] }}" + END + "{% endfor %}\n"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood }}"
+)
+TURNS: list[dict[str, object]] = [{"role": "user", "content": "hello <&>"}]
+
+
+def folder_with(folder: Path, config: dict[str, object]) -> str:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_template_gets_turns_special_tokens_and_options() -> None:
+    template = ChatTemplate(SOURCE, {"bos_token": "<s>"})
+    expected = f"<s>\n[user]hello <&>{END}"
+    assert template.render(TURNS).replace("<s>[", "<s>\n[") == f"{expected}[assistant]"
+    said = template.render(TURNS, add_generation_prompt=False, options={"mood": "!"})
+    assert said.replace("<s>[", "<s>\n[") == f"{expected}!"
+
+
+def test_options_cannot_take_the_place_of_the_messages() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render(TURNS, options={"messages": []}) == "hello <&>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0].content / 0 }}",
+        "{% for a in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(source, {}).render(TURNS)
+    assert caught.value.param == "messages"
+
+
+def test_templates_are_found_where_model_folders_keep_them(tmp_path: Path) -> None:
+    assert ChatTemplate.load(str(tmp_path)) is None
+    token = {"content": "<s>", "lstrip": False}
+    path = folder_with(tmp_path, {"chat_template": "{{ bos_token }}A", "bos_token": token})
+    found = ChatTemplate.load(path)
+    assert found is not None
+    assert found.render(TURNS) == "<s>A"
+    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    found = ChatTemplate.load(folder_with(tmp_path, {"chat_template": named}))
+    assert found is not None
+    assert found.render(TURNS) == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    found = ChatTemplate.load(path)
+    assert found is not None
+    assert found.render(TURNS) == "J"
+
+
+def test_a_template_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="template"):
+        ChatTemplate.load(folder_with(tmp_path, {"chat_template": "{% for %}"}))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="template"):
+        ChatTemplate.load(str(tmp_path))
+
+
+def test_a_chat_is_a_completion_of_its_rendered_template() -> None:
+    text = small_text()
+
+    def answer(stream: RequestStream) -> None:
+        stream.push(0, text.encode_now("hello world"), "stop")
+        stream.finish()
+
+    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "the end"}]}
+        whole = (await bench.post({**body}, "/v1/chat/completions")).json
+        expected = text.encode_now(f"[user]the end{END}[assistant]")
+        assert engine.streams[0].prompt_token_ids == expected
+        assert engine.streams[0].params.max_tokens is None
+        assert whole["object"] == "chat.completion"
+        message = whole["choices"][0]["message"]  # type: ignore[index]
+        assert message["role"] == "assistant"
+        reply = await bench.post({**body, "stream": True}, "/v1/chat/completions")
+        chunks = [json.loads(data) for _, data in reply.events if data != "[DONE]"]
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        joined = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+        assert joined == message["content"]
+        assert joined
+        assert chunks[-1]["object"] == "chat.completion.chunk"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END
+    run_http(
+        use, script=answer, chat_template=ChatTemplate(template + "{% endfor %}[assistant]", {})
+    )
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "x"}]}
+        reply = await bench.post(body, "/v1/chat/completions")
+        assert (reply.status, reply.error["code"]) == (404, "no_chat_template")
+
+    run_http(use)

@@ -1,0 +1,186 @@
+"""Bodies of clients: every refusal names its field, and no wish is ignored."""
+
+import json
+
+import pytest
+
+from baton.protocol.errors import RequestError
+from baton.router.schema import (
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    messages_of,
+    parse_chat,
+    parse_completion,
+    prompts_of,
+    sampling_of,
+)
+
+
+def completion(data: bytes) -> CompletionBody:
+    """As the handler reads it."""
+    body = parse_completion(data)
+    prompts_of(body)
+    sampling_of(body)
+    return body
+
+
+def chat(data: bytes) -> ChatBody:
+    body = parse_chat(data)
+    messages_of(body)
+    sampling_of(body)
+    return body
+
+
+def body_of(**fields: object) -> bytes:
+    return json.dumps({"prompt": "x", **fields}).encode()
+
+
+def turn(**fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hi", **fields}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b"{}", "prompt"),
+        (body_of(prompt=None), "prompt"),
+        (body_of(prompt=3), "prompt"),
+        (body_of(prompt=""), "prompt"),
+        (body_of(prompt=[]), "prompt"),
+        (body_of(prompt=["x", ""]), "prompt"),
+        (body_of(prompt=[[1], []]), "prompt"),
+        (body_of(prompt=[1, "x"]), "prompt"),
+        (body_of(prompt=[1, True]), "prompt"),
+        (body_of(prompt=[1.5]), "prompt"),
+        (body_of(prompt=[{"type": "image_url"}]), "prompt"),
+        (body_of(prompt=["x"] * (MAX_PROMPTS + 1)), "prompt"),
+        (body_of(prompt=["x"] * 100, n=100), "n"),
+        (body_of(n=0), "n"),
+        (body_of(n=129), "n"),
+        (body_of(max_tokens=0), "max_tokens"),
+        (body_of(max_tokens=-1), "max_tokens"),
+        (body_of(max_tokens="9"), "max_tokens"),
+        (body_of(max_tokens=10**30), "max_tokens"),
+        (body_of(max_tokens=4, min_tokens=5), "min_tokens"),
+        (body_of(temperature=float("nan")), "temperature"),
+        (body_of(temperature=float("-inf")), "temperature"),
+        (b'{"prompt":"x","temperature":1e999}', "temperature"),
+        (body_of(temperature=-0.1), "temperature"),
+        (body_of(top_p=0), "top_p"),
+        (body_of(top_k=2**40), "top_k"),
+        (body_of(min_p=2), "min_p"),
+        (body_of(seed=2**63), "seed"),
+        (body_of(stop=[1]), "stop"),
+        (body_of(stop=""), "stop"),
+        (body_of(stop=["x"] * 65), "stop"),
+        (body_of(stop="x" * 1025), "stop"),
+        (body_of(stop_token_ids=[-1]), "stop_token_ids"),
+        (body_of(stop_token_ids=list(range(1025))), "stop_token_ids"),
+        (body_of(stream="yes"), "stream"),
+        (body_of(stream_options={"include_usage": True}), "stream_options"),
+        (body_of(stream=True, stream_options={"include": 1}), "stream_options.include"),
+        (body_of(presence_penalty=0.5), "presence_penalty"),
+        (body_of(frequency_penalty=0.5), "frequency_penalty"),
+        (body_of(repetition_penalty=1.1), "repetition_penalty"),
+        (body_of(logit_bias={"1": 5}), "logit_bias"),
+        (body_of(logprobs=0), "logprobs"),
+        (body_of(logprobs=-1), "logprobs"),
+        (body_of(best_of=2), "best_of"),
+        (body_of(suffix="x"), "suffix"),
+        (body_of(kv_transfer_params={"host": "10.0.0.1"}), "kv_transfer_params"),
+        (body_of(lora_request={"name": "x"}), "lora_request"),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(data)
+    assert caught.value.param == param
+    assert caught.value.http_status == 400
+    assert param.rsplit(".", maxsplit=1)[-1] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b'{"messages":[]}', "messages"),
+        (b'{"messages":{}}', "messages"),
+        (b'{"messages":[{"content":"x"}]}', "messages[0].role"),
+        (turn(content=3), "messages[0].content"),
+        (turn(content=[{"type": "image_url", "image_url": {"url": "http://x"}}]), None),
+        (turn(content=[{"type": "input_audio", "input_audio": {}}]), None),
+        (turn(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
+        (turn(wishes=1), "messages[0].wishes"),
+        (turn()[:-1] + b',"max_completion_tokens":0}', "max_completion_tokens"),
+        (turn()[:-1] + b',"logprobs":true}', "logprobs"),
+        (turn()[:-1] + b',"tools":[{"type":"function"}]}', "tools"),
+        (turn()[:-1] + b',"response_format":{"type":"json_object"}}', "response_format"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(data)
+    assert caught.value.param == (param or "messages[0].content[0]")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b'{"prompt":"x"} {}',
+        b'{"prompt":"\xff"}',
+        b'{"prompt":"\\ud800"}',
+        b"[" * 100_000,
+        b"null",
+        b"[]",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(data)
+    assert caught.value.param is None
+
+
+def test_deep_nesting_where_it_would_be_skipped_is_refused() -> None:
+    deep = turn(content=[{"type": "text", "text": "x", "more": "@"}])
+    with pytest.raises(RequestError, match="nested"):
+        chat(deep.replace(b'"@"', b"[" * 200_000 + b"]" * 200_000))
+
+
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    body = completion(
+        body_of(
+            presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logit_bias={},
+            best_of=2, n=2, suffix="", logprobs=None, use_beam_search=False, user="me",
+            stream_options=None, priority=0,
+        )
+    )  # fmt: skip
+    assert body.prompt == "x"
+    assert sampling_of(body).n == 2
+
+
+def test_prompts_come_in_four_forms() -> None:
+    forms: list[tuple[object, list[str | list[int]]]] = [
+        ("ab", ["ab"]),
+        ([1, 2], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ]
+    for given, expected in forms:
+        assert prompts_of(completion(body_of(prompt=given))) == expected
+
+
+def test_a_completion_has_sixteen_tokens_by_default_and_a_chat_what_fits() -> None:
+    assert sampling_of(completion(body_of())).max_tokens == 16
+    assert sampling_of(completion(body_of(min_tokens=20))).max_tokens == 20
+    assert sampling_of(chat(turn())).max_tokens is None
+    both = turn()[:-1] + b',"max_tokens":3,"max_completion_tokens":5}'
+    assert sampling_of(chat(both)).max_tokens == 5
+
+
+def test_text_parts_are_joined_and_other_keys_of_a_turn_stay() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert messages_of(chat(turn(content=parts, name="me"))) == [
+        {"role": "user", "content": "a\nb", "name": "me"}
+    ]
