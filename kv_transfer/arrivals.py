@@ -26,6 +26,7 @@ class Arrivals:
         self._node = node
         self._peers = peers
         self._landings: dict[Key, LandingHandoff] = {}
+        self._next_s: dict[Key, float] = {}  # when each wants attention; kept for cheap steps
         self._tombstones: Tombstones[Done | Declined] = Tombstones()
         self._parking = Parking()
         self._tickets = itertools.count(1)
@@ -47,6 +48,7 @@ class Arrivals:
         landing = self._landings[key] = LandingHandoff(
             now_s, expect, len(self._node.ranks), self._node.num_blocks, self._take_ticket
         )
+        self._next_s[key] = landing.deadline_s
         self._make_readable(now_s, landing, out)
         if parked is not None:
             came_s = parked.until_s - PARKED_S  # from then on its lease has run
@@ -112,37 +114,31 @@ class Arrivals:
             self._make_readable(now_s, landing, out)
 
     def end_waits(self, now_s: float, out: Effects) -> None:
-        for landing in list(self._landings.values()):
-            if landing.deadline_s <= now_s:
-                self._on(now_s, landing, TimeUp(), out)
+        for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
+            if self._landings[key].deadline_s <= now_s:
+                self._on(now_s, self._landings[key], TimeUp(), out)
         for key, parked in self._parking.take_expired(now_s):
             self._decline(parked.peer, key, _unexpected(), out)
 
     def renew(self, now_s: float, out: Effects) -> None:
         """One message per peer; when one lease is due, all of that peer's are renewed."""
-        renewable = [
-            landing
-            for _, landing in sorted(self._landings.items())
-            if landing.renew_at_s is not None and landing.peer is not None
-        ]
-        due = {
-            landing.peer
-            for landing in renewable
-            if landing.renew_at_s is not None and landing.renew_at_s <= now_s
-        }
-        for peer in sorted(name for name in due if name is not None):
-            landings = [landing for landing in renewable if landing.peer == peer]
+        due: set[PeerName] = set()
+        for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
+            landing = self._landings[key]
+            if landing.peer is not None and landing.renew_at_s is not None:
+                due.add(landing.peer)
+        for peer in sorted(due):
+            landings = [one for one in self._of(peer) if one.renew_at_s is not None]
+            landings.sort(key=lambda landing: landing.key)
             out.tell(peer, Renew(tuple(landing.key for landing in landings)))
             for landing in landings:
                 landing.renewed(now_s)
+                self._next_s[landing.key] = landing.next_s
 
     def deadlines(self) -> Iterable[float]:
         if self._parking.deadline_s is not None:
             yield self._parking.deadline_s
-        for landing in self._landings.values():
-            yield landing.deadline_s
-            if landing.renew_at_s is not None:
-                yield landing.renew_at_s
+        yield from self._next_s.values()
 
     def used_peers(self) -> set[PeerName]:
         used = self._parking.peers()
@@ -168,14 +164,18 @@ class Arrivals:
         peer = sender if landing.peer is None else self._peers.get(landing.peer)
         landing.on(now_s, event, peer, out)
         if landing.state is LandingState.LANDED:
-            del self._landings[landing.key]
-            self._tombstones.bury(landing.key, Done(landing.key))
+            self._bury(landing.key, Done(landing.key))
         elif landing.state is LandingState.ENDED:
             assert landing.failure is not None
-            del self._landings[landing.key]
-            self._tombstones.bury(landing.key, Declined(landing.key, landing.failure))
-        elif isinstance(event, Started):
-            self._make_readable(now_s, landing, out)
+            self._bury(landing.key, Declined(landing.key, landing.failure))
+        else:
+            self._next_s[landing.key] = landing.next_s
+            if isinstance(event, Started):
+                self._make_readable(now_s, landing, out)
+
+    def _bury(self, key: Key, answer: Done | Declined) -> None:
+        del self._landings[key], self._next_s[key]
+        self._tombstones.bury(key, answer)
 
     def _of(self, peer: PeerName) -> list[LandingHandoff]:
         return [landing for landing in self._landings.values() if landing.peer == peer]

@@ -61,10 +61,13 @@ class NodeConnector:
         out = Effects(self._peers.reachable)
         for event in events:
             self._on(now_s, event, out)
-        self._end_waits(now_s, out)
-        self._arrivals.renew(now_s, out)
+        wake_at_s = self._wake_at_s()
+        if wake_at_s is not None and wake_at_s <= now_s:
+            self._end_waits(now_s, out)
+            self._arrivals.renew(now_s, out)
+            wake_at_s = self._wake_at_s()
         self._peers.forget_unlisted(self._used_peers, out)
-        return ConnectorStep(out.commands, out.reports, self._wake_at_s())
+        return ConnectorStep(out.commands, out.reports, wake_at_s)
 
     def _on(self, now_s: float, event: ConnectorEvent, out: Effects) -> None:
         match event:

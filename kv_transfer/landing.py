@@ -90,6 +90,12 @@ class LandingHandoff:
                 return end_s
         return self.lease.renew_at_s
 
+    @property
+    def next_s(self) -> float:
+        """The earlier of the two: when this landing wants attention if nothing comes."""
+        deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
+        return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
+
     def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
         """`peer` is the process that offered it; before that, the one that sent `event`."""
         before = self.state
