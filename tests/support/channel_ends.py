@@ -1,0 +1,115 @@
+"""Both ends of a channel in one process, and a bare socket that says what no dialer would."""
+
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Starting, ToNode, ToRouter
+from baton.runtime.channel import Dialer, Disconnected, Listener, Received
+from baton.runtime.clock import monotonic
+from baton.runtime.framing import HEADER
+
+DEADLINE_S = 20.0
+
+
+def note(number: int, size: int = 0) -> Starting:
+    """A message that can be told apart from others and be of any size."""
+    return Starting(NodeId("d0"), Epoch("e"), "x" * size, number, 0)
+
+
+class Ends:
+    """A listener, and whatever dials it. `heard` and `said` are all that came out of each."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.listener = self.listen(endpoint)
+        self.heard: list[Received[ToRouter]] = []
+        self._dialers: list[Dialer[ToRouter, ToNode]] = []
+        self._bare: list[zmq.Socket[bytes]] = []
+
+    def listen(self, endpoint: str) -> Listener[ToNode, ToRouter]:
+        return Listener(endpoint, to_node_codec(), to_router_codec(), self.context)
+
+    def dial(self, name: str = "d0", endpoint: str = "") -> Dialer[ToRouter, ToNode]:
+        dialer: Dialer[ToRouter, ToNode] = Dialer(
+            endpoint or self.listener.endpoint,
+            name.encode(),
+            to_router_codec(),
+            to_node_codec(),
+            self.context,
+        )
+        self._dialers.append(dialer)
+        return dialer
+
+    def bare(self, name: str = "d0") -> "zmq.Socket[bytes]":
+        """A socket without any of the rules."""
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self.listener.endpoint)
+        self._bare.append(socket)
+        return socket
+
+    def hear(self, count: int) -> list[Received[ToRouter]]:
+        """The next `count` things that the listener says, woken by its descriptor alone."""
+        heard: list[Received[ToRouter]] = []
+        while len(heard) < count:
+            received = self.listener.receive()
+            if received is None:
+                wait(self.listener)
+            else:
+                heard.append(received)
+        return heard
+
+    def close(self) -> None:
+        for dialer in self._dialers:
+            dialer.close()
+        for socket in self._bare:
+            socket.close()
+        self.listener.close()
+        self.context.term()
+
+
+@contextmanager
+def ends(folder: Path, kind: str = "ipc") -> Iterator[Ends]:
+    made = Ends(f"ipc://{folder}/channel" if kind == "ipc" else "tcp://127.0.0.1")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def answers(dialer: Dialer[ToRouter, ToNode], count: int) -> list[ToNode | Disconnected]:
+    """The next `count` things that a dialer says, woken by its descriptor alone."""
+    said: list[ToNode | Disconnected] = []
+    while len(said) < count:
+        message = dialer.receive()
+        if message is None:
+            wait(dialer)
+        else:
+            said.append(message)
+    return said
+
+
+def wait(end: Listener[ToNode, ToRouter] | Dialer[ToRouter, ToNode]) -> None:
+    ready, _, _ = select.select([end.fileno()], [], [], DEADLINE_S)
+    assert ready, f"nothing came within {DEADLINE_S:g} s"
+
+
+def connect(dialer: Dialer[ToRouter, ToNode]) -> None:
+    """Until the dialer knows that the listener is there."""
+    deadline_s = monotonic() + DEADLINE_S
+    while not dialer.connected:
+        assert dialer.receive() is None
+        assert monotonic() < deadline_s
+        if not dialer.connected:
+            wait(dialer)
+
+
+def frame(session: int, sequence: int, payload: bytes) -> bytes:
+    return HEADER.pack(session, sequence) + payload
