@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
@@ -153,12 +154,14 @@ class Server:
         self._app = app
         self._host = host
         self._port = port
+        http_log = logging.getLogger(f"{ROOT}.http")
+        http_log.addFilter(_is_ours)
         self._runner = web.AppRunner(
             app.web,
             handler_cancellation=True,  # a client that leaves ends its handler, and so its request
             shutdown_timeout=CLOSE_S,
             access_log=None,
-            logger=logging.getLogger(f"{ROOT}.http"),
+            logger=http_log,
         )
         self._site: web.TCPSite | None = None
 
@@ -186,6 +189,12 @@ class Server:
     async def stop(self) -> None:
         """Close all connections. Idempotent."""
         await self._runner.cleanup()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Broken HTTP is answered with 400 and is the client's affair, not a traceback in our log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def _why_not(host: str, port: int, error: OSError) -> str:

@@ -123,6 +123,9 @@ class Handlers:
         except TimeoutError:
             text = f"the body was not here within {BODY_TIMEOUT_S:g} s"
             raise RequestError(text, code="timeout", http_status=408) from None
+        except web.RequestPayloadError as error:
+            text = "the body is not encoded as its headers say"
+            raise RequestError(text, code="invalid_body") from error
 
     def _model(self, name: str | None) -> ServedModel:
         """The model that is meant; raises unless it is the one that the nodes serve."""

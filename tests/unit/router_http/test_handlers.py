@@ -355,3 +355,26 @@ def test_a_refusal_of_one_prompt_ends_the_others_of_its_request() -> None:
         await engine.is_closed(1)
 
     run_http(use)
+
+
+def test_broken_http_is_400_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    broken = [
+        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        head + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
+        head + b"Content-Length: abc\r\n\r\n",
+        b"nonsense\r\n\r\n",
+    ]
+
+    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
+        host, port = bench.url.removeprefix("http://").split(":")
+        for data in broken:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(data)
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+            await writer.wait_closed()
+        assert (await bench.get("/live")).status == 200
+
+    run_http(use)
+    assert "Traceback" not in caplog.text
