@@ -45,7 +45,8 @@ def test_load_is_spread_over_two_by_two_nodes(tmp_path: Path) -> None:
         prefills = [await bench.toy(node_info(f"p{i}", "prefill")) for i in range(2)]
         decodes = [await bench.toy(node_info(f"d{i}", "decode"), 1) for i in range(2)]
         streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(6)]
-        await bench.until(lambda: sum(len(node.orders) for node in decodes) == 6)
+        nodes = [*prefills, *decodes]
+        await bench.until(lambda: sum(len(node.orders) for node in nodes) == 12)
         assert [len(node.orders) for node in decodes] == [3, 3]
         assert [len(node.orders) for node in prefills] == [3, 3]
         for stream in streams:

@@ -172,8 +172,7 @@ class ToyNode(ScriptedNode):
                     FirstToken(toy_token(message.token_ids, choice), _finish(message, 1))
                     for choice in _choices(message)
                 )
-                times = StageTimes(prefill_s=0.5)
-                self.say(FirstTokens(message.key, len(message.token_ids), firsts, times))
+                self.say(FirstTokens(message.key, len(message.token_ids), firsts))
             case Decode():
                 self.orders.append(message)
                 self.say(Accepted(message.key))
