@@ -44,9 +44,10 @@ class HttpMetrics:
         self._e2e = metrics.histogram(
             "baton_request_seconds", "From arrival to the end, of those that had tokens"
         )
-        self._stages = metrics.histogram(
+        stages = metrics.histogram(
             "baton_stage_seconds", "Stages of a request; see docs/api.md", ("stage",)
         )
+        self._stages = {f"{stage}_s": stages.labels(stage) for stage in _STAGES}
         self._running = metrics.gauge("baton_running_requests", "Requests with nodes")
         self._queued = metrics.gauge("baton_queued_requests", "Requests that wait for nodes")
         self._nodes = metrics.gauge("baton_nodes", "Nodes by role and state", ("role", "state"))
@@ -74,8 +75,8 @@ class HttpMetrics:
         self._e2e.observe(all_s)
         if num_choices == 1 and metrics.num_output_tokens > 1:
             self._per_token.observe((all_s - first_s) / (metrics.num_output_tokens - 1))
-        for stage in _STAGES:
-            self._stages.labels(stage).observe(getattr(metrics, f"{stage}_s"))
+        for name, stage in self._stages.items():
+            stage.observe(getattr(metrics, name))
 
     def render(self, health: Health) -> bytes:
         """What a Prometheus server scrapes."""
