@@ -9,7 +9,7 @@ import zmq
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_router_codec
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
-from baton.protocol.messages import Cancel, Starting, ToNode, Welcome
+from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter, Welcome
 from baton.runtime.channel import Disconnected, Received
 from baton.runtime.framing import HEADER, RESET
 from tests.support.channel_ends import Ends, answers, connect, ends, frame, note, wait
@@ -17,7 +17,7 @@ from tests.support.channel_ends import Ends, answers, connect, ends, frame, note
 MANY = 3000
 
 
-def numbers(heard: list[Received[object]]) -> list[int]:
+def numbers(heard: list[Received[ToRouter]]) -> list[int]:
     return [item.message.done for item in heard if isinstance(item.message, Starting)]
 
 

@@ -1,0 +1,220 @@
+"""Children end with their parents, are told apart from their leftovers, and are started again."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from baton.runtime.clock import VirtualClock, monotonic
+from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Backoff, Child, Command, Exit, Supervisor
+from tests.support.sources import REPOSITORY
+
+MODULE = "tests.support.child_roles"
+DEADLINE_S = 30.0
+
+
+class Lines:
+    """A relay that can be waited for."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, name: str, line: str) -> None:
+        with self._changed:
+            self.lines.append((name, line))
+            self._changed.notify_all()
+
+    def first(self, name: str, count: int = 1) -> list[str]:
+        """The first `count` lines of a child."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._of(name)) >= count, DEADLINE_S)
+            return self._of(name)[:count]
+
+    def _of(self, name: str) -> list[str]:
+        return [line for known, line in self.lines if known == name]
+
+
+def command(name: str, *args: str) -> Command:
+    return Command(name, args, MODULE, (("PYTHONPATH", str(REPOSITORY)),))
+
+
+@contextmanager
+def running(*args: str) -> Iterator[tuple[Child, Lines]]:
+    lines = Lines()
+    child = Child(command("child", *args), lines)
+    try:
+        yield child, lines
+    finally:
+        child.stop(0.0)
+
+
+def pid_in(line: str) -> int:
+    return int(line.split()[1])
+
+
+def wait_until_gone(pid: int) -> None:
+    try:
+        process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    assert not psutil.wait_procs([process], timeout=DEADLINE_S)[1] or is_zombie(process)
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    """Gone but for its exit code, which waits for whoever adopted it."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_exit_code_and_last_lines_are_kept() -> None:
+    with running("exit", "7") as (child, lines):
+        assert child.wait(monotonic() + DEADLINE_S)
+        assert child.exit_code == 7
+        assert child.tail == ("first line", "last line")
+        assert lines.first("child", 2) == ["first line", "last line"]
+
+
+def test_a_child_ends_when_it_is_asked_to() -> None:
+    with running("wait") as (child, lines):
+        lines.first("child")
+        assert child.poll() is None
+        assert child.stop() == -signal.SIGTERM
+        assert child.stop() == -signal.SIGTERM, "stopping twice is harmless"
+
+
+def test_a_child_that_does_not_listen_is_killed() -> None:
+    with running("deaf") as (child, lines):
+        lines.first("child")
+        assert child.stop(grace_s=0.2) == -signal.SIGKILL
+
+
+def test_what_a_child_leaves_behind_is_cleared_away() -> None:
+    with running("leave-one") as (child, lines):
+        left = pid_in(lines.first("child")[0])
+        assert child.wait(monotonic() + DEADLINE_S)
+        wait_until_gone(left)
+
+
+def test_a_child_leads_a_group_of_its_own() -> None:
+    """So that Ctrl-C reaches the parent alone, which then ends everybody in order."""
+    with running("group") as (child, lines):
+        words = lines.first("child")[0].split()
+        assert words[1] == words[3] == words[5] == str(child.pid)
+
+
+def test_a_grandchild_does_not_outlive_a_parent_that_was_killed() -> None:
+    with running("parent") as (child, lines):
+        grandchild = int(lines.first("child")[0].split()[-1])
+        assert psutil.pid_exists(grandchild)
+        os.kill(child.pid, signal.SIGKILL)
+        wait_until_gone(grandchild)
+
+
+def test_a_child_that_was_spawned_from_a_thread_outlives_the_thread() -> None:
+    made: list[Child] = []
+    lines = Lines()
+    spawner = threading.Thread(target=lambda: made.append(Child(command("c", "wait"), lines)))
+    spawner.start()
+    spawner.join()
+    try:
+        lines.first("c")
+        assert made[0].poll() is None
+    finally:
+        made[0].stop(0.0)
+
+
+def test_a_child_gets_the_environment_it_was_given() -> None:
+    lines = Lines()
+    given = Command(
+        "child", ("environment", "BATON_TEST"), MODULE,
+        (("PYTHONPATH", str(REPOSITORY)), ("BATON_TEST", "value")),
+    )  # fmt: skip
+    child = Child(given, lines)
+    assert child.wait(monotonic() + DEADLINE_S)
+    assert lines.first("child") == ["value"]
+
+
+def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
+    clock, lines = VirtualClock(), Lines()
+    supervisor = Supervisor((command("a", "exit", "3"), command("b", "wait")), clock, lines)
+    supervisor.start()
+    try:
+        lines.first("b")
+        steady = supervisor.pid_of("b")
+        (first,) = next_exits(supervisor)
+        assert first == Exit("a", 3, ("first line", "last line"), 1, 0.5)
+        assert supervisor.pid_of("a") is None
+        assert supervisor.poll() == []
+        assert supervisor.pid_of("a") is None, "not before its time"
+        clock.advance(0.5)
+        assert supervisor.poll() == []
+        assert supervisor.pid_of("a") is not None
+        (second,) = next_exits(supervisor)
+        assert (second.num_exits, second.restart_in_s) == (2, 1.0)
+        assert supervisor.pid_of("b") == steady
+    finally:
+        supervisor.stop(0.0)
+
+
+def test_stopping_a_supervisor_ends_all_even_the_deaf() -> None:
+    lines = Lines()
+    supervisor = Supervisor((command("a", "deaf"), command("b", "wait")), monotonic, lines)
+    supervisor.start()
+    pids = [pid_in(lines.first(name)[0]) for name in ("a", "b")]
+    supervisor.stop(grace_s=0.2)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("runs_s", "delays_s"),
+    [
+        ((0, 0, 0, 0), (0.5, 1, 2, 4)),
+        ((0,) * 9, (0.5, 1, 2, 4, 8, 16, 30, 30, 30)),
+        ((0, 0, 61, 0), (0.5, 1, 0.5, 1)),
+    ],
+)
+def test_restarts_wait_longer_each_time_until_one_went_well(
+    runs_s: tuple[float, ...], delays_s: tuple[float, ...]
+) -> None:
+    backoff = Backoff()
+    assert tuple(backoff.after(ran_s) for ran_s in runs_s) == delays_s
+
+
+def test_the_first_signal_is_a_request() -> None:
+    with Interrupts(on_second=lambda: None) as interrupts:
+        assert not interrupts.wait(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.wait(DEADLINE_S)
+        assert interrupts.requested
+
+
+def test_the_second_signal_is_an_order() -> None:
+    code = (
+        "import os, signal; from baton.runtime.interrupts import Interrupts\n"
+        "with Interrupts(on_second=lambda: print('killed', flush=True)):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('not reached')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("killed\n", 130)
+
+
+def next_exits(supervisor: Supervisor) -> list[Exit]:
+    deadline_s = monotonic() + DEADLINE_S
+    while not (exits := supervisor.poll()):
+        assert monotonic() < deadline_s
+        time.sleep(0.01)
+    return exits

@@ -1,0 +1,44 @@
+"""What a child process of a test does: `python -m tests.support.child_roles ROLE`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from baton.runtime.process import Child, Command, die_with_parent
+
+FOREVER_S = 3600.0
+
+
+def main(role: str, *rest: str) -> int:
+    die_with_parent()
+    match role:
+        case "exit":
+            print("first line")
+            print("last line", file=sys.stderr)
+            return int(rest[0])
+        case "wait":
+            print(f"pid {os.getpid()}")
+            time.sleep(FOREVER_S)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print(f"pid {os.getpid()}")
+            time.sleep(FOREVER_S)
+        case "leave-one":
+            # In our process group, so it must go with us although nobody waits for it.
+            left = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
+            print(f"pid {left.pid}")
+        case "parent":
+            grandchild = Child(Command("grandchild", ("wait",), "tests.support.child_roles"))
+            print(f"pid {os.getpid()} over {grandchild.pid}")
+            time.sleep(FOREVER_S)
+        case "group":
+            print(f"group {os.getpgid(0)} session {os.getsid(0)} pid {os.getpid()}")
+        case "environment":
+            print(os.environ.get(rest[0], "unset"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

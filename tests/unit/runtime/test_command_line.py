@@ -1,0 +1,77 @@
+"""The command line: what each mistake prints, and with which exit code."""
+
+from pathlib import Path
+
+import pytest
+
+import baton
+from baton.__main__ import COMMANDS, main
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err.splitlines()
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"baton {baton.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in (*COMMANDS, "demo-model"))
+
+
+def test_no_command_is_a_mistake_that_is_answered_with_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    assert "usage: baton COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["sevre"], "unknown command 'sevre'"),
+        (["serve", "--prot", "1"], "did you mean --port?"),
+        (["decode", "--set", "engine.thread=2"], "did you mean engine.threads?"),
+        (["demo-model"], "name one folder"),
+        (["demo-model", "--folder"], "name one folder"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    (line,) = said(capsys)
+    assert hint in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_model_that_is_none_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--model", str(tmp_path / "gone")]) == 2
+    (line,) = said(capsys)
+    assert "does not exist" in line
+    assert main([command, "--model", str(tmp_path)]) == 2
+    (line,) = said(capsys)
+    assert "has no config.json" in line
+
+
+def test_a_demo_model_is_written_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo-model", str(tmp_path / "demo")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "demo")
+    assert (tmp_path / "demo" / "config.json").is_file()
+
+
+def test_the_package_offers_three_names_and_no_others() -> None:
+    for name in ("LLM", "AsyncLLM", "SamplingParams"):
+        assert getattr(baton, name).__name__ == name
+        assert name in dir(baton)
+    assert not hasattr(baton, "Engine")

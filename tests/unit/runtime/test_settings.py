@@ -1,0 +1,148 @@
+"""Settings: where they come from, which source wins, and what a mistake says."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.__main__ import COMMANDS
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.fields import fields_of
+from baton.runtime.settings import from_file, load, parser, to_yaml
+
+SERVE = COMMANDS["serve"]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_nothing_said_means_the_defaults() -> None:
+    assert load(SERVE, []) == ClusterConfig()
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = write(tmp_path, "router: {port: 1, host: a, max_queued: 5}\nprefill: 3\n")
+    flags = ["--config", file, "--port", "2", "--host", "b"]
+    config = load(SERVE, [*flags, "--set", "router.port=3"])
+    assert (config.router.port, config.router.host) == (3, "b")
+    assert (config.router.max_queued, config.prefill) == (5, 3)
+
+
+def test_set_wins_wherever_it_stands() -> None:
+    assert load(SERVE, ["--set", "router.port=3", "--port", "2"]).router.port == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_of_a_command_has_a_flag(command: str) -> None:
+    text = parser(COMMANDS[command]).format_help()
+    for field in fields_of(ClusterConfig):
+        flag = "--" + field.name.replace(".", "-").replace("_", "-")
+        assert (flag in text) == (field.section in COMMANDS[command].sections), field.name
+
+
+def test_help_has_defaults_and_units() -> None:
+    text = " ".join(parser(SERVE).format_help().split())
+    assert "HTTP port; 0 picks a free one (default: 8000)" in text
+    assert "longest sequence; 0 takes the model's (default: 0 tokens)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "field", "value"),
+    [
+        (["--log-json"], "log", "json", True),
+        (["--log-json", "false"], "log", "json", False),
+        (["--cache-prefix=false"], "cache", "prefix", False),
+        (["--log-stats-s", "0.5"], "log", "stats_s", 0.5),
+        (["--set", "node.routers=tcp://a:1,tcp://b:2"], "node", "routers",
+         ("tcp://a:1", "tcp://b:2")),
+        (["--local-prefill", "always"], "router", "local_prefill", "always"),
+        (["--model-name", "7"], "model", "name", "7"),
+        (["--set", "transfer.device=a=b"], "transfer", "device", "a=b"),
+    ],
+)  # fmt: skip
+def test_words_become_values(words: list[str], section: str, field: str, value: object) -> None:
+    assert getattr(getattr(load(SERVE, words), section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--blok-size", "8"], "unknown setting --blok-size; did you mean --block-size?"),
+        (["--set", "cache.block_sise=8"], "did you mean cache.block_size?"),
+        (["--set", "block_size=8"], "did you mean cache.block_size?"),
+        (["--set", "cache.block_size"], "write it as section.field=value"),
+        (["--port", "many"], "setting router.port cannot be 'many': expected a whole number"),
+        (["--port", "99999"], "setting router.port cannot be '99999'"),
+        (["--port", "-1"], "router.port"),
+        (["--log-stats-s", "soon"], "expected a number"),
+        (["--log-json", "maybe"], "expected true or false"),
+        (["--dtype", "fp7"], "it is one of auto, float32, bfloat16"),
+        (["--port"], "--port"),
+        (["stray"], "unknown setting stray"),
+        (["--prefill", "0", "--local-prefill", "never"], "nobody could compute a prompt"),
+        (["--set", "node.routers="], "name the router's control endpoint"),
+    ],
+)
+def test_a_mistake_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(SERVE, words)
+    assert said in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cash: {}", "did you mean cache?"),
+        ("cache: {block_sise: 8}", "did you mean cache.block_size?"),
+        ("cache: 8", "cache is a section"),
+        ("port: 8", "unknown setting"),
+        ("router: {port: '8'}", "setting router.port cannot be '8': expected a whole number"),
+        ("router: {port: true}", "router.port"),
+        ("router: {port: }", "router.port"),
+        ("- 1", "expected settings"),
+        ("a: [", "not valid YAML"),
+        ("node: {routers: tcp://a:1}", "node.routers"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(SERVE, ["--config", write(tmp_path, text)])
+    assert said in raised.value.message
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere.yaml: No such file"):
+        load(SERVE, ["--config", "nowhere.yaml"])
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert from_file(Path(write(tmp_path, "# nothing\n"))) == ClusterConfig()
+
+
+def test_a_file_of_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        from_file(Path(write(tmp_path, "prefill: !!python/object/apply:os.getpid []\n")))
+
+
+def test_settings_survive_a_file(tmp_path: Path) -> None:
+    config = ClusterConfig(prefill=3)
+    for field in fields_of(ClusterConfig):
+        if field.section and field.plain_type in (int, float):
+            section = getattr(config, field.section)
+            changed = msgspec.structs.replace(section, **{field.key: type(field.default)(7)})
+            config = msgspec.structs.replace(config, **{field.section: changed})
+    node = msgspec.structs.replace(config.node, routers=("ipc:///a b", "tcp://c:1"), id="yes")
+    config = msgspec.structs.replace(config, node=node)
+    assert from_file(Path(write(tmp_path, to_yaml(config)))) == config
+
+
+def test_help_is_printed_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        load(SERVE, ["--help"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: baton serve")
