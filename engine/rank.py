@@ -5,6 +5,7 @@ for a rank (device, dtype, block count) and refuses what cannot work before anyt
 allocated. Starts no threads but the port's own.
 """
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,10 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
 from baton.protocol.kv_layout import KVLayout
 from baton.runtime.clock import monotonic
+
+# From malloc.h; the largest threshold that glibc takes.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 32 << 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,9 +75,10 @@ class LoadedRank:
 def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
     """Load and allocate one rank. Raises `ConfigError`.
 
-    Sets the number of threads that torch uses in this process.
+    Sets the number of threads that torch uses in this process, and how it keeps freed memory.
     """
     plan = plan_rank(config, ranks.size)
+    _keep_freed_memory()
     torch.set_num_threads(config.engine.threads)
     runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)
@@ -133,6 +139,17 @@ def load_runner(
     backend = _backend(plan, cache, ranks.size)
     sampler = Sampler(plan.decoder.eos_token_ids)
     return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library reuse large buffers; else every operation on a chunk maps fresh pages.
+
+    On CPUs an RMS norm of 512 tokens took eight times as long without.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
 def _device(config: ClusterConfig) -> torch.device:

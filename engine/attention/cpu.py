@@ -6,6 +6,7 @@ own, added in order. And rows of weights are padded with zeros only, which chang
 chunked and whole prompts agree bit for bit.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.attention.backend import Batch, Span
 
-# Keys of one product: the longest that always gave the bits of a longer one padded with zeros.
+# Keys of one product at most: up to here any padding with zeros leaves the bits alone (measured).
 TILE = {torch.float32: 128, torch.bfloat16: 512}
 LANES = 16  # contexts are padded to whole vectors of keys, for the sums of the softmax
 # Rows of a linear layer and of an attention product come in multiples of these. Measured with 1 to
@@ -22,15 +23,20 @@ LANES = 16  # contexts are padded to whole vectors of keys, for the sums of the 
 # thread, take other paths (fp32: 1 to 3, two threads also 5 to 7 and 9 to 11; bf16: 1 at times).
 LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
+HIDDEN = float("-inf")
 QUERIES = 128  # of one prompt at a time: bounds the scores, and skips keys that none of them sees
 
 
 @dataclass(slots=True, frozen=True)
 class Gather:
-    """Where the keys and values of some sequences lie, padded to `num_keys` each."""
+    """Where the keys and values of some sequences lie, padded to `num_keys` each.
 
-    blocks: Tensor  # [2 * batch * kv_heads * num_blocks]: rows of layer 0 in `_Pool.blocks`
-    dead: Tensor  # rows of the gathered keys and values that must not be seen, whatever they hold
+    Keys come first, then the values of one tile of keys after the other: whatever goes into one
+    product must be contiguous, or the library copies it.
+    """
+
+    blocks: Tensor  # [batch * kv_heads * 2 * num_blocks]: rows of layer 0 in `CpuBackend._blocks`
+    dead: Tensor  # rows of the gathered values that nobody wrote
     batch: int
     num_keys: int
 
@@ -39,9 +45,9 @@ class Gather:
 class DecodeGroup:
     """Sequences that decode one token over contexts of about equal length."""
 
-    rows: Tensor  # [batch]: rows of the batch
+    rows: Tensor | slice  # which rows of the batch
     gather: Gather
-    mask: Tensor  # [batch, 1, 1, num_keys], -inf where nothing is
+    hidden: Tensor  # [batch, 1, 1, num_keys]
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +57,7 @@ class PromptPart:
     first: int  # row within the prompt's span
     last: int
     num_keys: int
-    mask: Tensor  # [last - first, 1, masked keys], for the last keys only
+    hidden: Tensor  # [last - first, 1, some], for the last keys only
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,9 +85,16 @@ class CpuBackend:
         self.window = window
         self.dtype = pool.dtype
         self._blocks = pool.view(-1, self.block_size * self.head_dim)
+        self._tile = max(1, TILE[self.dtype] // self.block_size) * self.block_size
+        self._lanes = math.lcm(LANES, self.block_size)
         self._gathered = self._blocks.new_empty(0, self._blocks.shape[1])
         self._slots = pool.view(-1, self.head_dim)
-        self._cos, self._sin = cos_sin.chunk(2, dim=-1)  # [max_position, head_dim / 2]
+        cos, sin = cos_sin.chunk(2, dim=-1)
+        self._cos = torch.cat((cos, cos), dim=-1)  # [max_position, head_dim]
+        self._sin = torch.cat((-sin, sin), dim=-1)
+        # The scale of the scores goes into the rotation of the queries: [heads, 1].
+        self._scale = torch.ones(num_heads + self.kv_heads, 1)
+        self._scale[:num_heads] = self.head_dim**-0.5
 
     def padded(self, num_rows: int) -> int:
         multiple = LINEAR_ROWS[self.dtype]
@@ -91,8 +104,8 @@ class CpuBackend:
 
     def begin(self, batch: Batch) -> None:
         positions = batch.positions[: batch.num_tokens]
-        self._cos_now = self._cos[positions][:, None]  # [num_tokens, 1, head_dim / 2]
-        self._sin_now = self._sin[positions][:, None]
+        self._cos_now = self._cos[positions][:, None] * self._scale  # [num_tokens, heads, head_dim]
+        self._sin_now = self._sin[positions][:, None] * self._scale
         self._targets = self._slot_rows(batch.slots)
         self._num_tokens = batch.num_tokens
         decoding = [span for span in batch.spans if span.length == 1]
@@ -107,11 +120,13 @@ class CpuBackend:
         rows = first[:, None] + torch.tensor([0, 1])[:, None]  # [tokens, 2, heads]
         return (rows * self.block_size + offset[:, None, None]).flatten()
 
+    def _num_keys(self, end: int) -> int:
+        return -(-end // self._lanes) * self._lanes
+
     def _gather(self, spans: list[Span]) -> Gather:
-        num_keys = max(_num_keys(span.end) for span in spans)
-        num_blocks = -(-num_keys // self.block_size)
-        tables = torch.empty(len(spans), num_blocks, dtype=torch.int64)
-        live = torch.tensor([span.end for span in spans])
+        num_keys = max(self._num_keys(span.end) for span in spans)
+        tables = torch.empty(len(spans), num_keys // self.block_size, dtype=torch.int64)
+        live = torch.tensor([span.end for span in spans])  # keys
         for i, span in enumerate(spans):
             used = span.block_table[: -(-span.end // self.block_size)]
             tables[i, : len(used)] = torch.tensor(used)
@@ -119,23 +134,26 @@ class CpuBackend:
             tables[i, len(used) :] = used[0]
         heads = torch.arange(self.kv_heads)[:, None]
         rows = (tables[:, None] * self.kv_heads + heads) * self.num_layers * 2
-        blocks = torch.stack((rows, rows + 1)).flatten()
+        values = _in_tiles(rows + 1, self._tile // self.block_size)
         # A slot that nobody wrote may hold NaN, and 0 x NaN is NaN. Those are the slots past the
         # end in the last block, and in every copy of a block that is the only one.
-        keys = torch.arange(num_blocks * self.block_size)
-        last = -(-live // self.block_size) * self.block_size
-        last = torch.where(live < self.block_size, keys.numel(), last)
-        offset_is_dead = keys % self.block_size >= live[:, None]
+        keys = torch.arange(num_keys)
+        is_only = live < self.block_size
+        last = torch.where(is_only, num_keys, -(-live // self.block_size) * self.block_size)
         dead = (keys >= live[:, None]) & (keys < last[:, None])
-        dead &= offset_is_dead | (live[:, None] >= self.block_size)
-        at = dead[None, :, None].expand(2, -1, self.kv_heads, -1).flatten().nonzero()[:, 0]
-        return Gather(blocks, at, len(spans), num_keys)
+        dead &= (keys % self.block_size >= live[:, None]) | ~is_only[:, None]
+        dead = dead[:, None].expand(-1, self.kv_heads, -1)
+        at = _in_tiles(dead, self._tile).nonzero()[:, 0]
+        return Gather(torch.cat((rows.flatten(), values)), at, len(spans), num_keys)
 
     def _decode_group(self, spans: list[Span]) -> DecodeGroup:
         gather = self._gather(spans)
         positions = torch.tensor([span.start for span in spans])[:, None, None, None]
-        mask = self._mask(positions, torch.arange(gather.num_keys))
-        return DecodeGroup(torch.tensor([span.row for span in spans]), gather, mask)
+        hidden = self._hidden(positions, torch.arange(gather.num_keys))
+        rows = [span.row for span in spans]
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return DecodeGroup(slice(rows[0], rows[0] + len(rows)), gather, hidden)
+        return DecodeGroup(torch.tensor(rows), gather, hidden)
 
     def _prompt(self, span: Span) -> Prompt:
         parts = []
@@ -143,21 +161,21 @@ class CpuBackend:
         while first < span.length:
             position = span.start + first
             last = min(span.length, first + QUERIES - position % QUERIES)
-            num_keys = _num_keys(span.start + last)
+            num_keys = self._num_keys(span.start + last)
             own = torch.arange(position, span.start + last)[:, None, None]
             # Without a window every query sees all keys before the first one's.
-            first_masked = 0 if self.window else position
-            mask = self._mask(own, torch.arange(first_masked, num_keys))
-            parts.append(PromptPart(first, last, num_keys, mask))
+            first_hidden = 0 if self.window else position
+            hidden = self._hidden(own, torch.arange(first_hidden, num_keys))
+            parts.append(PromptPart(first, last, num_keys, hidden))
             first = last
         return Prompt(span, self._gather([span]), tuple(parts))
 
-    def _mask(self, positions: Tensor, keys: Tensor) -> Tensor:
-        """What to add to the scores: -inf where a query at `positions` must not see a key."""
+    def _hidden(self, positions: Tensor, keys: Tensor) -> Tensor:
+        """Where a query at `positions` must not see a key."""
         hidden = keys > positions
         if self.window is not None:
             hidden |= keys <= positions - self.window
-        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        return hidden
 
     # --- once per layer ------------------------------------------------------------------------
 
@@ -166,8 +184,8 @@ class CpuBackend:
         qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.head_dim)
         qk = self._rotate(qkv[:num_tokens, : heads + kv_heads], head_norms)
         kv = torch.stack((qk[:, heads:], qkv[:num_tokens, heads + kv_heads :]), dim=1)
-        targets = self._targets + layer * 2 * self.block_size
-        self._slots.index_copy_(0, targets, kv.view(-1, self.head_dim))
+        slots = self._slots[layer * 2 * self.block_size :]
+        slots.index_copy_(0, self._targets, kv.view(-1, self.head_dim))
         out = qkv.new_zeros(len(qkv), heads, self.head_dim)
         q = qk[:, :heads].view(num_tokens, kv_heads, self.group, self.head_dim)
         for group in self._groups:
@@ -178,38 +196,40 @@ class CpuBackend:
 
     def _rotate(self, qk: Tensor, head_norms: Tensor | None) -> Tensor:
         """Norm and rotation of query and key heads in fp32; queries come scaled."""
-        x = qk.to(torch.float32, copy=True)  # [num_tokens, num_heads + kv_heads, head_dim]
+        x = qk.float()  # [num_tokens, num_heads + kv_heads, head_dim]
         if head_norms is not None:
-            x = _rms_norm(x, self.eps).mul_(head_norms)
-        low, high = x.chunk(2, dim=-1)
-        cos, sin = self._cos_now, self._sin_now
-        turned = torch.empty_like(x)
-        torch.sub(low * cos, high * sin, out=turned[..., : self.head_dim // 2])
-        torch.add(high.mul_(cos), low.mul_(sin), out=turned[..., self.head_dim // 2 :])
-        turned[:, : self.num_heads] *= self.head_dim**-0.5
-        return turned.to(self.dtype)
+            x = F.rms_norm(x, (self.head_dim,), None, self.eps).mul_(head_norms)
+        turned = x.roll(self.head_dim // 2, -1).mul_(self._sin_now)
+        return turned.add_(x * self._cos_now).to(self.dtype)
 
-    def _read(self, layer: int, gather: Gather) -> tuple[Tensor, Tensor]:
-        """Keys and values, each `[batch * kv_heads, num_keys, head_dim]`."""
+    def _read(self, layer: int, gather: Gather) -> tuple[Tensor, list[Tensor]]:
+        """Keys `[batch * kv_heads, num_keys, head_dim]`, and values likewise in tiles of keys."""
         size = len(gather.blocks)
-        if size > len(self._gathered):  # kept between calls: fresh pages cost more than the copy
+        if size > len(self._gathered):
             self._gathered = self._blocks.new_empty(size, self._blocks.shape[1])
         kv = self._gathered[:size]
-        torch.index_select(self._blocks, 0, gather.blocks + layer * 2, out=kv)
+        torch.index_select(self._blocks[layer * 2 :], 0, gather.blocks, out=kv)
+        batch, num_keys, head_dim = gather.batch * self.kv_heads, gather.num_keys, self.head_dim
+        keys, flat = kv.view(2, -1, head_dim)
         if len(gather.dead):
-            kv.view(-1, self.head_dim).index_fill_(0, gather.dead, 0.0)
-        kv = kv.view(2, gather.batch * self.kv_heads, -1, self.head_dim)
-        k, v = kv[:, :, : gather.num_keys]
-        return k, v
+            flat.index_fill_(0, gather.dead, 0.0)
+        cuts = range(0, num_keys, self._tile)
+        values = [
+            flat[batch * first : batch * min(first + self._tile, num_keys)].view(
+                batch, -1, head_dim
+            )
+            for first in cuts
+        ]
+        return keys.view(batch, num_keys, head_dim), values
 
     def _decode(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
         """Attention of one token per sequence; `q` is `[batch, kv_heads, group, head_dim]`."""
         batch, kv_heads, num_rows, head_dim = q.shape
-        k, v = self._read(layer, group.gather)
+        keys, values = self._read(layer, group.gather)
         q = self._pad_rows(q.flatten(0, 1))
-        scores = torch.bmm(q, k.transpose(1, 2))
-        scores.view(batch, kv_heads, q.shape[1], -1).add_(group.mask)
-        out = self._mix(scores.softmax(-1), v)[:, :num_rows]
+        scores = torch.bmm(q, keys.transpose(1, 2))
+        scores.view(batch, kv_heads, q.shape[1], -1).masked_fill_(group.hidden, HIDDEN)
+        out = self._mix(scores.softmax(-1), values)[:, :num_rows]
         return out.reshape(batch, kv_heads * num_rows, head_dim)
 
     def _prefill(self, layer: int, q: Tensor, prompt: Prompt, out: Tensor) -> None:
@@ -223,22 +243,22 @@ class CpuBackend:
             rows = self._pad_rows(rows)
             scores = torch.bmm(rows, keys[:, : part.num_keys].transpose(1, 2))
             seen = scores[:, :num_rows].view(len(rows), -1, self.group, part.num_keys)
-            seen[..., part.num_keys - part.mask.shape[-1] :].add_(part.mask)
-            mixed = self._mix(scores.softmax(-1), values[:, : part.num_keys])[:, :num_rows]
+            seen[..., -part.hidden.shape[-1] :].masked_fill_(part.hidden, HIDDEN)
+            mixed = self._mix(scores.softmax(-1), values)[:, :num_rows]
             mixed = mixed.view(len(rows), -1, self.group, self.head_dim)
             own = out[span.row + part.first : span.row + part.last]
             own.view(-1, len(rows), self.group, self.head_dim).copy_(mixed.transpose(0, 1))
 
-    def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
+    def _mix(self, weights: Tensor, values: list[Tensor]) -> Tensor:
         """`weights @ values`, a tile of keys after the other, summed in fp32."""
-        tile, num_keys = TILE[self.dtype], values.shape[1]
-        mixed = torch.bmm(weights[..., :tile], values[:, :tile])
+        tile, num_keys = self._tile, weights.shape[-1]
+        mixed = torch.bmm(weights[..., :tile], values[0][:, :num_keys])
         if num_keys <= tile:
             return mixed
         mixed = mixed.float()
         for first in range(tile, num_keys, tile):
-            here = slice(first, first + tile)
-            mixed += torch.bmm(weights[..., here], values[:, here])
+            here = weights[..., first : first + tile]
+            mixed += torch.bmm(here, values[first // tile][:, : num_keys - first])
         return mixed.to(self.dtype)
 
     def _pad_rows(self, q: Tensor) -> Tensor:
@@ -251,29 +271,27 @@ class CpuBackend:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         stream = x if residual is None else x + residual
-        normed = _rms_norm(stream.to(torch.float32, copy=True), eps)
-        return normed.mul_(weight).to(self.dtype), stream
+        return F.rms_norm(stream, (stream.shape[-1],), weight, eps), stream
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 
-def _rms_norm(x: Tensor, eps: float) -> Tensor:
-    """In place: at a few hundred tokens, new memory costs more than arithmetic."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x.mul_(norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_())
-
-
-def _num_keys(end: int) -> int:
-    return -(-end // LANES) * LANES
+def _in_tiles(rows: Tensor, tile: int) -> Tensor:
+    """Cut along the last dimension; the tiles one after the other, each flat."""
+    cuts = range(0, rows.shape[-1], tile)
+    return torch.cat([rows[..., first : first + tile].flatten() for first in cuts])
 
 
 def _by_length(spans: list[Span]) -> list[list[Span]]:
     """Groups in which padding to the longest context wastes a third at most."""
+    ends = [span.end for span in spans]
+    if spans and max(ends) * 2 <= min(ends) * 3:
+        return [spans]  # as they are: their rows may be neighbours
     groups: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.end):
-        if groups and _num_keys(span.end) * 2 <= _num_keys(groups[-1][0].end) * 3:
+        if groups and span.end * 2 <= groups[-1][0].end * 3:
             groups[-1].append(span)
         else:
             groups.append([span])
