@@ -104,7 +104,13 @@ class App:
         health = self._engine.health()
         if self._handlers.is_draining:
             health = msgspec.structs.replace(health, status="failed", message="shutting down")
-        return _json(msgspec.json.encode(health), 200 if health.can_serve else 503)
+        body = msgspec.structs.asdict(health)
+        # Loads travel between processes as arrays; here they are for people.
+        body["nodes"] = [
+            {**msgspec.structs.asdict(node), "load": msgspec.structs.asdict(node.load)}
+            for node in health.nodes
+        ]
+        return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
 
     async def _live(self, request: web.Request) -> web.Response:
         # Not readiness: 503 says that only a restart can help.

@@ -249,3 +249,20 @@ def test_a_stream_whose_nodes_are_lost_for_good_ends_in_an_api_error(tmp_path: P
             assert caught.value.code is not None
 
     serve(tmp_path, use, router, with_nodes=False)
+
+
+def test_health_and_metrics_tell_about_each_node(tmp_path: Path) -> None:
+    async def use(http: HttpBench, _: RouterBench) -> None:
+        health = (await http.get("/health")).json
+        assert health["status"] == "ready"
+        nodes = health["nodes"]
+        assert isinstance(nodes, list)
+        assert [(node["node_id"], node["load"]["free_blocks"]) for node in nodes] == [
+            ("d0", 64),
+            ("p0", 64),
+        ]
+        metrics = (await http.get("/metrics")).text
+        assert 'baton_nodes{role="decode",state="ready"} 1.0' in metrics
+        assert 'baton_node_free_blocks{node="p0"} 64.0' in metrics
+
+    serve(tmp_path, use)

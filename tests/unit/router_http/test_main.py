@@ -8,8 +8,9 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterC
 from tests.support.scripted_nodes import ToyNode, node_info, toy_answer
 from tests.support.small_tokenizers import write_tokenizer
 
+T = TypeVar("T")
 WAIT_S = 60.0
 SCRIPT = """
 import sys
@@ -84,16 +86,18 @@ def routers() -> Iterator[list[Router]]:
         router.close()
 
 
-async def with_toy_nodes(config: ClusterConfig, body: dict[str, object], url: str) -> bytes:
-    """What the router answers when two toy nodes have dialled in."""
+async def with_toy_nodes(
+    config: ClusterConfig, use: Callable[[], T], max_steps: int | None = None
+) -> T:
+    """What `use`, in a thread, returns while two toy nodes have dialled in."""
     nodes = [
         ToyNode(config.router.control, node_info("p0", "prefill")),
-        ToyNode(config.router.control, node_info("d0", "decode")),
+        ToyNode(config.router.control, node_info("d0", "decode"), max_steps),
     ]
     for node in nodes:
         node.join()
     try:
-        return await asyncio.to_thread(ask, url, body)
+        return await asyncio.to_thread(use)
     finally:
         for node in nodes:
             node.die()
@@ -124,7 +128,8 @@ def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
     url = router.wait_for_url()
     prompt = [5, 6, 7]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "return_token_ids": True}
-    answer = msgspec.json.decode(asyncio.run(with_toy_nodes(config, body, url)))
+    data = asyncio.run(with_toy_nodes(config, lambda: ask(url, body)))
+    answer = msgspec.json.decode(data)
     assert answer["choices"][0]["token_ids"] == toy_answer(prompt, 4)
     assert "output_tokens_per_s=" in router.wait_for("stats")
     os.kill(router.process.pid, signal.SIGTERM)
@@ -143,11 +148,35 @@ def test_prompts_are_logged_on_request_and_cut(
     routers.append(router)
     url = router.wait_for_url()
     body = {"prompt": "y" * 150 + "z" * 49, "max_tokens": 1}
-    asyncio.run(with_toy_nodes(logging, body, url))
+    asyncio.run(with_toy_nodes(logging, lambda: ask(url, body)))
     assert "y" * 150 in router.wait_for("text=")
     os.kill(router.process.pid, signal.SIGINT)
     router.end()
     assert router.process.returncode == 0, router.lines
+
+
+def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
+    config: ClusterConfig, routers: list[Router]
+) -> None:
+    router = Router(config)
+    routers.append(router)
+    url = router.wait_for_url()
+    body = {"prompt": [5, 6, 7], "max_tokens": 50, "stream": True}
+
+    def read_and_end() -> list[bytes]:
+        wait_until_ready(url)
+        request = urllib.request.Request(f"{url}/v1/completions", msgspec.json.encode(body))
+        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+            lines = [reply.readline()]
+            os.kill(router.process.pid, signal.SIGTERM)
+            return lines + reply.readlines()
+
+    lines = asyncio.run(with_toy_nodes(config, read_and_end, max_steps=3))
+    router.end()
+    assert router.process.returncode == 0, router.lines
+    events = [line for line in lines if line.startswith(b"data: ")]
+    assert msgspec.json.decode(events[-1][6:])["error"]["code"] == "shutting_down"
+    assert "Traceback" not in "".join(router.lines)
 
 
 def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, routers: list[Router]) -> None:
