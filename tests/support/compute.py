@@ -19,10 +19,12 @@ from baton.protocol.sampling import Sampling
 GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
 
 
-def compute_config(folder: Path, dtype: str = "auto", num_blocks: int = 128) -> ClusterConfig:
+def compute_config(
+    folder: Path, dtype: str = "auto", num_blocks: int = 128, block_size: int = 16
+) -> ClusterConfig:
     return ClusterConfig(
         model=ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
-        cache=CacheConfig(num_blocks=num_blocks),
+        cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
         engine=EngineConfig(device="cpu"),
     )
 

@@ -110,6 +110,25 @@ def test_the_number_of_threads_leaves_no_trace(runner: Runner) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [1, 16, 24, 64, 256, 1024])
+def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: int) -> None:
+    """More keys than one product takes in either dtype, garbage behind them."""
+    folder = model_folder("qwen3", num_layers=2)
+    num_blocks = -(-1100 // block_size)
+    with loaded(compute_config(folder, dtype, 2 * num_blocks + 1, block_size)) as runner:
+        runner.cache.pool.fill_(float("nan"))
+        tokens = random_tokens(1100)
+        one = Text("one", tokens, range(num_blocks))
+        other = Text("other", tokens[:530], range(num_blocks, 2 * num_blocks))
+        expected = chunked_logits(runner, one, [1100])
+        assert_same_bits(chunked_logits(runner, other, [500, 28, 1]), expected[:530])
+        both = logits(runner, one.chunk(1099, 1100), other.chunk(529, 530), one.chunk(700, 720))
+        assert_same_bits(
+            torch.cat(both), torch.cat((expected[-1:], expected[529:530], expected[700:720]))
+        )
+
+
 @pytest.mark.parametrize("length", [5, 16, 21, 128, 200])
 def test_garbage_after_the_end_of_a_sequence_is_never_seen(runner: Runner, length: int) -> None:
     one = text("one", length)
