@@ -5,22 +5,21 @@ watches and ends: it holds no model and no request. Nodes are restarted when the
 dies takes everything with it.
 """
 
-import errno
 import http.client
 import json
 import shlex
 import shutil
-import socket
 
 import msgspec
 
 from baton.deploy.local import LocalCluster, private_folder
+from baton.deploy.ports import check_port, warn_if_exposed
 from baton.deploy.progress import StartProgress
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.errors import ConfigError, NodeError
+from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import to_yaml
 
@@ -36,7 +35,6 @@ log = logger("serve")
 
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit code. Raises `ConfigError` and `NodeError`."""
-    setup(config.log, "serve")
     check_port(config.router.host, config.router.port)
     server = LocalServer(config)
     with Interrupts(on_second=server.kill) as interrupts:
@@ -58,6 +56,8 @@ class LocalServer:
         control = config.router.control
         if control == RouterConfig().control:
             control = f"ipc://{self._folder}/control"
+        else:
+            warn_if_exposed(control, "router.control")
         router = msgspec.structs.replace(config.router, control=control)
         self._config = msgspec.structs.replace(config, router=router)
         self._port = 0  # what the router says that it got
@@ -176,32 +176,6 @@ class _Health(msgspec.Struct):
     """The part of GET /health that start-up needs."""
 
     nodes: list[_NodeHealth] = []
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises `ConfigError` when HTTP could not listen there; port 0 is always free."""
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"router.host {host!r} does not resolve: {error.strerror}") from error
-    family, kind, protocol, _, address = infos[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # As servers do: what lingers of closed connections does not count as in use.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"port {port} is in use: choose another with --port N (make serve PORT=N)"
-                ) from error
-            if error.errno == errno.EACCES:
-                raise ConfigError(
-                    f"port {port} needs privileges: choose one above 1023 with --port N "
-                    "(make serve PORT=N)"
-                ) from error
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def greeting(url: str, model: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from baton import __version__
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.log import setup
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Command, load
 
@@ -79,13 +80,17 @@ def _run(words: list[str]) -> int:
 def _start(name: str, config: ClusterConfig) -> int:
     """Import the one room that this process is, and run it."""
     from baton.deploy.model_folder import with_model
+    from baton.deploy.ports import check_router_ports, warn_if_exposed
 
+    setup(config.log, config.node.id or name)
     config = with_model(config)
     if name == "serve":
         from baton.deploy.serve import serve
 
         return serve(config)
     if name == "router":
+        check_router_ports(config)
+        warn_if_exposed(config.router.control, "router.control")
         from baton.router.main import run as run_router
 
         return run_router(config)
@@ -93,6 +98,7 @@ def _start(name: str, config: ClusterConfig) -> int:
         from baton.prefill_node.main import run as run_prefill
 
         return run_prefill(config)
+    warn_if_exposed(config.node.bind, "node.bind")
     from baton.decode_node.main import run as run_decode
 
     return run_decode(config)

@@ -1,0 +1,136 @@
+"""The launcher of one host: nodes are started, started again, and all gone at the end."""
+
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.deploy.local import LocalCluster, private_folder
+from baton.deploy.ports import check_port, check_router_ports
+from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, RouterConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.clock import monotonic
+from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
+from baton.runtime.process import Exit
+from tests.support.checkpoints import model_folder
+
+DEADLINE_S = 60.0
+NODES = ("prefill-0", "decode-0", "decode-1")
+
+
+def cluster(folder: Path, lines: list[str], model: str = "") -> LocalCluster:
+    config = ClusterConfig(
+        decode=2,
+        model=ModelConfig(path=model or str(model_folder("qwen3"))),
+        cache=CacheConfig(num_blocks=16),
+    )
+    control = f"ipc://{folder}/control"
+    return LocalCluster(config, control, lambda name, line: lines.append(f"{name} | {line}"))
+
+
+def wait_for_ready(lines: list[str], count: int) -> None:
+    deadline_s = monotonic() + DEADLINE_S
+    while sum(": ready " in line for line in lines) < count:
+        assert monotonic() < deadline_s, "\n".join(lines)
+        time.sleep(0.02)
+
+
+def next_exits(nodes: LocalCluster) -> Sequence[Exit]:
+    deadline_s = monotonic() + DEADLINE_S
+    while not (exits := nodes.poll()):
+        assert monotonic() < deadline_s
+        time.sleep(0.02)
+    return exits
+
+
+def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
+    lines: list[str] = []
+    nodes = cluster(tmp_path, lines)
+    nodes.start()
+    try:
+        wait_for_ready(lines, 3)
+        pids = {name: nodes.pid_of(name) for name in NODES}
+        assert len(set(pids.values())) == 3
+        assert nodes.poll() == []
+        killed = pids["decode-1"]
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        (ended,) = next_exits(nodes)
+        assert (ended.name, ended.code) == ("decode-1", -signal.SIGKILL)
+        deadline_s = monotonic() + DEADLINE_S
+        while nodes.pid_of("decode-1") is None:
+            assert monotonic() < deadline_s
+            nodes.poll()
+            time.sleep(0.02)
+        wait_for_ready(lines, 4)
+        assert nodes.pid_of("decode-0") == pids["decode-0"]
+        last = [nodes.pid_of(name) for name in NODES]
+    finally:
+        nodes.stop()
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in last)
+    nodes.stop()
+
+
+def test_a_node_that_cannot_start_says_why_in_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    lines: list[str] = []
+    nodes = cluster(tmp_path, lines, str(tmp_path))
+    nodes.start()
+    try:
+        ended = next_exits(nodes)[0]
+        assert ended.code == 1
+        assert "unheard-of" in ended.tail[-1]
+        assert not any("Traceback" in line for line in ended.tail)
+    finally:
+        nodes.stop()
+
+
+def test_a_cluster_that_never_started_can_be_stopped(tmp_path: Path) -> None:
+    nodes = cluster(tmp_path, [])
+    assert list(nodes.poll()) == []
+    nodes.stop()
+
+
+def test_only_this_user_can_enter_the_folder_of_sockets() -> None:
+    folder = private_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rmdir()
+
+
+def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    folder = private_folder()
+    assert len(f"{folder}/peers-decode-9999") <= MAX_IPC_PATH_BYTES
+    folder.rmdir()
+    assert not list(deep.iterdir())
+
+
+def test_a_port_in_use_is_said_with_a_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as raised:
+            check_port("127.0.0.1", port)
+        control = RouterConfig(port=0, control=f"tcp://127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match="choose another with --control"):
+            check_router_ports(ClusterConfig(router=control))
+    assert raised.value.message == (
+        f"port {port} is in use: choose another with --port N (make serve PORT=N)"
+    )
+    check_port("127.0.0.1", port)
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:0"):
+        check_port("203.0.113.1", 0)
+    with pytest.raises(ConfigError, match="does not resolve"):
+        check_port("no.such.host.invalid", 0)

@@ -1,0 +1,82 @@
+"""Which model a command means, and what `serve` says about itself."""
+
+import ast
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from baton.deploy.model_folder import with_model
+from baton.deploy.serve import greeting
+from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.protocol.errors import ConfigError
+
+
+def model_of(path: str, name: str = "") -> ModelConfig:
+    return with_model(ClusterConfig(model=ModelConfig(path=path, name=name))).model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "tiny-model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    return made
+
+
+def test_a_model_is_called_like_its_folder(folder: Path) -> None:
+    assert model_of(str(folder)) == ModelConfig(path=str(folder), name="tiny-model")
+    assert model_of(f"{folder}/") == ModelConfig(path=str(folder), name="tiny-model")
+
+
+def test_a_name_of_ones_own_stays(folder: Path) -> None:
+    assert model_of(str(folder), "mine").name == "mine"
+
+
+def test_a_relative_path_becomes_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children may run elsewhere."""
+    monkeypatch.chdir(folder.parent)
+    assert model_of("tiny-model").path == str(folder)
+
+
+def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert model_of("~/tiny-model").path == str(folder)
+
+
+def test_no_model_means_the_demo_model_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = model_of("")
+    assert model.name == "demo"
+    assert Path(model.path).parent == tmp_path / "baton"
+    assert (Path(model.path) / "config.json").is_file()
+    assert model_of("") == model
+
+
+def test_a_cache_that_cannot_be_made_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    assert Path(model_of("").path).is_relative_to(tmp_path / "tmp")
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        model_of(str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        model_of(str(tmp_path))
+
+
+def test_the_greeting_survives_a_strange_model_name() -> None:
+    lines = greeting("http://127.0.0.1:8000", 'it\'s a "model"').splitlines()
+    (curl,) = [line for line in lines if line.startswith("curl ")]
+    words = shlex.split(curl)
+    assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s a "model"'
+    start = next(i for i, line in enumerate(lines) if line.startswith("from openai"))
+    ast.parse("\n".join(lines[start:]))
