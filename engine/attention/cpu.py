@@ -24,7 +24,10 @@ LANES = 16  # contexts are padded to whole vectors of keys, for the sums of the 
 LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 HIDDEN = float("-inf")
-QUERIES = 128  # of one prompt at a time: bounds the scores, and skips keys that none of them sees
+QUERIES = 128  # of one prompt at a time, so that keys which none of them sees are skipped
+# What one product may take at most; longer contexts get fewer queries or sequences at a time.
+MAX_SCORES = 8 << 20
+MAX_GATHERED_BYTES = 32 << 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,7 +112,7 @@ class CpuBackend:
         self._targets = self._slot_rows(batch.slots)
         self._num_tokens = batch.num_tokens
         decoding = [span for span in batch.spans if span.length == 1]
-        self._groups = [self._decode_group(spans) for spans in _by_length(decoding)]
+        self._groups = [self._decode_group(spans) for spans in self._by_length(decoding)]
         self._prompts = [self._prompt(span) for span in batch.spans if span.length > 1]
 
     def _slot_rows(self, slots: Tensor) -> Tensor:
@@ -122,6 +125,21 @@ class CpuBackend:
 
     def _num_keys(self, end: int) -> int:
         return -(-end // self._lanes) * self._lanes
+
+    def _by_length(self, spans: list[Span]) -> list[list[Span]]:
+        """Groups in which padding to the longest context wastes a third at most."""
+        max_keys = MAX_GATHERED_BYTES // (2 * self.kv_heads * self.head_dim * self.dtype.itemsize)
+        ends = [span.end for span in spans]
+        if spans and max(ends) * 2 <= min(ends) * 3 and max(ends) * len(spans) <= max_keys:
+            return [spans]  # as they are: their rows may be neighbours
+        groups: list[list[Span]] = []
+        for span in sorted(spans, key=lambda span: span.end):
+            is_alike = bool(groups) and span.end * 2 <= groups[-1][0].end * 3
+            if is_alike and span.end * (len(groups[-1]) + 1) <= max_keys:
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+        return groups
 
     def _gather(self, spans: list[Span]) -> Gather:
         num_keys = max(self._num_keys(span.end) for span in spans)
@@ -160,7 +178,8 @@ class CpuBackend:
         first = 0
         while first < span.length:
             position = span.start + first
-            last = min(span.length, first + QUERIES - position % QUERIES)
+            room = MAX_SCORES // (self.num_heads * (position + QUERIES))
+            last = min(span.length, first + max(1, min(QUERIES, room)))
             num_keys = self._num_keys(span.start + last)
             own = torch.arange(position, span.start + last)[:, None, None]
             # Without a window every query sees all keys before the first one's.
@@ -282,17 +301,3 @@ def _in_tiles(rows: Tensor, tile: int) -> Tensor:
     """Cut along the last dimension; the tiles one after the other, each flat."""
     cuts = range(0, rows.shape[-1], tile)
     return torch.cat([rows[..., first : first + tile].flatten() for first in cuts])
-
-
-def _by_length(spans: list[Span]) -> list[list[Span]]:
-    """Groups in which padding to the longest context wastes a third at most."""
-    ends = [span.end for span in spans]
-    if spans and max(ends) * 2 <= min(ends) * 3:
-        return [spans]  # as they are: their rows may be neighbours
-    groups: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.end):
-        if groups and span.end * 2 <= groups[-1][0].end * 3:
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    return groups
