@@ -16,6 +16,6 @@ def check_read(
     if len(source) != len(target):
         raise TransferError("a read needs a local block for each remote one")
     for ids, num_blocks in ((source, num_remote), (target, num_local)):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        if len(ids) and int(ids.view(np.uint64).max()) >= num_blocks:  # negative ones are huge
             raise TransferError(f"a block id is outside of 0..{num_blocks - 1}")
     return source, target

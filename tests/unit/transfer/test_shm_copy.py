@@ -1,0 +1,57 @@
+"""Copying blocks between pools: every shape of read is the same mapping."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.kv_transfer.host_pool import PoolShape
+from baton.kv_transfer.transports.shm import block_view, copy_blocks
+
+NUM_BLOCKS, BLOCK_BYTES = 24, 6
+
+
+def check(remote: list[int], local: list[int]) -> None:
+    shape = PoolShape(NUM_BLOCKS, BLOCK_BYTES)
+    source = bytes(range(NUM_BLOCKS * BLOCK_BYTES))
+    target = bytearray(b"\xff" * shape.pool_bytes)
+    expected = bytearray(target)
+    for frm, to in zip(remote, local, strict=True):
+        block = source[frm * BLOCK_BYTES : (frm + 1) * BLOCK_BYTES]
+        expected[to * BLOCK_BYTES : (to + 1) * BLOCK_BYTES] = block
+    copy_blocks(
+        block_view(memoryview(target), shape),
+        np.array(local, np.int64),
+        block_view(memoryview(source), shape),
+        np.array(remote, np.int64),
+    )
+    assert target == expected
+
+
+@pytest.mark.parametrize(
+    ("remote", "local"),
+    [
+        ([], []),
+        ([3], [9]),
+        ([4, 5, 6, 7], [10, 11, 12, 13]),  # one run on both sides
+        ([7, 6, 5, 4], [13, 12, 11, 10]),  # the same, last first
+        ([9, 2, 7, 20, 0], [3, 4, 5, 6, 7]),  # a gather
+        ([3, 4, 5, 6, 7], [9, 2, 7, 20, 0]),  # a scatter
+        ([1, 9, 17, 3], [2, 20, 6, 11]),  # nothing in common
+    ],
+)
+def test_each_kind_of_copy_puts_every_block_in_its_place(
+    remote: list[int], local: list[int]
+) -> None:
+    check(remote, local)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
+    ids = st.permutations(range(NUM_BLOCKS))
+    count = data.draw(st.integers(0, NUM_BLOCKS))
+    runs = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=count, max_size=count)
+    remote = data.draw(st.one_of(ids.map(lambda p: p[:count]), runs.map(sorted)))
+    local = data.draw(st.one_of(ids.map(lambda p: p[:count]), st.just(list(range(count)))))
+    check(list(remote), list(local))
