@@ -23,7 +23,7 @@ from tests.support.transfer_world import (
 )
 
 LEASE_S = 3.0
-MAX_SETTLING_STEPS = 4000
+MAX_SETTLING_STEPS = 40_000  # ten minutes of renewals, if decode never has blocks
 
 
 @dataclass(frozen=True)
