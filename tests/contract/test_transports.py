@@ -283,7 +283,7 @@ def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: 
         # Nothing can be copied while it is stopped, and what was asked for may still come.
         assert end.failure is not None
         assert not end.quiet
-    else:
+    elif peers.mode != "nixl":  # with CMA it depends on what was on its way when it stopped
         assert end.quiet
     owner.resume()
     ends = [run(reader, read(owner, [block], [40 + block]))[0] for block in range(4)]
