@@ -50,9 +50,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: Annotated[
         int, Meta(ge=1, description="token budget of one step", extra={"unit": "tokens"})
     ] = 512
-    deterministic: Annotated[
-        bool, Meta(description="batch-invariant kernels on GPUs; CPUs always are")
-    ] = False
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
