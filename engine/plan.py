@@ -32,15 +32,14 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step. `copies` (source block, target block) happen before any slice is computed.
 
-    `ended` names sequences whose last sampled token the executor may forget. `generations` are
-    (block, generation) of the blocks that got a new owner since the last plan; they are written to
-    the pool's generation table before anything is stored, so that a reader can tell a stale block.
+    `generations` are (block, generation) of the blocks that got a new owner since the last plan;
+    they are written to the pool's generation table before anything is stored, so that a reader can
+    tell a stale block.
     """
 
     step_id: int
     slices: tuple[Slice, ...]
     copies: tuple[tuple[int, int], ...] = ()
-    ended: tuple[Key, ...] = ()
     generations: tuple[tuple[int, int], ...] = ()
 
 

@@ -23,7 +23,7 @@ from baton.protocol.ids import Key
 from baton.runtime.clock import Clock
 
 # Steps whose sampled tokens are kept: a plan may leave out a token only while its step is unsettled
-# (two steps at most), so older ones cannot be asked for, whether `ended` named them or not.
+# (two steps at most), so older ones cannot be asked for.
 REMEMBERED_STEPS = 4
 
 
@@ -54,7 +54,6 @@ class Runner:
             tokens = self._compute(plan.slices)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step without draws may still be storing
-        self._forget(plan.ended)
         return StepResult(plan.step_id, tokens, started_s, self._clock())
 
     def _compute(self, slices: tuple[Slice, ...]) -> tuple[tuple[int, ...], ...]:
@@ -114,11 +113,6 @@ class Runner:
                 for choice, token_id in zip(part.draws, tokens, strict=True)
             }
         )
-
-    def _forget(self, ended: tuple[Key, ...]) -> None:
-        for key in ended:
-            for step in self._sampled:
-                step.pop(key, None)
 
 
 def _sample_rows(slices: tuple[Slice, ...]) -> Iterator[SampleRow]:

@@ -42,12 +42,6 @@ def test_a_step_without_draws_does_not_hide_the_last_token(runner: Runner, text:
     assert [len(tokens) for tokens in runner.execute(mixed).tokens] == [0, 1]
 
 
-def test_an_ended_sequence_is_forgotten(runner: Runner, text: Text) -> None:
-    runner.execute(StepPlan(1, (text.chunk(0, 37, draw=True),), ended=(text.key,)))
-    with pytest.raises(InvariantBroken, match="no token was sampled"):
-        runner.execute(StepPlan(2, (next_step(text, 37),)))
-
-
 def test_tokens_are_not_remembered_for_ever(runner: Runner, text: Text) -> None:
     runner.execute(StepPlan(1, (text.chunk(0, 37, draw=True),)))
     for step_id in range(2, 2 + REMEMBERED_STEPS):
