@@ -21,7 +21,7 @@ LANES = 16  # contexts are padded to whole vectors of keys, for the sums of the 
 # Rows of a linear layer and of an attention product come in multiples of these. Measured with 1 to
 # 8 threads: every such count up to 600 gives the bits of the largest, while few rows, or few for a
 # thread, take other paths (fp32: 1 to 3, two threads also 5 to 7 and 9 to 11; bf16: 1 at times).
-LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 4}
+LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 2}
 PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 HIDDEN = float("-inf")
 QUERIES = 128  # of one prompt at a time, so that keys which none of them sees are skipped
