@@ -3,7 +3,7 @@
 #   make serve [PORT=8000] [MODEL=/path]   router, prefill and decode on this host
 #   make test                              every test that this machine can run
 #   make check                             format, lint, types, hygiene, unit tests
-#   make bench                             benchmarks of the transports, as JSON
+#   make bench                             benchmarks of the transports, also as JSON
 #   make fmt                               format and sort imports
 #   make docs                              write docs/config.md and docs/messages.md anew
 #
@@ -50,7 +50,8 @@ check: $(TEST_STAMP)
 	$(BIN)/pytest -q -m "not slow" tests/hygiene tests/unit
 
 bench: $(TEST_STAMP)
-	@$(BIN)/python -m baton.bench.transfer --json $(ARGS)
+	@mkdir -p .baton
+	$(BIN)/python -m baton.bench.transfer --json .baton/transfer.json $(ARGS)
 
 fmt: $(TEST_STAMP)
 	$(BIN)/ruff check --select I --fix .

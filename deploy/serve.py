@@ -60,7 +60,7 @@ class LocalServer:
             warn_if_exposed(control, "router.control")
         router = msgspec.structs.replace(config.router, control=control)
         self._config = msgspec.structs.replace(config, router=router)
-        self._port = 0  # what the router says that it got
+        self._port = config.router.port  # 0: what the router says that it got
         self._progress = StartProgress()
         self._router: Child | None = None
         self._nodes = LocalCluster(self._config, control, self._progress.relay)
@@ -72,7 +72,7 @@ class LocalServer:
     def start(self) -> None:
         """Spawn the router and the nodes."""
         settings = self._folder / "router.yaml"
-        settings.write_text(to_yaml(self._config))
+        settings.write_text(to_yaml(_that_tells_its_port(self._config)))
         self._router = Child(Command("router", ("router", "--config", str(settings))), self._hear)
         self._nodes.start()
 
@@ -127,7 +127,7 @@ class LocalServer:
         if LISTENING in line and not self._port:
             address = line.partition(LISTENING)[2].split()[0].rstrip('",}/')
             port = address.rpartition(":")[2]
-            self._port = int(port) if port.isdecimal() else self._config.router.port
+            self._port = int(port) if port.isdecimal() else 0
         self._progress.relay(name, line)
 
     def _check_router(self) -> None:
@@ -176,6 +176,14 @@ class _Health(msgspec.Struct):
     """The part of GET /health that start-up needs."""
 
     nodes: list[_NodeHealth] = []
+
+
+def _that_tells_its_port(config: ClusterConfig) -> ClusterConfig:
+    """A router that picks its port says so at level info."""
+    if config.router.port or config.log.level in ("debug", "info"):
+        return config
+    log_config = msgspec.structs.replace(config.log, level="info")
+    return msgspec.structs.replace(config, log=log_config)
 
 
 def greeting(url: str, model: str) -> str:
