@@ -27,8 +27,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     @property
     def is_loopback(self) -> bool:
         """Whether only this host can reach it."""
-        if self.path:
-            return True
+        if self.path or self.is_wildcard:
+            return bool(self.path)
         try:
             return ipaddress.ip_address(_numeric(self.host)).is_loopback
         except ValueError:

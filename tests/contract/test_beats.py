@@ -1,0 +1,55 @@
+"""Beats: sent every second whatever the loop does, with how long it has been doing it."""
+
+from pathlib import Path
+
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Beat, Load, Starting
+from baton.runtime.beats import BeatThread, Vitals
+from baton.runtime.clock import VirtualClock, monotonic
+from tests.support.channel_ends import ends
+
+NODE, EPOCH = NodeId("d0"), Epoch("e")
+
+
+def thread(vitals: Vitals, *endpoints: str) -> BeatThread:
+    return BeatThread(vitals, NODE, EPOCH, endpoints, monotonic)
+
+
+def test_a_starting_node_says_how_far_it_is() -> None:
+    vitals = Vitals()
+    beats = thread(vitals)
+    assert beats.message(0.0) == Starting(NODE, EPOCH, "starting", 0, 0)
+    vitals.progress("weights", 3, 8)
+    assert beats.message(0.0) == Starting(NODE, EPOCH, "weights", 3, 8)
+
+
+def test_a_ready_node_says_how_old_its_step_is() -> None:
+    clock, vitals = VirtualClock(10.0), Vitals()
+    beats = thread(vitals)
+    vitals.set_ready()
+    vitals.set_load(Load(1, 2))
+    assert beats.message(clock()) == Beat(NODE, EPOCH, Load(1, 2))
+    vitals.step_started(clock(), 0.5)
+    clock.advance(3.0)
+    assert beats.message(clock()) == Beat(NODE, EPOCH, Load(1, 2), 3.0, 0.5)
+    vitals.step_ended()
+    assert beats.message(clock()) == Beat(NODE, EPOCH, Load(1, 2))
+
+
+def test_beats_reach_the_router_without_the_loop(tmp_path: Path) -> None:
+    with ends(tmp_path) as pair:
+        vitals = Vitals()
+        beats = thread(vitals, pair.listener.endpoint)
+        beats.start()
+        try:
+            (first,) = pair.hear(1)
+            assert first.peer == b"beats:d0"
+            assert first.message == Starting(NODE, EPOCH, "starting", 0, 0)
+            vitals.set_ready()
+            (second,) = pair.hear(1)
+            assert second.message == Beat(NODE, EPOCH, Load())
+        finally:
+            beats.stop()
+            beats.stop()
+        (gone,) = pair.hear(1)
+        assert gone.disconnected
