@@ -28,6 +28,7 @@ from baton.kv_transfer.transports.make import make_transports
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
+from baton.runtime.clock import monotonic
 
 MAX_MESSAGE_BYTES = 1 << 17
 ANSWER_TIMEOUT_S = 30.0
@@ -201,8 +202,12 @@ class _Child:
                 for command in commands:
                     self._agent.send(command)
             case Wait(timeout_s=timeout_s):
-                select.select([self._agent.fileno()], [], [], timeout_s)
-                return Answer(events=tuple(self._agent.poll()))
+                deadline_s = monotonic() + timeout_s
+                events = self._agent.poll()
+                while not events and (left_s := deadline_s - monotonic()) > 0:
+                    select.select([self._agent.fileno()], [], [], left_s)
+                    events = self._agent.poll()  # may be empty: readable only means perhaps
+                return Answer(events=tuple(events))
             case Digests(blocks=blocks):
                 digests = (hashlib.blake2b(self._blocks[b], digest_size=16) for b in blocks)
                 return Answer(digests=tuple(d.digest() for d in digests))
