@@ -1,7 +1,8 @@
 """Requests on their way into the running batch: landings of handed-over prompts, and local prompts.
 
 Pure: the decode scheduler is its only caller. Blocks are reserved in full, so whoever holds a
-landing or computes a prompt needs nothing but time. A head that does not fit may be passed by
+landing or computes a prompt needs nothing but time. Nobody is let in for whom a step has no place:
+a first token is worth nothing when the second must wait. A head that does not fit may be passed by
 smaller requests until it has waited `MAX_PASSED_S`; from then on nothing passes it.
 """
 
@@ -9,10 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.engine.block_pool import BlockPool
+from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
+from baton.engine.scheduler import Limits
 from baton.engine.sequence import Sequence
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded
-from baton.protocol.errors import Cancelled, Failure, RequestError
+from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded, Offered
+from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Accepted, Decode, Failed
 
@@ -35,7 +38,7 @@ class Arrival:
     origin: Origin
     message: Decode
     arrived_s: float
-    live_choices: set[int]
+    choices: Choices
     state: State
     queued_s: float = 0.0
     reserved_s: float = 0.0
@@ -51,29 +54,17 @@ class Arrival:
         return self.message.prefill_node is None
 
     @property
-    def choices(self) -> tuple[int, ...]:
-        first = self.key.choice
-        return tuple(range(first, first + self.message.num_choices))
-
-    def cancel_choices(self, keys: tuple[Key, ...]) -> bool:
-        """Strike the choices that `keys` name; True when that was the last of them."""
-        named = {
-            key.choice
-            for key in keys
-            if key.request_id == self.key.request_id and key.attempt == self.key.attempt
-        }
-        if not named & self.live_choices:
-            return False
-        self.live_choices -= named
-        return not self.live_choices
+    def has_seats(self) -> bool:
+        """Whether it holds blocks and will want its place in steps."""
+        return self.state in (State.LANDING, State.COMPUTING)
 
 
 class Intake:
-    def __init__(self, pool: BlockPool, outputs: Outputs, max_model_len: int) -> None:
+    def __init__(self, pool: BlockPool, outputs: Outputs, limits: Limits) -> None:
         self.pool = pool
         self.outputs = outputs
+        self.limits = limits
         self.arrivals: dict[Key, Arrival] = {}
-        self._max_model_len = max_model_len
         self._queue: list[Arrival] = []  # QUEUED, in order of arrival here
 
     @property
@@ -88,38 +79,64 @@ class Intake:
             message.sampling,
             message.extra_keys,
         )
-        choices = range(message.key.choice, message.key.choice + message.num_choices)
-        arrival = Arrival(sequence, origin, message, now_s, set(choices), State.EXPECTED)
+        choices = Choices.of(message)
+        arrival = Arrival(sequence, origin, message, now_s, choices, State.EXPECTED)
         if (refusal := self._refusal(arrival)) is not None:
             self.outputs.say(origin, Failed(message.key, refusal))
             return
         self.arrivals[message.key] = arrival
         if message.prefill_node is None:
-            self.enqueue(now_s, message.key)
+            self._enqueue(now_s, arrival)
         else:
             self.outputs.to_connector.append(Expect(message.key, message.prefill_node))
 
-    def enqueue(self, now_s: float, key: Key) -> None:
-        """It needs blocks now: prefill has offered it, or it is computed here."""
-        arrival = self.arrivals[key]
-        if arrival.state is State.EXPECTED:
-            arrival.state, arrival.queued_s = State.QUEUED, now_s
-            self._queue.append(arrival)
+    def offered(self, now_s: float, offer: Offered) -> None:
+        """Prefill holds its blocks, so now it needs some here."""
+        arrival = self.arrivals[offer.key]
+        if arrival.state is not State.EXPECTED:
+            return
+        if offer.num_tokens == arrival.sequence.num_tokens:
+            self._enqueue(now_s, arrival)
+        else:
+            text = f"prefill offers {offer.num_tokens} tokens of {arrival.sequence.num_tokens}"
+            self.refuse(arrival, TransferError(text).to_failure())
 
     def reserve(self, now_s: float, num_running: int) -> None:
         """Give blocks to whoever fits, leaving one block of growth for each running sequence."""
+        if not self._queue:
+            return
+        limit, seated = self.limits.max_num_seqs, num_running
+        seated += sum(len(a.choices.live) for a in self.arrivals.values() if a.has_seats)
         for arrival in list(self._queue):
-            is_first = len(self._queue) == len(self.arrivals) and num_running == 0
-            if self._reserve_one(now_s, arrival, 0 if is_first else num_running):
+            wanted = len(arrival.choices.live)
+            has_seats = seated == 0 or seated + wanted <= limit  # alone it may have more
+            if has_seats and self._reserve_one(now_s, arrival, num_running):
                 self._queue.remove(arrival)
-            elif now_s - arrival.queued_s > MAX_PASSED_S:
+                seated += wanted
+            elif self.pool.num_owned == 0:  # blocks were quarantined since it came
+                self.refuse(arrival, _shrunk())
+            elif (
+                now_s - arrival.queued_s > MAX_PASSED_S
+                or seated >= limit
+                or self.pool.num_free <= num_running
+            ):
                 return
 
     def computing(self) -> list[Arrival]:
         """Local prompts that hold their blocks, in order of arrival."""
         return [a for a in self.arrivals.values() if a.state is State.COMPUTING]
 
-    def end(self, arrival: Arrival) -> None:
+    def refuse(self, arrival: Arrival, failure: Failure) -> None:
+        self.outputs.say(arrival.origin, Failed(arrival.key, failure))
+        self.end(arrival, failure)
+
+    def fail(self, arrival: Arrival, failure: Failure) -> None:
+        """It has landed, but cannot go on."""
+        arrival.state = State.ENDED
+        self.outputs.say(arrival.origin, Failed(arrival.key, failure))
+        self.release_if_idle(arrival)
+
+    def end(self, arrival: Arrival, failure: Failure | None = None) -> None:
         """Nothing more is wanted of it. Blocks are released when no read or step needs them."""
         was, arrival.state = arrival.state, State.ENDED
         if arrival in self._queue:
@@ -127,8 +144,8 @@ class Intake:
         if arrival.is_local:
             self.release_if_idle(arrival)
         elif was is not State.ENDED:
-            cancelled = Cancelled("the request was cancelled").to_failure()
-            self.outputs.to_connector.append(Abandon(arrival.key, cancelled))
+            failure = failure or Cancelled("the request was cancelled").to_failure()
+            self.outputs.to_connector.append(Abandon(arrival.key, failure))
 
     def release_if_idle(self, arrival: Arrival) -> None:
         if arrival.sequence.is_idle:
@@ -147,15 +164,23 @@ class Intake:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _enqueue(self, now_s: float, arrival: Arrival) -> None:
+        arrival.state, arrival.queued_s = State.QUEUED, now_s
+        self._queue.append(arrival)
+
     def _refusal(self, arrival: Arrival) -> Failure | None:
         """What can never fit is refused at once."""
         message, pool = arrival.message, self.pool
-        longest = min(message.num_prompt_tokens + message.sampling.max_tokens, self._max_model_len)
+        longest = message.num_prompt_tokens + message.sampling.max_tokens
+        longest = min(longest, self.limits.max_model_len)
         shared = len(message.token_ids) // pool.block_size
         own = pool.blocks_for(longest) - shared
-        if shared + own * message.num_choices > pool.num_blocks:
+        num_needed = shared + own * message.num_choices
+        if num_needed > pool.num_blocks:
             text = "prompt, max_tokens and n together can never fit this node's KV pool"
             return RequestError(text, param="max_tokens").to_failure()
+        if num_needed > pool.num_blocks - pool.num_quarantined:
+            return _shrunk()
         if not arrival.is_local or message.max_uncached_tokens is None:
             return None
         uncached = len(message.token_ids) - self._num_cached(arrival.sequence)
@@ -177,7 +202,7 @@ class Intake:
         cached = pool.match(hashes)
         num_missing = pool.blocks_for(sequence.num_tokens) - len(cached)
         has_tail = sequence.num_tokens % pool.block_size != 0
-        num_tails = len(arrival.live_choices) - 1 if has_tail else 0
+        num_tails = len(arrival.choices.live) - 1 if has_tail else 0
         if num_missing + num_tails + watermark > pool.num_free:
             pool.release(cached)
             return False
@@ -194,3 +219,8 @@ class Intake:
             self.outputs.to_connector.append(Land(arrival.key, len(cached), tuple(missing)))
         self.outputs.say(arrival.origin, Accepted(arrival.key, arrival.num_cached_tokens))
         return True
+
+
+def _shrunk() -> Failure:
+    text = "too many of this node's KV blocks are quarantined for this request"
+    return Overloaded(text).to_failure()

@@ -10,11 +10,13 @@ import msgspec
 from baton.decode_node.intake import Arrival, Intake, State
 from baton.decode_node.stream import Stream, fork_prompt
 from baton.engine.block_pool import BlockPool
+from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import Limits
+from baton.engine.scheduler import Limits, problem_of
 from baton.kv_transfer.interfaces import ConnectorReport, Landed, LandingEnded, Offered
-from baton.protocol.errors import Failure, InvariantBroken
+from baton.protocol.codec import MalformedMessage
+from baton.protocol.errors import BatonError, Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     CancelDone,
@@ -32,7 +34,7 @@ class DecodeScheduler:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
-        self.intake = Intake(pool, self.outputs, limits.max_model_len)
+        self.intake = Intake(pool, self.outputs, limits)
         self._running: dict[Key, Stream] = {}  # in order of joining
         self._leaving: dict[Key, Stream] = {}  # ended, but a launched step still names them
         self._copies: list[tuple[int, int]] = []
@@ -41,17 +43,23 @@ class DecodeScheduler:
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        if not isinstance(message, Decode):
-            raise InvariantBroken("a decode node was sent a Prefill")
-        for key in [k for k in self.intake.arrivals if k.is_superseded_by(message.key)]:
-            self.intake.end(self.intake.arrivals[key])
-        for key in [k for k in self._running if k.is_superseded_by(message.key)]:
-            self._leave(self._running[key])
+        problem = self._problem_of(message)
+        if problem is not None or not isinstance(message, Decode):
+            error = problem or MalformedMessage("a decode node was sent a Prefill")
+            self.outputs.say(origin, Failed(message.key, error.to_failure()))
+            return
+        choices = Choices.of(message)
+        for arrival in list(self.intake.arrivals.values()):
+            if arrival.choices.supersede(choices):
+                self.intake.end(arrival)
+        for stream in list(self._running.values()):
+            if any(stream.sequence.key.is_superseded_by(key) for key in choices.keys):
+                self._leave(stream)
         self.intake.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
         for arrival in list(self.intake.arrivals.values()):
-            if arrival.cancel_choices(keys):
+            if arrival.choices.cancel(keys):
                 self.intake.end(arrival)
         for key in keys:
             if key in self._running:
@@ -68,8 +76,8 @@ class DecodeScheduler:
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:
-            case Offered(key=key):
-                self.intake.enqueue(now_s, key)
+            case Offered():
+                self.intake.offered(now_s, report)
             case Landed():
                 self._land(now_s, report)
             case LandingEnded():
@@ -90,7 +98,7 @@ class DecodeScheduler:
             length = min(budget, sequence.num_tokens - sequence.num_planned_tokens)
             if length > 0:
                 is_last = sequence.num_planned_tokens + length == sequence.num_tokens
-                slices.append(sequence.slice(length, arrival.choices if is_last else ()))
+                slices.append(sequence.slice(length, arrival.choices.every if is_last else ()))
                 budget -= length
         copies, self._copies = tuple(self._copies), []
         if not slices:  # every fork ended before its first step: nobody needs the copies
@@ -118,6 +126,16 @@ class DecodeScheduler:
         )
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _problem_of(self, message: Prefill | Decode) -> BatonError | None:
+        problem = problem_of(message, self.limits)
+        if problem is None:
+            choices = Choices.of(message)
+            is_known = any(key in self._running or key in self._leaving for key in choices.keys)
+            arrivals = self.intake.arrivals.values()
+            if is_known or any(arrival.choices.overlaps(choices) for arrival in arrivals):
+                problem = MalformedMessage(f"{message.key} is in use")
+        return problem
 
     def _decode_slices(self) -> list[Slice]:
         slices: list[Slice] = []
@@ -190,6 +208,10 @@ class DecodeScheduler:
         if arrival.state is State.ENDED:  # it landed while the cancel was on its way
             self.intake.release_if_idle(arrival)
             return
+        if not self._fit(report.tokens, arrival.choices):
+            text = "prefill's first tokens do not fit the request"
+            self.intake.fail(arrival, TransferError(text).to_failure())
+            return
         sequence = arrival.sequence
         sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.num_tokens
         sequence.store_prefix(self.pool)
@@ -199,7 +221,15 @@ class DecodeScheduler:
             transfer_bytes=report.num_bytes,
             num_cached_tokens=arrival.num_cached_tokens,
         )
-        self._join(now_s, arrival, list(report.tokens), times, every=False)
+        for stream in self._join(now_s, arrival, list(report.tokens), times, every=False):
+            if not stream.wants_step:  # prefill may take longer sequences than this node
+                self.outputs.emit(stream.origin, stream.entry("length"))
+                self._leave(stream)
+
+    def _fit(self, tokens: tuple[FirstToken, ...], choices: Choices) -> bool:
+        """A peer may be wrong; what it says must not reach a step unchecked."""
+        is_whole = len(tokens) == len(choices.every)
+        return is_whole and all(0 <= t.token_id < self.limits.vocab_size for t in tokens)
 
     def _join(
         self,
@@ -214,8 +244,8 @@ class DecodeScheduler:
         del self.intake.arrivals[arrival.key]
         live = {
             choice: first.token_id
-            for choice, first in zip(arrival.choices, firsts, strict=True)
-            if choice in arrival.live_choices and (every or first.finish_reason is None)
+            for choice, first in zip(arrival.choices.every, firsts, strict=True)
+            if choice in arrival.choices.live and (every or first.finish_reason is None)
         }
         fork = fork_prompt(self.pool, arrival.sequence, arrival.tails, live)
         self._copies.extend(fork.copies)

@@ -36,6 +36,10 @@ class BlockPool:
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
+    @property
+    def num_owned(self) -> int:
+        return self.num_blocks - self.num_free - self.num_quarantined
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

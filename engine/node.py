@@ -156,6 +156,7 @@ class EngineNode:
             self.config.engine.max_num_seqs,
             info.max_model_len,
             info.eos_token_ids,
+            info.vocab_size,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),

@@ -6,9 +6,10 @@ Held by the prefill scheduler only. `is_offered` is true from the offer until th
 
 from dataclasses import dataclass
 
+from baton.engine.choices import Choices
 from baton.engine.outputs import Origin
 from baton.engine.sequence import Sequence
-from baton.protocol.ids import Key, NodeId
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import Prefill
 
 
@@ -16,10 +17,9 @@ from baton.protocol.messages import Prefill
 class Handoff:
     sequence: Sequence
     origin: Origin
-    choices: tuple[int, ...]
+    choices: Choices
     decode_node: NodeId | None
     arrived_s: float
-    live_choices: set[int]
     admitted_s: float = 0.0
     num_cached_tokens: int = 0
     num_published_blocks: int = 0
@@ -35,22 +35,8 @@ class Handoff:
             message.sampling,
             message.extra_keys,
         )
-        choices = tuple(range(message.key.choice, message.key.choice + message.num_choices))
-        return cls(sequence, origin, choices, message.decode_node, now_s, set(choices))
+        return cls(sequence, origin, Choices.of(message), message.decode_node, now_s)
 
     @property
     def num_tokens(self) -> int:
         return self.sequence.num_tokens
-
-    def cancel_choices(self, keys: tuple[Key, ...]) -> bool:
-        """Strike the choices that `keys` name; True when none is left."""
-        mine = self.sequence.key
-        named = {
-            key.choice
-            for key in keys
-            if key.request_id == mine.request_id and key.attempt == mine.attempt
-        }
-        if not named & self.live_choices:
-            return False
-        self.live_choices -= named
-        return not self.live_choices

@@ -9,9 +9,10 @@ oldest waiting prompt, nothing passes it.
 from collections import deque
 
 from baton.engine.block_pool import BlockPool
+from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import Limits
+from baton.engine.scheduler import Limits, problem_of
 from baton.kv_transfer.interfaces import (
     Complete,
     ConnectorReport,
@@ -21,7 +22,8 @@ from baton.kv_transfer.interfaces import (
     Withdraw,
 )
 from baton.prefill_node.handoff import Handoff
-from baton.protocol.errors import Cancelled, InvariantBroken, RequestError
+from baton.protocol.codec import MalformedMessage
+from baton.protocol.errors import BatonError, Cancelled, InvariantBroken, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     CancelDone,
@@ -48,21 +50,20 @@ class PrefillScheduler:
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        if not isinstance(message, Prefill):
-            raise InvariantBroken("a prefill node was sent a Decode")
-        handoff = Handoff.of(message, origin, now_s)
-        if self.pool.blocks_for(handoff.sequence.num_tokens) > self.pool.num_blocks:
-            error = RequestError("the prompt can never fit this node's KV pool", param="prompt")
+        problem = self._problem_of(message)
+        if problem is not None or not isinstance(message, Prefill):
+            error = problem or MalformedMessage("a prefill node was sent a Decode")
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
+        handoff = Handoff.of(message, origin, now_s)
         for lower in self._live():
-            if lower.sequence.key.is_superseded_by(message.key):
+            if lower.choices.supersede(handoff.choices):
                 self._end(lower)
         self._waiting.append(handoff)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
         for handoff in self._live():
-            if handoff.cancel_choices(keys):
+            if handoff.choices.cancel(keys):
                 self._end(handoff)
         self.outputs.say(origin, CancelDone(keys))
 
@@ -93,7 +94,7 @@ class PrefillScheduler:
             sequence = handoff.sequence
             length = min(budget, sequence.num_tokens - sequence.num_planned_tokens)
             is_last = sequence.num_planned_tokens + length == sequence.num_tokens
-            slices.append(sequence.slice(length, handoff.choices if is_last else ()))
+            slices.append(sequence.slice(length, handoff.choices.every if is_last else ()))
             budget -= length
         if not slices:
             return None
@@ -124,9 +125,22 @@ class PrefillScheduler:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _known(self) -> list[Handoff]:
+        return [*self._waiting, *self._computing.values(), *self._holding.values()]
+
     def _live(self) -> list[Handoff]:
-        every = [*self._waiting, *self._computing.values(), *self._holding.values()]
-        return [handoff for handoff in every if not handoff.is_ended]
+        return [handoff for handoff in self._known() if not handoff.is_ended]
+
+    def _problem_of(self, message: Prefill | Decode) -> BatonError | None:
+        problem = problem_of(message, self.limits)
+        if problem is not None:
+            return problem
+        if self.pool.blocks_for(len(message.token_ids)) > self.pool.num_blocks:
+            return RequestError("the prompt can never fit this node's KV pool", param="prompt")
+        choices = Choices.of(message)
+        if any(handoff.choices.overlaps(choices) for handoff in self._known()):
+            return MalformedMessage(f"{message.key} is in use")
+        return None
 
     def _candidates(self, now_s: float) -> list[Handoff]:
         """Prompts with tokens left to plan, oldest first; admits while the budget lasts."""

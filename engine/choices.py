@@ -1,0 +1,49 @@
+"""The sequences that one message about a prompt stands for, and which of them are still wanted.
+
+Held by both schedulers from the message until its sequences have lives of their own. Pure.
+"""
+
+from dataclasses import dataclass
+
+from baton.protocol.ids import Key
+from baton.protocol.messages import Decode, Prefill
+
+
+@dataclass(slots=True)
+class Choices:
+    key: Key  # of the lowest choice
+    every: tuple[int, ...]
+    live: set[int]
+
+    @classmethod
+    def of(cls, message: Prefill | Decode) -> "Choices":
+        first = message.key.choice
+        every = tuple(range(first, first + message.num_choices))
+        return cls(message.key, every, set(every))
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple(self.key.of_choice(choice) for choice in self.every)
+
+    def overlaps(self, other: "Choices") -> bool:
+        """Whether a sequence of both would have the same key, be it still wanted or not."""
+        return self._is_same_try(other.key) and not set(self.every).isdisjoint(other.every)
+
+    def cancel(self, keys: tuple[Key, ...]) -> bool:
+        """Strike the choices that `keys` name; True when that was the last of them."""
+        return self._strike({key.choice for key in keys if self._is_same_try(key)})
+
+    def supersede(self, newer: "Choices") -> bool:
+        """Strike what a higher attempt has taken over; True when that was the last of them."""
+        if newer.key.request_id != self.key.request_id or newer.key.attempt <= self.key.attempt:
+            return False
+        return self._strike(set(newer.every))
+
+    def _is_same_try(self, key: Key) -> bool:
+        return key.request_id == self.key.request_id and key.attempt == self.key.attempt
+
+    def _strike(self, choices: set[int]) -> bool:
+        if not choices & self.live:
+            return False
+        self.live -= choices
+        return not self.live
