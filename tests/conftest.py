@@ -12,6 +12,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+# Many small processes share the cores, and torch's idle threads would spin on them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
