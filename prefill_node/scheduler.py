@@ -59,6 +59,10 @@ class PrefillScheduler:
         for lower in self._live():
             if lower.choices.supersede(handoff.choices):
                 self._end(lower)
+        if self.pool.blocks_for(handoff.num_tokens) > self.pool.num_blocks:
+            never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
+            self.outputs.say(origin, Failed(message.key, never.to_failure()))
+            return
         self._waiting.append(handoff)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
@@ -133,14 +137,11 @@ class PrefillScheduler:
 
     def _problem_of(self, message: Prefill | Decode) -> BatonError | None:
         problem = problem_of(message, self.limits)
-        if problem is not None:
-            return problem
-        if self.pool.blocks_for(len(message.token_ids)) > self.pool.num_blocks:
-            return RequestError("the prompt can never fit this node's KV pool", param="prompt")
-        choices = Choices.of(message)
-        if any(handoff.choices.overlaps(choices) for handoff in self._known()):
-            return MalformedMessage(f"{message.key} is in use")
-        return None
+        if problem is None:
+            choices = Choices.of(message)
+            if any(handoff.choices.overlaps(choices) for handoff in self._known()):
+                problem = MalformedMessage(f"{message.key} is in use")
+        return problem
 
     def _candidates(self, now_s: float) -> list[Handoff]:
         """Prompts with tokens left to plan, oldest first; admits while the budget lasts."""
