@@ -48,11 +48,13 @@ class Ask(NamedTuple):
     max_tokens: int
     has_decode: bool
     salt: int  # prompts with the same one share their prefix
+    num_steps: int  # that are taken at once
 
 
 ASKS = st.builds(
     Ask, st.integers(0, 2), st.integers(1, 3), st.integers(1, 36), st.integers(0, 6),
     st.integers(1, 4), st.sampled_from([True, True, False]), st.sampled_from([0, 0, 7]),
+    st.integers(0, 4),
 )  # fmt: skip
 
 
@@ -108,6 +110,11 @@ class PrefillMachine(RuleBasedStateMachine):
                 old.live -= choices
         self.wanted[message.key] = Wanted(message, origin, choices)
         self.scheduler.add(0.0, origin, message)
+        for _ in range(ask.num_steps):
+            self.launch()
+            if self.launched:
+                self.settle()
+            self.connect()
 
     @rule(picks=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=3))
     def cancel(self, picks: list[tuple[int, int]]) -> None:
@@ -265,7 +272,5 @@ class PrefillMachine(RuleBasedStateMachine):
         assert load.free_blocks == load.total_blocks
 
 
-PrefillMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None
-)
+PrefillMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
 TestPrefillMachine = PrefillMachine.TestCase
