@@ -66,10 +66,14 @@ class Sequence:
         self.num_computed_tokens = done.start + done.length
 
     def store_prefix(self, pool: BlockPool) -> None:
-        """Offer every whole computed block to the prefix cache."""
-        count = self.num_computed_tokens // pool.block_size
-        hashes = self.hash_blocks(pool.block_size, self.num_computed_tokens)
-        pool.store(hashes[:count], self.block_table[:count])
+        """Offer every whole computed block to the prefix cache.
+
+        A step that was launched before a cancel computes one token that nobody was told.
+        """
+        hashes = self.hash_blocks(
+            pool.block_size, min(self.num_computed_tokens, len(self.token_ids))
+        )
+        pool.store(hashes, self.block_table[: len(hashes)])
 
     def finish_reason(
         self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int

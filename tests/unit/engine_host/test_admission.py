@@ -1,0 +1,131 @@
+"""Who is let into a decode node, and what its prefix cache keeps of those who leave."""
+
+import pytest
+
+from baton.decode_node.intake import MAX_PASSED_S
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.block_pool import BlockPool
+from baton.engine.scheduler import Limits
+from baton.kv_transfer.interfaces import LandingEnded, Offered
+from baton.protocol.block_hash import block_hashes
+from baton.protocol.errors import Failure
+from baton.protocol.messages import Accepted, Failed
+from tests.support.drive import Drive, handed, key, local
+from tests.support.toy_executor import ToyExecutor, continuation
+
+BLOCK_SIZE = 4
+LIMITS = Limits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
+LOST = Failure("node_lost", "gone", retryable=True)
+
+
+def make(num_blocks: int = 64) -> tuple[Drive, BlockPool]:
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    executor = ToyExecutor(num_blocks, BLOCK_SIZE)
+    return Drive(DecodeScheduler(pool, LIMITS), executor), pool
+
+
+def accepted(drive: Drive) -> list[str]:
+    list(drive.entries())  # collects what was said
+    return [str(m.key.request_id) for m in drive.said if isinstance(m, Accepted)]
+
+
+def hand(drive: Drive, name: str, length: int, num_choices: int = 1) -> None:
+    """A request whose prompt, of its own, prefill offers at once."""
+    prompt = [ord(name)] * length
+    drive.scheduler.add(drive.now_s, 0, handed(name, prompt, 8, num_choices))
+    num_blocks = -(-length // BLOCK_SIZE)
+    drive.scheduler.on_report(drive.now_s, Offered(key(name), length, num_blocks))
+
+
+def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
+    drive, _ = make()
+    for name in "abc":
+        drive.scheduler.add(0.0, 0, local(name, [1, 2, 3], max_tokens=10))
+    drive.run(steps=5)
+    assert accepted(drive) == ["a", "b"]
+    assert drive.output("c", [1, 2, 3]) == []
+    drive.run()
+    for name in "abc":
+        assert drive.output(name, [1, 2, 3]) == continuation([1, 2, 3], 10)
+
+
+def test_landings_and_each_of_their_choices_take_places_too() -> None:
+    drive, _ = make()
+    hand(drive, "a", 5)
+    hand(drive, "b", 5, num_choices=2)
+    hand(drive, "c", 5)
+    drive.launch()
+    assert accepted(drive) == ["a", "c"]
+    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST))
+    drive.scheduler.on_report(0.0, LandingEnded(key("c"), LOST))
+    drive.launch()
+    assert accepted(drive) == ["a", "c", "b"]
+
+
+def test_more_choices_than_a_step_holds_are_served_alone() -> None:
+    drive, pool = make()
+    drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=5, num_choices=5))
+    drive.scheduler.add(0.0, 0, local("b", [1, 2, 3], max_tokens=5))
+    drive.run()
+    assert accepted(drive) == ["a", "b"]
+    for choice in range(5):
+        assert drive.output("a", [1, 2, 3], choice) == continuation([1, 2, 3], 5, choice)
+    assert pool.num_owned == 0
+
+
+def test_a_head_that_waited_long_is_passed_no_more() -> None:
+    drive, _ = make(num_blocks=8)
+    hand(drive, "a", 20)  # 5 blocks
+    drive.launch()
+    hand(drive, "b", 16)  # 4 blocks, of which 3 are there
+    hand(drive, "c", 4)
+    drive.launch()
+    assert accepted(drive) == ["a", "c"]
+    drive.scheduler.on_report(0.0, LandingEnded(key("c"), LOST))
+    drive.now_s = MAX_PASSED_S + 0.1
+    hand(drive, "d", 4)
+    drive.launch()
+    assert accepted(drive) == ["a", "c"]
+    drive.scheduler.on_report(drive.now_s, LandingEnded(key("a"), LOST))
+    drive.launch()
+    assert accepted(drive) == ["a", "c", "b", "d"]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool) -> None:
+    """It would wait for ever, and everyone behind it."""
+    drive, pool = make(num_blocks=8)
+    big = handed("big", [1] * 29, max_tokens=3)
+    hand(drive, "a", 4)
+    drive.launch()
+    if is_early:
+        drive.scheduler.add(0.0, 0, big)
+        drive.scheduler.on_report(0.0, Offered(key("big"), 29, 8))
+    (block,) = [block for block in range(8) if pool.references(block)]
+    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST, (block,)))
+    if not is_early:
+        drive.scheduler.add(0.0, 0, big)
+    assert drive.launch() is None
+    failed = [m for m in drive.said if isinstance(m, Failed) and m.key == key("big")]
+    assert [(f.failure.retryable, f.failure.code) for f in failed] == [(True, "overloaded")]
+    drive.scheduler.add(0.0, 0, local("small", [1, 2, 3]))
+    drive.run()
+    assert drive.output("small", [1, 2, 3]) == continuation([1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("length", range(3, 9))
+def test_a_block_whose_last_token_nobody_knows_is_not_kept(length: int) -> None:
+    """Two steps run when the sequence is cancelled: what the first one drew is thrown away."""
+    drive, pool = make()
+    prompt = list(range(length))
+    drive.scheduler.add(0.0, 0, local("a", prompt, max_tokens=20))
+    drive.run(steps=1)
+    first, second = drive.launch(), drive.launch()
+    assert first is not None
+    assert second is not None
+    drive.scheduler.cancel(0, (key("a"),))
+    drive.settle(first)
+    drive.settle(second)
+    known = [*prompt, *continuation(prompt, 1)]
+    hashes = block_hashes(known, BLOCK_SIZE)
+    assert len(pool.cache) == len(pool.cache.lookup(hashes)) == len(known) // BLOCK_SIZE
