@@ -135,8 +135,10 @@ class WindowStream:
             # What was new becomes the context of what comes next.
             del self._window[: self._num_shown]
             self._shown = self._decode()
-        else:  # tokens without text, special ones mostly, must not push the context out
+        elif self._shown:  # tokens without text, special ones mostly, must not push context out
             del self._window[self._num_shown :]
+        else:  # with nothing shown yet they are the context: a leading space may be without text
+            del self._window[:-_TOKENS_OF_CONTEXT]
         self._num_shown = len(self._window)
         return new_text
 

@@ -61,6 +61,13 @@ def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(
     assert text.decode(token_ids) == small_tokenizer(family).decode(token_ids)
 
 
+@pytest.mark.parametrize("prompt", [" ", "  ", "   b", " a"])
+def test_leading_spaces_without_text_of_their_own_are_kept(prompt: str) -> None:
+    text = ALL["metaspace"]
+    token_ids = text.encode_now(prompt)
+    assert text.decode(token_ids) == small_tokenizer("metaspace").decode(token_ids) == prompt
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data: st.DataObject) -> None:
