@@ -1,12 +1,10 @@
-"""What the step and read records prove: batching, chunking, joining and leaving, overlap."""
+"""What the step records prove: batching, chunking, joining and leaving."""
 
 import asyncio
 import itertools
 from pathlib import Path
 
-import msgspec
-
-from baton.engine.records import ReadRecord, StepRecord
+from baton.engine.records import StepRecord
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
@@ -67,28 +65,3 @@ def test_prompt_chunks_run_between_decode_steps(tmp_path: Path) -> None:
     ]
     assert len(mixed) >= 4
     assert all(sum(part.length for part in step.slices) <= CHUNK for step in steps)
-
-
-def test_blocks_are_read_while_the_next_chunk_computes(tmp_path: Path) -> None:
-    chunk = 256
-
-    async def use(llm: AsyncLLM) -> None:
-        await run(llm, 4 * chunk, 4)
-
-    # Wide keys and values, so that reads take milliseconds and chunks take longer.
-    folder = model_folder("qwen3", hidden_size=768, intermediate_size=1024, num_kv_heads=4)
-    config = msgspec.structs.replace(
-        settings(),
-        model=ModelConfig(path=str(folder)),
-        engine=EngineConfig(chunk_tokens=chunk),
-    )
-    cluster = NodeThreads(tmp_path, never_local(config))
-    cluster.run(use)
-    chunks = [r for r in cluster.records("prefill-0") if isinstance(r, StepRecord)]
-    reads = [r for r in cluster.records("decode-0") if isinstance(r, ReadRecord)]
-    assert [sum(part.length for part in step.slices) for step in chunks] == [chunk] * 4
-    assert len(reads) == 4
-    for read, done, following in zip(reads, chunks, chunks[1:], strict=False):
-        assert read.posted_s >= done.ended_s, "read before it was computed"
-        overlap_s = min(read.ended_s, following.ended_s) - max(read.posted_s, following.started_s)
-        assert overlap_s > 0, "the transfer and the next chunk took turns"
