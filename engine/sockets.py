@@ -5,6 +5,7 @@ Ready again whenever its channel begins anew, so a router that restarts needs to
 """
 
 import select
+from dataclasses import dataclass
 
 import zmq
 
@@ -17,6 +18,7 @@ from baton.protocol.codec import (
     to_prefill_codec,
     to_router_codec,
 )
+from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     Hello,
@@ -29,8 +31,24 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from baton.runtime.channel import Dialer, Disconnected, Listener
+from baton.runtime.log import logger
 
 Peer = tuple[NodeId, Epoch]
+
+log = logger("sockets")
+
+
+@dataclass(slots=True)
+class Introduced:
+    """Who is at the other end of a connection that a peer made, by its own word."""
+
+    hello: PeerHello
+    is_answered: bool = False
+    is_dropped: bool = False
+
+    @property
+    def peer(self) -> Peer:
+        return self.hello.node_id, self.hello.epoch
 
 
 class NodeSockets:
@@ -53,7 +71,8 @@ class NodeSockets:
         ]
         self._listener: Listener[ToPrefill, ToDecode] | None = None
         self._dialled: dict[Peer, Dialer[ToDecode, ToPrefill]] = {}
-        self._introduced: dict[bytes, Peer] = {}
+        self._introduced: dict[bytes, Introduced] = {}
+        self._lost: list[PeerLost] = []  # that could not even be dialled
         for dialer in self._routers:
             self.watch(dialer.fileno())
             dialer.send(hello)
@@ -72,7 +91,8 @@ class NodeSockets:
             dialer.send(self._ready)
 
     def receive(self, now_s: float) -> list[LinkEvent]:
-        events: list[LinkEvent] = []
+        events: list[LinkEvent] = [*self._lost]
+        self._lost.clear()
         for origin, dialer in enumerate(self._routers):
             while (message := dialer.receive()) is not None:
                 if isinstance(message, Disconnected):
@@ -127,9 +147,15 @@ class NodeSockets:
         if peer in self._dialled:
             return
         identity = f"{self._hello.node_id}:{self._hello.epoch}".encode()
-        dialer = Dialer[ToDecode, ToPrefill](
-            info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(), self._context
-        )
+        try:
+            dialer = Dialer[ToDecode, ToPrefill](
+                info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
+                self._context,
+            )  # fmt: skip
+        except (ConfigError, zmq.ZMQError) as error:  # the address is the peer's word
+            log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
+            self._lost.append(PeerLost(*peer))
+            return
         self._dialled[peer] = dialer
         self.watch(dialer.fileno())
 
@@ -138,17 +164,22 @@ class NodeSockets:
         if dialer is not None:
             self._epoll.unregister(dialer.fileno())
             dialer.close()
-        for identity in [i for i, known in self._introduced.items() if known == peer]:
-            del self._introduced[identity]
+        for known in self._introduced.values():
+            known.is_dropped = known.is_dropped or known.peer == peer
 
     def _send_to_peer(self, peer: Peer, message: ToDecode | ToPrefill) -> None:
         if peer in self._dialled:
             self._dialled[peer].send(message)  # type: ignore[arg-type]
             return
         for identity, known in self._introduced.items():
-            if known == peer and self._listener is not None:
-                self._listener.send(identity, message)  # type: ignore[arg-type]
-                return
+            if known.peer != peer or known.is_dropped or self._listener is None:
+                continue
+            if isinstance(message, PeerHello):
+                if known.is_answered:
+                    return  # a second one would say that this process began anew
+                known.is_answered = True
+            self._listener.send(identity, message)  # type: ignore[arg-type]
+            return
 
     def _receive_dialled(self, peer: Peer, events: list[LinkEvent]) -> None:
         dialer = self._dialled[peer]
@@ -163,14 +194,30 @@ class NodeSockets:
         self, listener: Listener[ToPrefill, ToDecode], events: list[LinkEvent]
     ) -> None:
         while (received := listener.receive()) is not None:
+            known = self._introduced.get(received.peer)
             if received.message is None:
-                peer = self._introduced.pop(received.peer, None)
-                if peer is not None:
-                    events.append(PeerLost(*peer))
-                continue
-            if isinstance(received.message, PeerHello):
-                hello = received.message
-                self._introduced[received.peer] = (hello.node_id, hello.epoch)
-            peer = self._introduced.get(received.peer)
-            if peer is not None:  # before its PeerHello a peer is nobody
-                events.append(FromPeer(*peer, received.message))
+                self._forget(received.peer, events)
+            elif isinstance(received.message, PeerHello):
+                self._meet(received.peer, received.message, events)
+            elif known is not None:  # before its PeerHello a peer is nobody
+                if known.is_dropped:
+                    # Only this side dropped it: to the peer, this is the same connection.
+                    known.is_dropped = False
+                    events.append(FromPeer(*known.peer, known.hello))
+                events.append(FromPeer(*known.peer, received.message))
+
+    def _meet(self, identity: bytes, hello: PeerHello, events: list[LinkEvent]) -> None:
+        """A peer says who it is; one connection has one name, and one name one connection."""
+        met = Introduced(hello)
+        known = self._introduced.get(identity)
+        if known is not None and known.peer != met.peer:
+            self._forget(identity, events)
+        for other in [i for i, one in self._introduced.items() if one.peer == met.peer]:
+            del self._introduced[other]
+        self._introduced[identity] = met
+        events.append(FromPeer(*met.peer, hello))
+
+    def _forget(self, identity: bytes, events: list[LinkEvent]) -> None:
+        known = self._introduced.pop(identity, None)
+        if known is not None and not known.is_dropped:
+            events.append(PeerLost(*known.peer))

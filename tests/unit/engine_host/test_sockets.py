@@ -1,0 +1,157 @@
+"""The sockets of two nodes that face each other: who is who, and what a wrong peer cannot do."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.engine.links import LinkEvent
+from baton.engine.sockets import NodeSockets
+from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Hello,
+    Landing,
+    NodeInfo,
+    PeerHello,
+    Role,
+    Started,
+)
+from baton.runtime.clock import monotonic
+from tests.support.drive import key
+from tests.support.transfer_world import node
+
+DEADLINE_S = 20.0
+DECODE = (NodeId("d0"), Epoch("d0-1"))
+STARTED = Started(key("a"), 5, 2, 30.0)
+
+Make = Callable[[str, Role], NodeSockets]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Nodes without a router; closed in the end."""
+    made: list[NodeSockets] = []
+
+    def one(name: str, role: Role) -> NodeSockets:
+        hello = Hello(PROTOCOL_VERSION, NodeId(name), role, Epoch(f"{name}-1"))
+        made.append(NodeSockets((), hello))
+        return made[-1]
+
+    yield one
+    for sockets in made:
+        sockets.close()
+
+
+def hello(name: str) -> PeerHello:
+    return PeerHello(PROTOCOL_VERSION, NodeId(name), Epoch(f"{name}-1"), "model", "layout")
+
+
+def from_peer(name: str, message: PeerHello | Started | Landing | Done) -> FromPeer:
+    return FromPeer(NodeId(name), Epoch(f"{name}-1"), message)
+
+
+def listening(make: Make, folder: Path) -> tuple[NodeSockets, NodeInfo]:
+    decode = make("d0", "decode")
+    endpoint = decode.listen(f"ipc://{folder}/d0")
+    return decode, msgspec.structs.replace(node("d0", "decode"), control_endpoint=endpoint)
+
+
+def dialled(make: Make, name: str, info: NodeInfo) -> NodeSockets:
+    prefill = make(name, "prefill")
+    prefill.to_peer(DialPeer(info))
+    return prefill
+
+
+def tell(sockets: NodeSockets, *messages: PeerHello | Started) -> None:
+    for message in messages:
+        sockets.to_peer(ToPeer(*DECODE, message))
+
+
+def hear(sockets: NodeSockets, count: int) -> list[LinkEvent]:
+    """The next `count` events."""
+    heard: list[LinkEvent] = []
+    deadline_s = monotonic() + DEADLINE_S
+    while len(heard) < count:
+        assert monotonic() < deadline_s, f"only {heard} came"
+        heard += sockets.receive(0.0)
+        if len(heard) < count:
+            sockets.wait(0.1)
+    return heard
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "garbage", "tcp://0.0.0.0:0", "ipc:///no/such/folder/d0"],
+)
+def test_a_peer_that_nobody_can_dial_is_lost_and_nothing_else(make: Make, endpoint: str) -> None:
+    info = msgspec.structs.replace(node("d0", "decode"), control_endpoint=endpoint)
+    prefill = dialled(make, "p0", info)
+    tell(prefill, hello("p0"))
+    assert hear(prefill, 1) == [PeerLost(*DECODE)]
+    assert prefill.receive(0.0) == []
+
+
+def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:
+    decode, info = listening(make, tmp_path)
+    tell(dialled(make, "p0", info), STARTED, hello("p0"), STARTED)
+    assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", STARTED)]
+
+
+def test_a_peer_that_takes_another_name_is_lost_under_the_first(make: Make, tmp_path: Path) -> None:
+    decode, info = listening(make, tmp_path)
+    prefill = dialled(make, "p0", info)
+    tell(prefill, hello("p0"), hello("p0"), hello("x"), STARTED)
+    assert hear(decode, 5) == [
+        from_peer("p0", hello("p0")),
+        from_peer("p0", hello("p0")),
+        PeerLost(NodeId("p0"), Epoch("p0-1")),
+        from_peer("x", hello("x")),
+        from_peer("x", STARTED),
+    ]
+    prefill.to_peer(DropPeer(*DECODE))
+    assert hear(decode, 1) == [PeerLost(NodeId("x"), Epoch("x-1"))]
+
+
+def test_of_two_that_claim_one_name_the_newer_is_believed(make: Make, tmp_path: Path) -> None:
+    decode, info = listening(make, tmp_path)
+    older, newer = dialled(make, "p0", info), dialled(make, "p1", info)
+    tell(older, hello("p0"))
+    hear(decode, 1)
+    tell(newer, hello("p0"))
+    assert hear(decode, 1) == [from_peer("p0", hello("p0"))]
+    decode.to_peer(ToPeer(NodeId("p0"), Epoch("p0-1"), Landing(key("a"), 0)))
+    assert hear(newer, 1) == [FromPeer(*DECODE, Landing(key("a"), 0))]
+    tell(older, STARTED)
+    older.to_peer(DropPeer(*DECODE))
+    tell(newer, STARTED)
+    assert hear(decode, 1) == [from_peer("p0", STARTED)]
+    assert older.receive(0.0) == []
+
+
+def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(
+    make: Make, tmp_path: Path
+) -> None:
+    """A router forgot it for a while; the peer itself has not noticed anything."""
+    decode, info = listening(make, tmp_path)
+    prefill = dialled(make, "p0", info)
+    tell(prefill, hello("p0"))
+    hear(decode, 1)
+    peer = (NodeId("p0"), Epoch("p0-1"))
+    decode.to_peer(ToPeer(*peer, hello("d0")))
+    assert hear(prefill, 1) == [FromPeer(*DECODE, hello("d0"))]
+    decode.to_peer(DropPeer(*peer))
+    decode.to_peer(ToPeer(*peer, Landing(key("b"), 0)))  # nobody is there to be told
+    tell(prefill, STARTED)
+    assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", STARTED)]
+    # To the peer a second greeting would mean that this node began anew.
+    decode.to_peer(ToPeer(*peer, hello("d0")))
+    decode.to_peer(ToPeer(*peer, Landing(key("a"), 0)))
+    assert hear(prefill, 1) == [FromPeer(*DECODE, Landing(key("a"), 0))]
+    decode.to_peer(DropPeer(*peer))
+    prefill.to_peer(DropPeer(*DECODE))
+    tell(dialled(make, "p1", info), hello("p1"))
+    assert hear(decode, 1) == [from_peer("p1", hello("p1"))]
