@@ -158,15 +158,19 @@ class EngineLoop:
             self._events.extend(self.scheduler.outputs.take_connector_events())
 
     def _launch(self, now_s: float) -> None:
-        while len(self._launched) < MAX_LAUNCHED:
-            plan = self.scheduler.plan(now_s)
-            if plan is None:
-                break
-            if not self._launched:
-                self.vitals.step_started(now_s, self._forecast.predict(plan))
-            self._launched.append(plan)
-            self.executor.submit(plan)
-        if self.scheduler.outputs.to_connector:  # planning may admit, and so offer or land
+        """Keep the executor busy. Planning may admit, and so offer or land; and what lands at once
+        may be planned at once, for no event will come to wake this loop for it."""
+        while True:
+            while len(self._launched) < MAX_LAUNCHED:
+                plan = self.scheduler.plan(now_s)
+                if plan is None:
+                    break
+                if not self._launched:
+                    self.vitals.step_started(now_s, self._forecast.predict(plan))
+                self._launched.append(plan)
+                self.executor.submit(plan)
+            if not self.scheduler.outputs.to_connector:
+                return
             self._connect(now_s)
 
     def _speak(self) -> None:

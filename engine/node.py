@@ -172,7 +172,7 @@ class EngineNode:
         try:
             while not self._stopping.is_set():
                 loop.turn()
-        except InvariantBroken:
+        except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
             path = Path(self.config.log.records or tempfile.gettempdir())
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)

@@ -16,11 +16,34 @@ from baton.engine.outputs import Origin
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.scheduler import Limits
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.interfaces import DialPeer, DropPeer, ReadEnded, ToPeer, TransferPort
+from baton.kv_transfer.interfaces import (
+    AgentCommand,
+    AgentEvent,
+    DialPeer,
+    DropPeer,
+    FromPeer,
+    ReadEnded,
+    ToPeer,
+    TransferPort,
+)
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
-from baton.protocol.messages import Cancel, CancelDone, Load, Refused, Tokens, ToRouter
-from tests.support.drive import key, local
+from baton.protocol.messages import (
+    Cancel,
+    CancelDone,
+    Done,
+    End,
+    FirstToken,
+    Load,
+    PeerHello,
+    Peers,
+    Refused,
+    Span,
+    Started,
+    Tokens,
+    ToRouter,
+)
+from tests.support.drive import handed, key, local
 from tests.support.toy_executor import ToyExecutor, continuation
 from tests.support.transfer_world import node
 
@@ -28,16 +51,30 @@ NUM_BLOCKS, BLOCK = 40, 4
 PROMPT = [5, 6, 7, 8, 9]
 
 
+class Port:
+    """A rank that is never done."""
+
+    def __init__(self, fileno: int) -> None:
+        self._fileno = fileno
+
+    def send(self, command: AgentCommand) -> None: ...
+
+    def poll(self) -> list[AgentEvent]:
+        return []
+
+    def fileno(self) -> int:
+        return self._fileno
+
+
 class StepByStep:
     """The toy model as an executor that finishes a step when told."""
-
-    ports: tuple[TransferPort, ...] = ()
 
     def __init__(self) -> None:
         self.toy = ToyExecutor(NUM_BLOCKS, BLOCK)
         self.submitted: deque[StepPlan] = deque()
         self.finished: deque[StepResult] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.ports: tuple[TransferPort, ...] = (Port(self._fd),)
 
     def start(self, progress: Progress) -> ExecutorInfo:
         raise AssertionError("the loop does not start executors")
@@ -64,6 +101,7 @@ class Wire:
     def __init__(self) -> None:
         self.coming: list[LinkEvent] = []
         self.said: list[ToRouter] = []
+        self.to_peers: list[ToPeer | DialPeer | DropPeer] = []
 
     def receive(self, now_s: float) -> list[LinkEvent]:
         coming, self.coming = self.coming, []
@@ -73,7 +111,7 @@ class Wire:
         self.said.append(message)
 
     def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
-        raise AssertionError("no peer is expected")
+        self.to_peers.append(command)
 
     def watch(self, fileno: int) -> None:
         pass
@@ -147,6 +185,31 @@ def test_a_cancel_is_answered_while_a_step_runs() -> None:
     assert bench.wire.said[-1] == CancelDone((key("r"), key("unknown")))
     bench.run()
     assert bench.pool.num_free == NUM_BLOCKS
+
+
+def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
+    """Nothing is missing here and everything was announced: no event will come to wake the loop."""
+    bench, prompt = Bench(), [5, 6, 7, 8]
+    bench.hear(FromRouter(0, local("warm", prompt, max_tokens=2)))
+    bench.run()
+    info = node("p0", "prefill")
+    greeting = PeerHello(1, info.node_id, info.epoch, info.model, info.layout.fingerprint)
+    first = FirstToken(continuation(prompt, 1)[0])
+    bench.hear(
+        FromRouter(0, Peers((info,))),
+        FromRouter(0, handed("a", prompt, max_tokens=3)),
+        *(
+            FromPeer(info.node_id, info.epoch, message)
+            for message in (
+                greeting,
+                Started(key("a"), 4, 1, 30.0),
+                Span(key("a"), 0, 0, (9,), (1,), 4),
+                End(key("a"), 1, (first,)),
+            )
+        ),
+    )
+    assert [part.key for plan in bench.executor.submitted for part in plan.slices] == [key("a")] * 2
+    assert [m for m in bench.wire.to_peers if isinstance(m, ToPeer)][-1].message == Done(key("a"))
 
 
 def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
