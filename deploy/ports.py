@@ -10,6 +10,7 @@ import socket
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.endpoint import bindable
+from baton.runtime.keys import load_keys
 from baton.runtime.log import logger
 
 PORT_HINT = "choose another with --port N (make serve PORT=N)"
@@ -27,9 +28,17 @@ def check_router_ports(config: ClusterConfig) -> None:
         check_port(host, control.port, CONTROL_HINT)
 
 
-def warn_if_exposed(endpoint: str, setting: str) -> None:
-    """Nodes and routers believe whoever reaches them, so say so when others can."""
-    if not bindable(endpoint).is_loopback:
+def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
+    """Raises `ConfigError` where other hosts could be reached and trusted without a key.
+
+    Nodes and routers believe whoever they talk to.
+    """
+    keys = load_keys(config.keys)
+    for endpoint in endpoints:
+        address = bindable(endpoint)
+        keys.check(address, setting)
+        if keys.secret or address.is_loopback:
+            continue
         log.warning(
             "whoever reaches this address is trusted: keep it on a private network",
             setting=setting,

@@ -13,7 +13,7 @@ import shutil
 import msgspec
 
 from baton.deploy.local import LocalCluster, private_folder
-from baton.deploy.ports import check_port, warn_if_exposed
+from baton.deploy.ports import check_port, check_reach
 from baton.deploy.progress import StartProgress
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError
@@ -36,6 +36,7 @@ log = logger("serve")
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit code. Raises `ConfigError` and `NodeError`."""
     check_port(config.router.host, config.router.port)
+    check_reach(config, "router.control", config.router.control)
     server = LocalServer(config)
     with Interrupts(on_second=server.kill) as interrupts:
         try:
@@ -56,8 +57,6 @@ class LocalServer:
         control = config.router.control
         if control == RouterConfig().control:
             control = f"ipc://{self._folder}/control"
-        else:
-            warn_if_exposed(control, "router.control")
         router = msgspec.structs.replace(config.router, control=control)
         self._config = msgspec.structs.replace(config, router=router)
         self._port = config.router.port  # 0: what the router says that it got

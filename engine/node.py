@@ -31,6 +31,7 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.beats import BeatThread, Vitals
 from baton.runtime.clock import monotonic
+from baton.runtime.keys import load_keys
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 
@@ -124,13 +125,14 @@ class EngineNode:
 
     def serve(self) -> None:
         """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
+        keys = load_keys(self.config.keys)
         beats = BeatThread(
-            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic
+            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic, keys
         )
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
-        sockets = NodeSockets(self.config.node.routers, hello)
+        sockets = NodeSockets(self.config.node.routers, hello, keys)
         try:
             beats.start()
             self._serve(executor, sockets, records)

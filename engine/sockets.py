@@ -31,9 +31,13 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from baton.runtime.channel import Dialer, Disconnected, Listener
+from baton.runtime.keys import NO_KEYS, Keys
 from baton.runtime.log import logger
 
 Peer = tuple[NodeId, Epoch]
+
+# Handshakes in a row that fail until it is said: one may fail because a router ends.
+REFUSALS_TO_TELL = 3
 
 log = logger("sockets")
 
@@ -54,9 +58,12 @@ class Introduced:
 class NodeSockets:
     """Dials `routers`; `listen` opens the endpoint that prefill nodes dial (decode nodes only)."""
 
-    def __init__(self, routers: tuple[str, ...], hello: Hello) -> None:
+    def __init__(self, routers: tuple[str, ...], hello: Hello, keys: Keys = NO_KEYS) -> None:
+        """Raises `ConfigError` when a router cannot or must not be dialled."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hello = hello
+        self._keys = keys
+        self._refusing: set[Origin] = set()
         self._ready: Ready | None = None
         self._epoll = select.epoll()
         self._routers = [
@@ -66,6 +73,7 @@ class NodeSockets:
                 to_router_codec(),
                 to_node_codec(),
                 self._context,
+                keys,
             )
             for endpoint in routers
         ]
@@ -80,7 +88,7 @@ class NodeSockets:
     def listen(self, endpoint: str) -> str:
         """Bind for prefill nodes; the endpoint that they can dial."""
         self._listener = Listener[ToPrefill, ToDecode](
-            endpoint, to_prefill_codec(), to_decode_codec(), self._context
+            endpoint, to_prefill_codec(), to_decode_codec(), self._context, self._keys
         )
         self.watch(self._listener.fileno())
         return self._listener.endpoint
@@ -100,6 +108,7 @@ class NodeSockets:
                     self._introduce(dialer)
                 else:
                     events.append(FromRouter(origin, message))
+            self._tell_refusals(origin, dialer)
         for peer in list(self._dialled):
             self._receive_dialled(peer, events)
         if self._listener is not None:
@@ -142,6 +151,20 @@ class NodeSockets:
         if self._ready is not None:
             dialer.send(self._ready)
 
+    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode]) -> None:
+        """One line for the operator, not one per try."""
+        if dialer.connected:
+            self._refusing.discard(origin)
+        elif dialer.refusals >= REFUSALS_TO_TELL and origin not in self._refusing:
+            self._refusing.add(origin)
+            log.error(
+                "the router refused this node's key"
+                if self._keys.secret
+                else "the router refused this node, which has no key",
+                router=dialer.endpoint,
+                hint="keys.file must be a copy of the router's, on either side or on none",
+            )
+
     def _dial(self, info: NodeInfo) -> None:
         peer = (info.node_id, info.epoch)
         if peer in self._dialled:
@@ -150,7 +173,7 @@ class NodeSockets:
         try:
             dialer = Dialer[ToDecode, ToPrefill](
                 info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
-                self._context,
+                self._context, self._keys,
             )  # fmt: skip
         except (ConfigError, zmq.ZMQError) as error:  # the address is the peer's word
             log.warning("cannot dial a peer", node=info.node_id, reason=str(error))

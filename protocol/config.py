@@ -113,6 +113,15 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
 
+class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file: Annotated[
+        str, Meta(description="the cluster's key, one for all hosts, from `baton keygen FILE`")
+    ] = ""
+    insecure: Annotated[
+        bool, Meta(description="reach other hosts without a key: the control network is private")
+    ] = False
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set, for every process of a cluster."""
 
@@ -124,4 +133,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: RouterConfig = RouterConfig()
     node: NodeConfig = NodeConfig()
     transfer: TransferConfig = TransferConfig()
+    keys: KeysConfig = KeysConfig()
     log: LogConfig = LogConfig()

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import (
-    BatonError,
-    Failure,
-    Overloaded,
-    from_failure,
-)
+from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
 from baton.protocol.ids import Epoch, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
@@ -67,6 +62,7 @@ from baton.router.request_events import (
 )
 from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
+from baton.runtime.keys import load_keys
 from baton.runtime.log import logger
 
 TICK_S = 0.25
@@ -98,6 +94,7 @@ class RouterCore:
         self.epoch = Epoch(secrets.token_hex(8))
         self.registry = Registry()
         self._config = config.router
+        self._keys = config.keys
         self._clock = clock
         self._patience_s = patience_s
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
@@ -116,7 +113,8 @@ class RouterCore:
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and say what it is; raises `ConfigError`."""
-        self._sockets = NodeSockets(endpoint, self._heard, self._gone, self._place_waiting)
+        keys = load_keys(self._keys)
+        self._sockets = NodeSockets(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 

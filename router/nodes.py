@@ -13,6 +13,8 @@ from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import ToNode, ToRouter
 from baton.runtime.channel import Listener, Received
+from baton.runtime.keys import Keys
+from baton.runtime.log import logger
 
 BEATS = b"beats:"
 # Messages read in one go before the loop may serve others.
@@ -21,6 +23,8 @@ BATCH = 512
 Heard = Callable[[NodeId, ToRouter], None]
 Gone = Callable[[NodeId], None]
 
+log = logger("router")
+
 
 class NodeSockets:
     """`heard` gets what a node says over either of its channels, `gone` the end of the main one.
@@ -28,13 +32,16 @@ class NodeSockets:
     `idle` is called after each batch of them.
     """
 
-    def __init__(self, endpoint: str, heard: Heard, gone: Gone, idle: Callable[[], None]) -> None:
+    def __init__(
+        self, endpoint: str, keys: Keys, heard: Heard, gone: Gone, idle: Callable[[], None]
+    ) -> None:
         """Binds; raises `ConfigError` when it cannot. To be called on a running event loop."""
+        self._refusals_to_tell = 1
         self._heard, self._gone, self._idle = heard, gone, idle
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._listener = Listener[ToNode, ToRouter](
-                endpoint, to_node_codec(), to_router_codec(), self._context
+                endpoint, to_node_codec(), to_router_codec(), self._context, keys
             )
         except BaseException:
             self._context.term()
@@ -64,6 +71,7 @@ class NodeSockets:
         else:
             # The descriptor tells of changes only, so what is left must be read without it.
             self._again = self._loop.call_soon(self.drain)
+        self._tell_refusals()
         self._idle()
 
     def close(self) -> None:
@@ -74,6 +82,15 @@ class NodeSockets:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
             self._context.term()
+
+    def _tell_refusals(self) -> None:
+        # Who is kept out tries again, so the lines become rare: at 1, 2, 4, 8, ...
+        if self._listener.refusals >= self._refusals_to_tell:
+            self._refusals_to_tell = 2 * self._listener.refusals
+            log.warning(
+                "connections were refused: no node of ours, or its keys.file is not a copy of ours",
+                so_far=self._listener.refusals,
+            )
 
     def _pass_on(self, received: Received[ToRouter]) -> None:
         is_beat = received.peer.startswith(BEATS)

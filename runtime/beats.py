@@ -16,6 +16,7 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter
 from baton.runtime.channel import Dialer
 from baton.runtime.clock import Clock
+from baton.runtime.keys import NO_KEYS, Keys
 
 BEAT_INTERVAL_S = 1.0
 TICK_S = 0.1
@@ -74,25 +75,27 @@ class BeatThread:
         epoch: Epoch,
         endpoints: Sequence[str],
         clock: Clock,
+        keys: Keys = NO_KEYS,
     ) -> None:
         self._vitals = vitals
         self._node_id = node_id
         self._epoch = epoch
         self._endpoints = tuple(endpoints)
         self._clock = clock
+        self._keys = keys
         self._stopping = threading.Event()
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self) -> None:
-        """Raises `ConfigError` when an endpoint is no address."""
+        """Raises `ConfigError` when an endpoint cannot or must not be dialled."""
         # An own context has an own I/O thread, so traffic of the node cannot delay a beat.
         self._context = zmq.Context(io_threads=1)
         identity = f"beats:{self._node_id}".encode()
         self._dialers = [
             Dialer[ToRouter, ToNode](
-                endpoint, identity, to_router_codec(), to_node_codec(), self._context
+                endpoint, identity, to_router_codec(), to_node_codec(), self._context, self._keys
             )
             for endpoint in self._endpoints
         ]

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
+from baton.runtime.clock import monotonic
 from baton.runtime.endpoint import bindable
 from baton.runtime.framing import (
     HEADER,
@@ -29,7 +30,11 @@ from baton.runtime.framing import (
     Verdict,
     reset_frame,
 )
-from baton.runtime.wire import Wire
+from baton.runtime.keys import NO_KEYS, Keys
+from baton.runtime.wire import Change, Wire
+
+# After a refused handshake ZMQ may never try again, so the dialer does, no more often than this.
+RETRY_S = 1.0
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -62,23 +67,27 @@ class Listener(Generic[Out, In]):
         outgoing: Codec[Out],
         incoming: Codec[In],
         context: "zmq.Context[zmq.Socket[bytes]]",
+        keys: Keys = NO_KEYS,
     ) -> None:
         """Binds `endpoint`: tcp://host (or port 0) takes a free port; `endpoint` tells which.
 
-        Raises `ConfigError` when the address cannot be bound.
+        Raises `ConfigError` when the address cannot be bound, or may not be without a key.
         """
+        address = bindable(endpoint)
+        keys.check(address, "listening on")
         self.num_malformed = 0
+        self.refusals = 0  # handshakes turned down: wrong keys or not a channel
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._sessions: dict[bytes, Session] = {}
         self._connections = _Connections()
         self._events: deque[Received[In]] = deque()
-        self._wire = Wire(context, zmq.ROUTER)
+        self._wire = Wire(context, zmq.ROUTER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A dialer that comes back before its old connection was seen to end replaces it.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self.endpoint = bindable(endpoint).bind(self.socket)
+            self.endpoint = address.bind(self.socket)
         except BaseException:
             self._wire.close()
             raise
@@ -114,6 +123,7 @@ class Listener(Generic[Out, In]):
                 self._read()
             elif changes := self._wire.changes():
                 for change, descriptor in changes:
+                    self.refusals += change == "refused"
                     peer = self._connections.lost(descriptor) if change == "lost" else None
                     if peer is not None:
                         self._end(peer)
@@ -175,16 +185,21 @@ class Dialer(Generic[Out, In]):
         outgoing: Codec[Out],
         incoming: Codec[In],
         context: "zmq.Context[zmq.Socket[bytes]]",
+        keys: Keys = NO_KEYS,
     ) -> None:
         """Starts to connect; the listener need not be there yet. Raises `ConfigError`."""
-        self.endpoint = bindable(endpoint).dial_endpoint
+        address = bindable(endpoint)
+        keys.check(address, "dialling")
+        self.endpoint = address.dial_endpoint
         self.connected = False  # as of the last `receive`
-        self.refusals = 0  # handshakes the listener turned down: wrong keys or not a channel
+        # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
+        self.refusals = 0
         self.num_malformed = 0
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._session = _new_session()
         self._lost: str | None = None
-        self._wire = Wire(context, zmq.DEALER)
+        self._retry_s: float | None = None
+        self._wire = Wire(context, zmq.DEALER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTING_ID, identity)
         self.socket.connect(self.endpoint)
@@ -216,11 +231,9 @@ class Dialer(Generic[Out, In]):
                     return message
             elif changes := self._wire.changes():
                 for change, _ in changes:
-                    self.connected = change == "up"
-                    if change == "lost":
-                        self._lost = "the connection was lost"
-                    elif change == "refused":
-                        self.refusals += 1
+                    self._changed(change)
+            elif self._retry_s is not None and monotonic() >= self._retry_s:
+                self._lost = "the handshake failed"
             else:
                 self._wire.settle()
                 return None
@@ -248,12 +261,23 @@ class Dialer(Generic[Out, In]):
                 pass
         return None
 
+    def _changed(self, change: Change) -> None:
+        if change == "up":
+            self.refusals, self._retry_s = 0, None
+        elif change == "lost" and self.connected:
+            self._lost = "the connection was lost"
+        elif self._retry_s is None:
+            # Restarting at once would be refused at once, as fast as both sides can.
+            self._retry_s = monotonic() + RETRY_S
+        self.refusals += change == "refused"
+        self.connected = change == "up"
+
     def _restart(self, reason: str) -> Disconnected:
         # Taking the connection away drops whatever was queued for or from the old session; the
         # socket, and so the descriptor that others watch, stays.
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self.endpoint)
-        self._lost = None
+        self._lost = self._retry_s = None
         self.connected = False
         self._session = _new_session()
         self.socket.connect(self.endpoint)

@@ -37,6 +37,7 @@ SHORT_FLAGS = {
     "routers": "node.routers",
     "bind": "node.bind",
     "transport": "transfer.transport",
+    "keys": "keys.file",
 }
 
 Tree = dict[str, object]

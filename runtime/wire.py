@@ -14,6 +14,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES
 from baton.runtime.framing import HEADER_BYTES
+from baton.runtime.gate import DOMAIN, Gate
+from baton.runtime.keys import Keys
 
 # A silent peer is noticed after interval + timeout = 3.2 s, while a pause of 2 s ejects nobody:
 # the timeout alone is longer than that.
@@ -23,6 +25,8 @@ QUEUED_MESSAGES = 4096
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 CONNECT_TIMEOUT_MS = 3000
+# What encryption adds to a frame: the command's name, nonce, authenticator and flags.
+CURVE_BYTES = 33
 
 _WATCHED = (
     zmq.Event.DISCONNECTED
@@ -32,24 +36,31 @@ _WATCHED = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 )
 
-ConnectionChange = tuple[Literal["up", "lost", "refused"], int]  # the int is a descriptor
+# The int is a descriptor, but for "refused".
+Change = Literal["up", "lost", "refused"]
+ConnectionChange = tuple[Change, int]
 
 
 class Wire:
     """A bounded, non-blocking, heart-beating socket."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
+    ) -> None:
+        """With a key, a ROUTER lets in those who have it and a DEALER speaks only to those."""
         self.socket: zmq.Socket[bytes] = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self.socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         # Larger frames cost their sender the connection before any memory is set aside for them.
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + HEADER_BYTES)
+        overhead_bytes = HEADER_BYTES + (CURVE_BYTES if keys.secret else 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + overhead_bytes)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        self._gate = self._lock(context, kind, keys) if keys.secret else None
         self._monitor = self.socket.get_monitor_socket(_WATCHED)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = False
@@ -61,6 +72,8 @@ class Wire:
         ):
             assert isinstance(descriptor, int)
             self._epoll.register(descriptor, select.EPOLLIN)
+        if self._gate is not None:
+            self._epoll.register(self._gate.socket.getsockopt(zmq.FD), select.EPOLLIN)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -70,6 +83,8 @@ class Wire:
 
     def changes(self) -> list[ConnectionChange]:
         """Connections that came, went or were refused since the last call."""
+        while self._gate is not None and _has_input(self._gate.socket):
+            self._gate.answer()
         found: list[ConnectionChange] = []
         while _has_input(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
@@ -101,6 +116,22 @@ class Wire:
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(0)
+        if self._gate is not None:
+            self._gate.close()
+
+    def _lock(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
+    ) -> Gate | None:
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        if kind is not zmq.ROUTER:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+            return None
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        # With nobody to ask, nobody is let in.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        return Gate(context, keys)
 
 
 def _has_input(socket: "zmq.Socket[bytes]") -> bool:

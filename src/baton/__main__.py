@@ -1,4 +1,4 @@
-"""The command line: `baton serve`, `router`, `prefill`, `decode`, `demo-model`.
+"""The command line: `baton serve`, `router`, `prefill`, `decode`, `keygen`, `demo-model`.
 
 Every setting and its flag comes from `protocol.config` through `runtime.settings`. A subcommand's
 code is imported when it is chosen, so that a router or `--help` never loads torch. A mistake of the
@@ -19,24 +19,33 @@ from baton.runtime.settings import Command, load
 
 EXIT_FAILED, EXIT_MISUSED, EXIT_INTERRUPTED = 1, 2, 130
 
-NODE_SECTIONS = ("model", "cache", "engine", "node", "transfer", "log")
+NODE_SECTIONS = ("model", "cache", "engine", "node", "transfer", "keys", "log")
 COMMANDS = {
     command.name: command
     for command in (
         Command(
             "serve",
             "Serve a model on this host: a router, prefill nodes and decode nodes.",
-            ("", "model", "cache", "engine", "router", "transfer", "log"),
+            ("", "model", "cache", "engine", "router", "transfer", "keys", "log"),
         ),
         Command(
             "router",
             "Serve HTTP and hand requests to the nodes that dial in.",
-            ("model", "router", "log"),
+            ("model", "router", "keys", "log"),
         ),
         Command("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
         Command("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
 }
+KEYGEN = "keygen"
+KEYGEN_HELP = "Make the key that the processes of a cluster on several hosts share."
+KEY_MADE = """\
+{path} is a new key (mode 0600). Whoever has it can join the cluster: keep it like an ssh key.
+Copy it to each host, and start every router and node with it:
+
+  scp -p {path} HOST:
+  baton router --keys {name} ...
+"""
 DEMO_MODEL = "demo-model"
 DEMO_MODEL_HELP = "Write the small model that `serve` uses when none is given into a folder."
 
@@ -72,15 +81,18 @@ def _run(words: list[str]) -> int:
         return 0
     if name == DEMO_MODEL:
         return _demo_model(rest)
+    if name == KEYGEN:
+        return _keygen(rest)
     if name not in COMMANDS:
-        raise ConfigError(f"unknown command {name!r}: {', '.join([*COMMANDS, DEMO_MODEL])}")
+        known = ", ".join([*COMMANDS, KEYGEN, DEMO_MODEL])
+        raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
 
 def _start(name: str, config: ClusterConfig) -> int:
     """Import the one room that this process is, and run it."""
     from baton.deploy.model_folder import with_model
-    from baton.deploy.ports import check_router_ports, warn_if_exposed
+    from baton.deploy.ports import check_reach, check_router_ports
 
     setup(config.log, config.node.id or name)
     config = with_model(config)
@@ -90,15 +102,16 @@ def _start(name: str, config: ClusterConfig) -> int:
         return serve(config)
     if name == "router":
         check_router_ports(config)
-        warn_if_exposed(config.router.control, "router.control")
+        check_reach(config, "router.control", config.router.control)
         from baton.router.main import run as run_router
 
         return run_router(config)
+    check_reach(config, "node.routers", *config.node.routers)
     if name == "prefill":
         from baton.prefill_node.main import run as run_prefill
 
         return run_prefill(config)
-    warn_if_exposed(config.node.bind, "node.bind")
+    check_reach(config, "node.bind", config.node.bind)
     from baton.decode_node.main import run as run_decode
 
     return run_decode(config)
@@ -118,8 +131,23 @@ def _demo_model(rest: list[str]) -> int:
     return 0
 
 
+def _keygen(rest: list[str]) -> int:
+    if rest in (["-h"], ["--help"]):
+        print(f"usage: baton {KEYGEN} FILE\n\n{KEYGEN_HELP}")
+        return 0
+    if len(rest) != 1 or rest[0].startswith("-"):
+        raise ConfigError(f"name one file: baton {KEYGEN} FILE")
+    from baton.runtime.keys import write_key
+
+    path = Path(rest[0])
+    write_key(path)
+    print(KEY_MADE.format(path=path, name=path.name), end="")
+    return 0
+
+
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries[KEYGEN] = KEYGEN_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP
     lines = [f"  {name:<12}{text}" for name, text in summaries.items()]
     return "\n".join(
