@@ -35,8 +35,8 @@ log = logger("serve")
 
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit code. Raises `ConfigError` and `NodeError`."""
-    check_port(config.router.host, config.router.port)
     check_reach(config, "router.control", config.router.control)
+    check_port(config.router.host, config.router.port)
     server = LocalServer(config)
     with Interrupts(on_second=server.kill) as interrupts:
         try:

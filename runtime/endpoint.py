@@ -26,12 +26,12 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host can reach it."""
+        """Whether only this host can reach it; not known of a name that does not resolve yet."""
         if self.path or self.is_wildcard:
             return bool(self.path)
         try:
             return ipaddress.ip_address(_numeric(self.host)).is_loopback
-        except ValueError:
+        except (ValueError, ConfigError):
             return False
 
     @property

@@ -51,20 +51,18 @@ def load_keys(config: KeysConfig) -> Keys:
         return Keys(is_insecure=config.insecure)
     path = config.file
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES)
+            # Of the open file, so that nobody can put another in its place in between.
+            mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise ConfigError(f"cannot read the key {path} (keys.file): {error.strerror}") from error
-    with open(descriptor, "rb") as file:
-        # Of the open file, so that nobody can put another in its place in between.
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"the key {path} (keys.file) is not a file")
-        if mode & OTHERS:
-            raise ConfigError(
-                f"the key {path} (keys.file) can be read by others: run `chmod 600 {path}`, and "
-                "make a new one with `baton keygen` if somebody may have"
-            )
-        return _parsed(file.read(MAX_FILE_BYTES), path)
+    if mode & OTHERS:
+        raise ConfigError(
+            f"the key {path} (keys.file) is open to others: run `chmod 600 {path}`, or make a new "
+            "one with `baton keygen` if somebody may have read it"
+        )
+    return _parsed(content, path)
 
 
 def write_key(path: Path) -> None:

@@ -65,15 +65,10 @@ class Wire:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = False
         self._epoll = select.epoll()
-        for descriptor in (
-            self.socket.getsockopt(zmq.FD),
-            self._monitor.getsockopt(zmq.FD),
-            self._wake,
-        ):
+        watched = [self.socket, self._monitor, *([self._gate.socket] if self._gate else [])]
+        for descriptor in (self._wake, *(socket.getsockopt(zmq.FD) for socket in watched)):
             assert isinstance(descriptor, int)
             self._epoll.register(descriptor, select.EPOLLIN)
-        if self._gate is not None:
-            self._epoll.register(self._gate.socket.getsockopt(zmq.FD), select.EPOLLIN)
 
     def fileno(self) -> int:
         return self._epoll.fileno()

@@ -101,8 +101,8 @@ def _start(name: str, config: ClusterConfig) -> int:
 
         return serve(config)
     if name == "router":
-        check_router_ports(config)
         check_reach(config, "router.control", config.router.control)
+        check_router_ports(config)
         from baton.router.main import run as run_router
 
         return run_router(config)

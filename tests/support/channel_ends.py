@@ -13,6 +13,7 @@ from baton.protocol.messages import Starting, ToNode, ToRouter
 from baton.runtime.channel import Dialer, Disconnected, Listener, Received
 from baton.runtime.clock import monotonic
 from baton.runtime.framing import HEADER
+from baton.runtime.keys import NO_KEYS, Keys
 
 DEADLINE_S = 20.0
 
@@ -25,7 +26,8 @@ def note(number: int, size: int = 0) -> Starting:
 class Ends:
     """A listener, and whatever dials it. `heard` and `said` are all that came out of each."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: Keys = NO_KEYS) -> None:
+        self.keys = keys
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.listener = self.listen(endpoint)
         self.heard: list[Received[ToRouter]] = []
@@ -33,15 +35,18 @@ class Ends:
         self._bare: list[zmq.Socket[bytes]] = []
 
     def listen(self, endpoint: str) -> Listener[ToNode, ToRouter]:
-        return Listener(endpoint, to_node_codec(), to_router_codec(), self.context)
+        return Listener(endpoint, to_node_codec(), to_router_codec(), self.context, self.keys)
 
-    def dial(self, name: str = "d0", endpoint: str = "") -> Dialer[ToRouter, ToNode]:
+    def dial(
+        self, name: str = "d0", endpoint: str = "", keys: Keys | None = None
+    ) -> Dialer[ToRouter, ToNode]:
         dialer: Dialer[ToRouter, ToNode] = Dialer(
             endpoint or self.listener.endpoint,
             name.encode(),
             to_router_codec(),
             to_node_codec(),
             self.context,
+            self.keys if keys is None else keys,
         )
         self._dialers.append(dialer)
         return dialer
@@ -76,8 +81,8 @@ class Ends:
 
 
 @contextmanager
-def ends(folder: Path, kind: str = "ipc") -> Iterator[Ends]:
-    made = Ends(f"ipc://{folder}/channel" if kind == "ipc" else "tcp://127.0.0.1")
+def ends(folder: Path, kind: str = "ipc", keys: Keys = NO_KEYS) -> Iterator[Ends]:
+    made = Ends(f"ipc://{folder}/channel" if kind == "ipc" else "tcp://127.0.0.1", keys)
     try:
         yield made
     finally:

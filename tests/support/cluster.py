@@ -7,6 +7,7 @@ so it also tests that. It binds loopback and ipc only and ends everything by pro
 import json
 import os
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ import urllib.response
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import msgspec
 
@@ -29,18 +31,24 @@ START_TIMEOUT_S = 90.0
 class Cluster:
     """`config.prefill` + `config.decode` nodes and a router; a context manager.
 
-    `env` is for the nodes. `lines` holds everything that any of them printed.
+    `env` is for the nodes. They meet over ipc, or over the ports of this host. `lines` holds
+    everything that any of them printed.
     """
 
     def __init__(
-        self, folder: Path, config: ClusterConfig, env: tuple[tuple[str, str], ...] = ()
+        self,
+        folder: Path,
+        config: ClusterConfig,
+        env: tuple[tuple[str, str], ...] = (),
+        over: Literal["ipc", "tcp"] = "ipc",
     ) -> None:
         self.folder = folder
         self.lines: list[str] = []
         self.children: dict[str, Child] = {}
         self.port = 0
         self._env = env
-        control = f"ipc://{folder}/control"
+        self._over = over
+        control = f"ipc://{folder}/control" if over == "ipc" else f"tcp://127.0.0.1:{free_port()}"
         self.config = msgspec.structs.replace(
             config,
             router=msgspec.structs.replace(config.router, control=control, port=0),
@@ -73,9 +81,8 @@ class Cluster:
     def start_node(self, role: Role, index: int) -> None:
         """Start (again) the node `role-index`."""
         name = f"{role}-{index}"
-        node = msgspec.structs.replace(
-            self.config.node, id=name, bind=f"ipc://{self.folder}/peers-{name}"
-        )
+        bind = f"ipc://{self.folder}/peers-{name}" if self._over == "ipc" else "tcp://127.0.0.1"
+        node = msgspec.structs.replace(self.config.node, id=name, bind=bind)
         self.start(name, msgspec.structs.replace(self.config, node=node), role)
 
     def start(self, name: str, config: ClusterConfig, command: str = "") -> None:
@@ -190,3 +197,9 @@ class Cluster:
 
     def _relay(self, name: str, line: str) -> None:
         self.lines.append(f"{name} | {line}")
+
+
+def free_port() -> int:
+    """One that nobody listens at now, for a process that is to be named before it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])

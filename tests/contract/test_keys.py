@@ -1,0 +1,337 @@
+"""The cluster's key: those who have it talk, all others are kept out and told so."""
+
+import os
+import select
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from baton.__main__ import main
+from baton.protocol.codec import MAX_MESSAGE_BYTES, to_decode_codec, to_prefill_codec
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    KeysConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from baton.protocol.errors import ConfigError
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Starting, ToNode, ToRouter
+from baton.runtime.beats import BeatThread, Vitals
+from baton.runtime.channel import Dialer, Disconnected, Listener, Received
+from baton.runtime.clock import monotonic
+from baton.runtime.framing import HEADER, HEADER_BYTES
+from baton.runtime.keys import NO_KEYS, Keys, load_keys, write_key
+from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends, note, wait
+from tests.support.checkpoints import model_folder
+from tests.support.cluster import Cluster
+
+REMOTE = "tcp://192.0.2.1:5570"  # an address of no host
+
+
+def new_key(folder: Path, name: str = "own.key") -> Keys:
+    write_key(folder / name)
+    return load_keys(KeysConfig(str(folder / name)))
+
+
+def until_refused(dialer: Dialer[ToRouter, ToNode], pair: Ends, count: int = 1) -> None:
+    """Both sides at work until the dialer was turned down so often; nothing else may happen."""
+    deadline_s = monotonic() + DEADLINE_S
+    while dialer.refusals < count:
+        assert pair.listener.receive() is None
+        said = dialer.receive()
+        assert said is None or isinstance(said, Disconnected)
+        assert not dialer.connected
+        assert monotonic() < deadline_s
+        # Also without news: a dialer that was refused for good tries again by the clock.
+        select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)
+
+
+def until_connected(dialer: Dialer[ToRouter, ToNode], pair: Ends) -> None:
+    """As `connect`, where the listener has to answer the handshake meanwhile."""
+    deadline_s = monotonic() + DEADLINE_S
+    while not dialer.connected:
+        assert pair.listener.receive() is None
+        dialer.receive()
+        assert monotonic() < deadline_s
+        select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)
+
+
+# --- channels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_who_has_the_key_talks(kind: str, tmp_path: Path) -> None:
+    with ends(tmp_path, kind, new_key(tmp_path)) as pair:
+        first, second = pair.dial("d0"), pair.dial("d1")
+        for number in range(300):
+            first.send(note(number))
+            second.send(note(number))
+        heard = pair.hear(600)
+        for peer in (b"d0", b"d1"):
+            said = [item.message for item in heard if item.peer == peer]
+            assert said == [note(number) for number in range(300)]
+        first.close()
+        assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
+        assert (pair.listener.refusals, second.refusals) == (0, 0)
+
+
+def test_the_largest_message_fits_with_its_encryption(tmp_path: Path) -> None:
+    with ends(tmp_path, "ipc", new_key(tmp_path)) as pair:
+        dialer = pair.dial()
+        dialer.send(note(1))
+        pair.hear(1)
+        payload = bytes(MAX_MESSAGE_BYTES)  # no message, but it has to get as far as the decoder
+        dialer.socket.send(HEADER.pack(dialer._session.id, 1) + payload)
+        dialer._session.sent()
+        dialer.send(note(2))
+        assert pair.hear(1) == [Received(b"d0", note(2))]
+        assert pair.listener.num_malformed == 1
+        dialer.socket.send(bytes(HEADER_BYTES + MAX_MESSAGE_BYTES + 1))
+        assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_who_has_another_key_or_none_is_kept_out_while_others_talk(
+    has_key: bool, kind: str, tmp_path: Path
+) -> None:
+    with ends(tmp_path, kind, new_key(tmp_path)) as pair:
+        friend = pair.dial("friend")
+        friend.send(note(1))
+        assert pair.hear(1) == [Received(b"friend", note(1))]
+        other = new_key(tmp_path, "other.key") if has_key else NO_KEYS
+        stranger = pair.dial("stranger", keys=other)
+        stranger.send(note(2))
+        until_refused(stranger, pair, 3)
+        friend.send(note(3))
+        assert pair.hear(1) == [Received(b"friend", note(3))]
+        assert pair.listener.refusals >= 3
+
+
+@pytest.mark.parametrize("claims_it", [True, False])
+def test_who_knows_only_the_public_half_is_kept_out(claims_it: bool, tmp_path: Path) -> None:
+    """It can encrypt to the listener, but not prove that it has the secret half."""
+    key = new_key(tmp_path)
+    with ends(tmp_path, "tcp", key) as pair:
+        stranger = pair.context.socket(zmq.DEALER)
+        public, secret = zmq.curve_keypair()
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, key.public),
+            (zmq.CURVE_PUBLICKEY, key.public if claims_it else public),
+            (zmq.CURVE_SECRETKEY, secret),
+        ):
+            stranger.setsockopt(option, value)
+        stranger.connect(pair.listener.endpoint)
+        stranger.send(HEADER.pack(7, 0) + b"x")
+        while pair.listener.refusals == 0:
+            assert pair.listener.receive() is None
+            wait(pair.listener)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.close()
+        friend = pair.dial("friend")
+        friend.send(note(3))
+        assert pair.hear(1) == [Received(b"friend", note(3))]
+        assert pair.listener.num_malformed == 0
+
+
+def test_who_has_a_key_does_not_talk_to_a_listener_without(tmp_path: Path) -> None:
+    with ends(tmp_path, "tcp") as pair:
+        dialer = pair.dial(keys=new_key(tmp_path))
+        dialer.send(note(1))
+        until_refused(dialer, pair)
+
+
+def test_a_dialer_that_was_refused_gets_through_when_the_listener_has_its_key(
+    tmp_path: Path,
+) -> None:
+    with ends(tmp_path, "ipc", new_key(tmp_path)) as pair:
+        key = new_key(tmp_path, "other.key")
+        keyed, plain = pair.dial("keyed", keys=key), pair.dial("plain", keys=NO_KEYS)
+        until_refused(keyed, pair)
+        until_refused(plain, pair)
+        pair.listener.close()
+        pair.keys = key
+        pair.listener = pair.listen(f"ipc://{tmp_path}/channel")
+        until_connected(keyed, pair)
+        assert keyed.refusals == 0
+        pair.listener.close()
+        pair.keys = NO_KEYS
+        pair.listener = pair.listen(f"ipc://{tmp_path}/channel")
+        until_connected(plain, pair)
+
+
+def test_beats_go_with_the_key(tmp_path: Path) -> None:
+    with ends(tmp_path, "tcp", new_key(tmp_path)) as pair:
+        node, epoch = NodeId("d0"), Epoch("e")
+        beats = BeatThread(Vitals(), node, epoch, (pair.listener.endpoint,), monotonic, pair.keys)
+        beats.start()
+        try:
+            (beat,) = pair.hear(1)
+        finally:
+            beats.stop()
+        assert beat.message == Starting(node, epoch, "starting", 0, 0)
+
+
+def test_listeners_of_several_contexts_each_have_their_key(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    with (
+        ends(tmp_path, "ipc", new_key(tmp_path)) as first,
+        ends(tmp_path / "second", "ipc", new_key(tmp_path, "other.key")) as second,
+    ):
+        for pair in (first, second):
+            pair.dial().send(note(1))
+            assert pair.hear(1) == [Received(b"d0", note(1))]
+        until_refused(first.dial("d1", keys=second.keys), first)
+        until_refused(second.dial("d1", keys=first.keys), second)
+
+
+def test_a_key_costs_a_channel_without_one_nothing(tmp_path: Path) -> None:
+    with ends(tmp_path) as pair:
+        dialer = pair.dial()
+        connect(dialer)
+        dialer.send(note(1))
+        assert pair.hear(1) == [Received(b"d0", note(1))]
+        pair.listener.close()
+        assert isinstance(answers(dialer, 1)[0], Disconnected)
+
+
+# --- without a key ------------------------------------------------------------------------------
+
+
+def test_no_channel_leaves_this_host_without_a_key(tmp_path: Path) -> None:
+    with ends(tmp_path) as pair:
+        with pytest.raises(ConfigError, match="baton keygen FILE"):
+            pair.dial(endpoint=REMOTE)
+        with pytest.raises(ConfigError, match="baton keygen FILE"):
+            pair.listen("tcp://0.0.0.0")
+        pair.dial("far", REMOTE, Keys(is_insecure=True))
+        pair.dial("farther", REMOTE, new_key(tmp_path))
+        pair.keys = Keys(is_insecure=True)
+        open_to_all = Listener(
+            "tcp://0.0.0.0", to_prefill_codec(), to_decode_codec(), pair.context, pair.keys
+        )
+        open_to_all.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["router", "--control", "tcp://*:5570"],
+        ["serve", "--control", "tcp://192.0.2.1:5570"],
+        ["prefill", "--routers", REMOTE],
+        ["decode", "--routers", f"tcp://127.0.0.1:5570,{REMOTE}"],
+        ["decode", "--bind", "tcp://192.0.2.1"],
+    ],
+)
+def test_a_process_that_would_trust_other_hosts_says_what_to_do(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--model", str(model_folder("qwen3"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(hint in line for hint in ("beyond this host", "baton keygen FILE", "--keys FILE"))
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def test_a_new_key_is_for_its_owner_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.key"
+    before = os.umask(0)
+    try:
+        assert main(["keygen", str(path)]) == 0
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    key = load_keys(KeysConfig(str(path)))
+    out = capsys.readouterr().out
+    assert "--keys cluster.key" in out
+    assert key.secret.decode() not in out
+    assert key.secret.decode() not in repr(key)
+    assert new_key(tmp_path) != key
+
+
+def test_a_key_that_is_there_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.key"
+    write_key(path)
+    content = path.read_bytes()
+    for words, hint in (
+        ([str(path)], "is there already"),
+        ([str(tmp_path / "no" / "folder")], "cannot write"),
+        ([], "name one file"),
+        (["--file"], "name one file"),
+    ):
+        assert main(["keygen", *words]) == 2
+        assert hint in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+def test_a_key_that_others_can_touch_is_refused(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    write_key(path)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_keys(KeysConfig(str(path)))
+
+
+def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    write_key(path)
+    word, secret, public = path.read_bytes().split()
+    for content in (
+        b"",
+        b"\xff\xfe nonsense",
+        secret,
+        b" ".join((b"baton-key-2", secret, public)),
+        b" ".join((word, secret[:-1], public)),
+        b" ".join((word, b"\xff" * 40, public)),
+        b" ".join((word, secret[::-1], public)),
+        b" ".join((word, public, secret)),
+        b" ".join((word, secret, public, public)),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="damaged"):
+            load_keys(KeysConfig(str(path)))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_keys(KeysConfig(str(tmp_path / "gone")))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_keys(KeysConfig(str(tmp_path)))
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def test_a_cluster_with_a_key_serves_and_keeps_strangers_out(tmp_path: Path) -> None:
+    for name in ("cluster.key", "other.key"):
+        write_key(tmp_path / name)
+    config = ClusterConfig(
+        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
+        cache=CacheConfig(num_blocks=100),
+        router=RouterConfig(local_prefill="never"),
+        keys=KeysConfig(str(tmp_path / "cluster.key")),
+    )
+    body = {"model": "tiny", "prompt": [11, 12, 13], "max_tokens": 4, "temperature": 0}
+    with Cluster(tmp_path, config, over="tcp") as cluster:
+        before = cluster.complete(**body)["choices"]
+        for name, keys in (
+            ("wrong", KeysConfig(str(tmp_path / "other.key"))),
+            ("without", KeysConfig()),
+        ):
+            cluster.start(name, msgspec.structs.replace(cluster.config, keys=keys), "decode")
+            hint = "refused this node"
+            deadline_s = monotonic() + DEADLINE_S
+            while not any(line.startswith(name) and hint in line for line in cluster.lines):
+                assert monotonic() < deadline_s, "\n".join(cluster.lines[-20:])
+                select.select([], [], [], 0.05)
+        assert cluster.complete(**body)["choices"] == before
+        health = msgspec.json.decode(cluster.get("/health")[1])
+        assert {node["node_id"] for node in health["nodes"]} == {"prefill-0", "decode-0"}
+    assert any("router | " in line and "were refused" in line for line in cluster.lines)
