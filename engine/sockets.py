@@ -162,7 +162,7 @@ class NodeSockets:
                 if self._keys.secret
                 else "the router refused this node, which has no key",
                 router=dialer.endpoint,
-                hint="keys.file must be a copy of the router's, on either side or on none",
+                hint="keys.file must name a copy of the router's key, or neither side may have one",
             )
 
     def _dial(self, info: NodeInfo) -> None:
