@@ -13,6 +13,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "base_impl"}
 # Folders that exist on one person's machine only.
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|work|mnt|scratch)/[A-Za-z0-9_.-]+")
+LINK = re.compile(r"\]\(([^)\s#][^)\s]*)\)")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".svg", ".cfg", ""}
 PYTHON = (*sources(), *sources("tests"))
 
@@ -74,6 +75,17 @@ def test_nothing_names_a_folder_of_one_machine() -> None:
         for match in MACHINE_PATH.finditer(path.read_text(errors="replace"))
     ]
     assert not found, "\n".join(found)
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    broken = [
+        f"{name_of(path)}: {target}"
+        for path in our_text_files()
+        if path.suffix == ".md"
+        for target in LINK.findall(path.read_text())
+        if "://" not in target and not (path.parent / target.partition("#")[0]).exists()
+    ]
+    assert not broken, "\n".join(broken)
 
 
 def test_installing_names_no_package_index() -> None:
