@@ -175,7 +175,7 @@ class NodeSockets:
                 info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
                 self._context, self._keys,
             )  # fmt: skip
-        except (ConfigError, zmq.ZMQError) as error:  # the address is the peer's word
+        except ConfigError as error:  # the address is the peer's word
             log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
             self._lost.append(PeerLost(*peer))
             return

@@ -25,7 +25,11 @@ def block_hashes(
 
 def root_hash(extra_keys: tuple[str, ...] = ()) -> BlockHash:
     """The link before the first block."""
-    return hashlib.blake2b("\0".join(extra_keys).encode(), digest_size=16).digest()
+    link = hashlib.blake2b(digest_size=16)
+    for key in extra_keys:
+        data = key.encode()
+        link.update(len(data).to_bytes(8, "little") + data)  # so that no two lists read the same
+    return link.digest()
 
 
 def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

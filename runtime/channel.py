@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
+from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.endpoint import bindable
 from baton.runtime.framing import (
@@ -202,7 +203,11 @@ class Dialer(Generic[Out, In]):
         self._wire = Wire(context, zmq.DEALER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.connect(self.endpoint)
+        try:
+            self.socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self._wire.close()
+            raise ConfigError(f"cannot dial {self.endpoint}: {error.strerror}") from error
 
     def fileno(self) -> int:
         return self._wire.fileno()

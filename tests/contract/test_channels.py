@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from baton.protocol.codec import MAX_MESSAGE_BYTES, to_router_codec
+from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter, Welcome
-from baton.runtime.channel import Disconnected, Received
+from baton.runtime.channel import Dialer, Disconnected, Received
 from baton.runtime.framing import HEADER, RESET
+from baton.runtime.keys import Keys
 from tests.support.channel_ends import Ends, answers, connect, ends, frame, note, wait
 
 MANY = 3000
@@ -262,3 +263,13 @@ def speaking(pair: Ends) -> "zmq.Socket[bytes]":
     bare.send(frame(7, 0, encoded(1)))
     assert numbers(pair.hear(1)) == [1]
     return bare
+
+
+def test_an_address_that_cannot_be_dialled_is_named() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with pytest.raises(ConfigError, match="no such host"):
+        Dialer(
+            "tcp://no such host:5", b"d", to_router_codec(), to_node_codec(), context,
+            Keys(is_insecure=True),
+        )  # fmt: skip
+    context.term()

@@ -13,6 +13,7 @@ PURE = (
     "decode_node/scheduler.py",
     "decode_node/stream.py",
     "engine/block_pool.py",
+    "engine/choices.py",
     "engine/plan.py",
     "engine/prefix_cache.py",
     "engine/scheduler.py",

@@ -116,3 +116,8 @@ def test_releasing_twice_is_a_broken_invariant() -> None:
     pool.release(blocks)
     with pytest.raises(InvariantBroken):
         pool.release(blocks)
+
+
+def test_extra_keys_that_read_alike_are_kept_apart() -> None:
+    lists: list[tuple[str, ...]] = [(), ("",), ("a", "b"), ("a\0b",), ("ab",), ("b", "a")]
+    assert len({block_hashes([1, 2, 3, 4], 4, keys)[0] for keys in lists}) == len(lists)
