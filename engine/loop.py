@@ -22,7 +22,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.errors import InvariantBroken, NodeError
 from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, Welcome
-from baton.runtime.timeline import EventRing
+from baton.runtime.event_ring import EventRing
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25

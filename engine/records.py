@@ -46,13 +46,9 @@ Record = StepRecord | ReadRecord
 class Counters(msgspec.Struct):
     """Totals since the node started."""
 
-    num_steps: int = 0
     num_prompt_tokens: int = 0  # computed here
     num_output_tokens: int = 0  # sampled here
     num_bytes_read: int = 0
-    num_reads: int = 0
-    num_failed_reads: int = 0
-    step_s: float = 0.0
 
 
 class Records:
@@ -67,8 +63,6 @@ class Records:
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
         counters = self.counters
-        counters.num_steps += 1
-        counters.step_s += result.ended_s - result.started_s
         counters.num_output_tokens += sum(len(part.draws) for part in plan.slices)
         num_prompt_tokens = sum(
             max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
@@ -84,9 +78,7 @@ class Records:
             )
 
     def read(self, rank: int, event: ReadEnded) -> None:
-        self.counters.num_reads += 1
         self.counters.num_bytes_read += event.num_bytes
-        self.counters.num_failed_reads += event.failure is not None
         if self._file is not None:
             failure = event.failure.code if event.failure else None
             self._write(

@@ -36,10 +36,6 @@ class Ranks(Protocol):
         """The ranks' tensors of equal shape, concatenated along the last dimension."""
         ...
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values, in place and returned."""
-        ...
-
 
 class SingleRank:
     """One rank that is the whole model: every collective is the identity."""
@@ -51,9 +47,6 @@ class SingleRank:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
@@ -94,11 +87,6 @@ class SharedMemoryRanks:
         pieces = _pieces(rows, rows.shape[1] * rows.element_size())
         gathered = [torch.cat(self._exchange(piece), dim=-1) for piece in pieces]
         return torch.cat(gathered).view(*tensor.shape[:-1], self.size * tensor.shape[-1])
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        for piece in _pieces(tensor.view(-1), tensor.element_size()):
-            piece.copy_(self._exchange(piece)[0])
-        return tensor
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """Every rank's piece, in rank order; valid until the next exchange."""

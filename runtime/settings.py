@@ -74,15 +74,8 @@ def load(command: "Command", arguments: Sequence[str]) -> ClusterConfig:
     return checked(msgspec.convert(tree, ClusterConfig))
 
 
-def from_file(path: Path) -> ClusterConfig:
-    """The settings of a YAML file over the defaults."""
-    tree: Tree = {}
-    _merge_file(tree, path)
-    return checked(msgspec.convert(tree, ClusterConfig))
-
-
 def to_yaml(config: ClusterConfig) -> str:
-    """A file that `from_file` reads back as `config`."""
+    """A file that `--config` reads back as `config`."""
     return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
 
 

@@ -37,7 +37,7 @@ def oracle(family: str) -> Oracle:
 def settings(family: str, transport: TransportChoice = "shm", **nodes: int) -> ClusterConfig:
     return ClusterConfig(
         model=ModelConfig(path=str(model_folder(family)), name="tiny"),
-        cache=CacheConfig(num_blocks=400, prefix=False),
+        cache=CacheConfig(num_blocks=700, prefix=False),
         engine=EngineConfig(chunk_tokens=64),
         router=RouterConfig(local_prefill="never"),
         transfer=TransferConfig(transport=transport),
@@ -68,7 +68,7 @@ def test_processes_say_what_transformers_says(
 ) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
-    lengths = (1, 17, 300)
+    lengths = (1, 15, 16, 17, 300, 4_100)
     config = settings(family, transport)
     with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(len(lengths)) as pool:
         answers = list(pool.map(lambda n: answered(cluster, n), lengths))

@@ -89,27 +89,31 @@ def test_the_colocated_engine_says_what_split_serving_says(family: str, tmp_path
     assert cluster.num_bytes_read("decode-0") == 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prefill_hits", [False, True])
 @pytest.mark.parametrize("decode_hits", [False, True])
 def test_prefix_hits_on_either_side_change_nothing(
-    prefill_hits: bool, decode_hits: bool, tmp_path: Path
+    family: str, prefill_hits: bool, decode_hits: bool, tmp_path: Path
 ) -> None:
     length = 5 * BLOCK + 3
-    config = never_local(settings("qwen3"))
+    config = never_local(settings(family))
     cluster = NodeThreads(tmp_path, config, prefix={"prefill": prefill_hits, "decode": decode_hits})
 
     async def twice(llm: AsyncLLM) -> list[RequestOutput]:
         return [await greedy(llm, prompt(length)) for _ in range(2)]
 
     for output in cluster.run(twice):
-        assert count_ties(expected("qwen3", length), output.outputs[0].token_ids) == 0
+        assert count_ties(expected(family, length), output.outputs[0].token_ids) == 0
     again = 3 if prefill_hits else length
     assert cluster.prompt_tokens_computed("prefill-0") == length + again
     moved_again = 1 if decode_hits else 6
     assert cluster.num_bytes_read("decode-0") == (6 + moved_again) * cluster.block_bytes
 
 
-def test_choices_and_seeds_come_out_the_same_split_and_colocated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_and_seeds_come_out_the_same_split_and_colocated(
+    family: str, tmp_path: Path
+) -> None:
     params = SamplingParams(
         n=3, temperature=1.0, top_p=0.95, top_k=50, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
     )
@@ -120,7 +124,7 @@ def test_choices_and_seeds_come_out_the_same_split_and_colocated(tmp_path: Path)
             last = output
         return [choice.token_ids for choice in last.outputs]
 
-    config = settings("llama")
+    config = settings(family)
     (tmp_path / "split").mkdir()
     (tmp_path / "local").mkdir()
     split = NodeThreads(tmp_path / "split", never_local(config))
@@ -133,8 +137,9 @@ def test_choices_and_seeds_come_out_the_same_split_and_colocated(tmp_path: Path)
     assert split.num_bytes_read("decode-0") == 3 * split.block_bytes
 
 
-def test_two_ranks_on_each_side_say_what_one_says(tmp_path: Path) -> None:
-    config = settings("qwen2")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_on_each_side_say_what_one_says(family: str, tmp_path: Path) -> None:
+    config = settings(family)
     ranks = msgspec.structs.replace(config.engine, tensor_parallel=2)
     cluster = NodeThreads(tmp_path, never_local(msgspec.structs.replace(config, engine=ranks)))
 
@@ -143,5 +148,5 @@ def test_two_ranks_on_each_side_say_what_one_says(tmp_path: Path) -> None:
 
     outputs = cluster.run(some)
     for length, output in zip(LENGTHS, outputs, strict=True):
-        count_ties(expected("qwen2", length), output.outputs[0].token_ids)
+        count_ties(expected(family, length), output.outputs[0].token_ids)
     assert cluster.prompt_tokens_computed("decode-0") == 0

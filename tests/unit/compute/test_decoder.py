@@ -104,9 +104,6 @@ class ThreadRanks:
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._exchange(tensor), dim=-1)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self._exchange(tensor)[0])
-
 
 def on_ranks(size: int, compute: Callable[[Ranks], Tensor]) -> list[Tensor]:
     """Run `compute` on `size` ranks at once; what each returned."""

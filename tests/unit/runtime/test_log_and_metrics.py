@@ -1,4 +1,4 @@
-"""Log lines that cannot be forged, metrics that belong to one process, timelines without clocks."""
+"""Log lines that cannot be forged, metrics that belong to one process, the event ring."""
 
 import io
 import json
@@ -9,9 +9,9 @@ import pytest
 
 from baton.protocol.config import LogConfig
 from baton.protocol.messages import Load
+from baton.runtime.event_ring import EventRing
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger, setup
 from baton.runtime.metrics import Metrics
-from baton.runtime.timeline import EventRing, Stage, Timeline
 
 
 @pytest.fixture
@@ -81,18 +81,6 @@ def test_metrics_of_two_processes_do_not_meet() -> None:
 def test_a_metric_of_another_name_is_a_bug() -> None:
     with pytest.raises(ValueError, match="must start with"):
         Metrics().gauge("requests", "requests")
-
-
-def test_a_timeline_has_stretches_between_its_stamps() -> None:
-    timeline = Timeline()
-    timeline.stamp("queued", 1.0)
-    timeline.stamp("running", 3.0)
-    timeline.stamp("queued", 9.0)  # the first counts
-    timeline.stamp("done", 3.5)
-    assert timeline.stages() == (Stage("queued", 2.0), Stage("running", 0.5))
-    assert timeline.between("queued", "done") == 2.5
-    assert timeline.between("done", "queued") == 0.0
-    assert timeline.between("queued", "never") == 0.0
 
 
 def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:

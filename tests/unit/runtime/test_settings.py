@@ -9,7 +9,7 @@ from baton.__main__ import COMMANDS
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import fields_of
-from baton.runtime.settings import from_file, load, parser, to_yaml
+from baton.runtime.settings import load, parser, to_yaml
 
 SERVE = COMMANDS["serve"]
 
@@ -121,12 +121,12 @@ def test_a_file_that_is_not_there_is_named() -> None:
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
-    assert from_file(Path(write(tmp_path, "# nothing\n"))) == ClusterConfig()
+    assert load(SERVE, ["--config", write(tmp_path, "# nothing\n")]) == ClusterConfig()
 
 
 def test_a_file_of_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid YAML"):
-        from_file(Path(write(tmp_path, "prefill: !!python/object/apply:os.getpid []\n")))
+        load(SERVE, ["--config", write(tmp_path, "prefill: !!python/object/apply:os.getpid []\n")])
 
 
 def test_settings_survive_a_file(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_settings_survive_a_file(tmp_path: Path) -> None:
             config = msgspec.structs.replace(config, **{field.section: changed})
     node = msgspec.structs.replace(config.node, routers=("ipc:///a b", "tcp://c:1"), id="yes")
     config = msgspec.structs.replace(config, node=node)
-    assert from_file(Path(write(tmp_path, to_yaml(config)))) == config
+    assert load(SERVE, ["--config", write(tmp_path, to_yaml(config))]) == config
 
 
 def test_help_is_printed_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
