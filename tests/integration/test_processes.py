@@ -132,3 +132,19 @@ def test_a_client_that_leaves_costs_nothing_more(tmp_path: Path) -> None:
         assert len(answered(cluster, 30)) == NUM_TOKENS
     tokens = sum(len(step.slices) for step in cluster.steps("decode-0"))
     assert tokens < 1_500, "it was generated to the end"
+
+
+def test_a_node_of_another_model_is_told_so_and_leaves(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings("qwen3")) as cluster:
+        other = msgspec.structs.replace(
+            cluster.config,
+            model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
+            node=msgspec.structs.replace(cluster.config.node, id="stranger"),
+        )
+        cluster.start("stranger", other, "decode")
+        stranger = cluster.children.pop("stranger")
+        assert stranger.wait(time.monotonic() + 60.0)
+        assert len(answered(cluster, 30)) == NUM_TOKENS
+    assert stranger.exit_code == 1
+    assert "refused this node" in stranger.tail[-1]
+    assert "model" in stranger.tail[-1]
