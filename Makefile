@@ -3,6 +3,7 @@
 #   make serve [PORT=8000] [MODEL=/path]   router, prefill and decode on this host
 #   make test                              every test that this machine can run
 #   make check                             format, lint, types, hygiene, unit tests
+#   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
 #   make bench                             benchmarks of the transports, also as JSON
 #   make fmt                               format and sort imports
 #   make docs                              write docs/config.md and docs/messages.md anew
@@ -17,6 +18,7 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 EXTRAS ?=
+SCHEDULES ?= 100000
 ARGS ?=
 
 # Nothing here talks to anybody by itself.
@@ -32,7 +34,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 comma = ,
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench fmt docs install install-test clean
+.PHONY: help serve test check fuzz bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -48,6 +50,9 @@ check: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p baton
 	$(BIN)/pytest -q -m "not slow" tests/hygiene tests/unit
+
+fuzz: $(TEST_STAMP)
+	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m slow $(ARGS)
 
 bench: $(TEST_STAMP)
 	@mkdir -p .baton
