@@ -20,13 +20,9 @@ from baton.protocol.config import (
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.cluster import Cluster
 from tests.support.node_threads import block_bytes
-from tests.support.oracle import Oracle, count_ties
+from tests.support.oracle import Oracle, count_ties, prompt
 
 NUM_TOKENS = 40
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    return [10 + (i * i + 7 * i + 31 * salt) % 241 for i in range(length)]
 
 
 @cache

@@ -17,18 +17,13 @@ from baton.router.async_llm import AsyncLLM
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
-from tests.support.oracle import Expected, Oracle, count_ties
+from tests.support.oracle import Expected, Oracle, count_ties, prompt
 
 BLOCK = 16
 CHUNK = 64
 NUM_TOKENS = 40
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * CHUNK + 5)
 LONG = 4_100
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    """A prompt without a repeating pattern, inside every vocabulary of the test checkpoints."""
-    return [10 + (i * i + 7 * i + 31 * salt) % 241 for i in range(length)]
 
 
 @cache

@@ -2,11 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import torch
 from transformers import AutoModelForCausalLM
 
+FIRST_ID, LAST_ID = 10, 250  # ordinary tokens of every test checkpoint
 TIE = 1e-3  # gap between the reference's two best logits
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """Seeded tokens; a shorter prompt of the same salt is a prefix of a longer one."""
+    rng = Random(salt)
+    return [rng.randint(FIRST_ID, LAST_ID) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
