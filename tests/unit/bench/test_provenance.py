@@ -1,0 +1,151 @@
+"""Where figures come from, and what must never be told about it."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import baton
+from baton.bench.provenance import Provenance, collect, complete, config_hash, cpu_model_of
+from baton.bench.redaction import WITHHELD, clean, clean_text, clean_words, cut, is_secret_name
+
+KEY = "sk-proj-0123456789abcdef"
+
+
+class Server(msgspec.Struct):
+    url: str
+    api_key: str = ""
+
+
+class Options(msgspec.Struct):
+    rate: float
+    server: Server
+
+
+def options(rate: float = 2.0, api_key: str = "") -> Options:
+    return Options(rate, Server("http://127.0.0.1:8000", api_key))
+
+
+def test_a_checkout_is_named_by_its_commit() -> None:
+    provenance = collect(options(), ["baton", "bench", "run"])
+    if not (Path(__file__).parents[3] / ".git").exists():
+        pytest.skip("these sources are in no checkout")
+    assert re.fullmatch(r"[0-9a-f]{40}", provenance.commit)
+    assert provenance.revision.startswith(provenance.commit[:12])
+
+
+def test_outside_of_a_checkout_the_version_stands_for_the_commit() -> None:
+    provenance = msgspec.structs.replace(collect(options(), []), commit="", dirty=False)
+    assert provenance.revision == f"version {baton.__version__}"
+
+
+def test_the_machine_and_its_load_are_told() -> None:
+    provenance = complete(collect(options(), []))
+    assert provenance.machine.cpu_model
+    assert 1 <= provenance.machine.num_cpus <= provenance.machine.num_cpus_total
+    assert provenance.machine.memory_bytes > 0
+    assert provenance.load_before is not None
+    assert provenance.load_after is not None
+    assert provenance.versions["aiohttp"] != "unknown"
+    assert provenance.created_at.endswith("+00:00")
+
+
+def test_nothing_found_out_at_the_end_changes_what_was_known_before() -> None:
+    before = collect(options(), [])
+    after = complete(before)
+    assert msgspec.structs.replace(after, load_after=None, gpus_after=[]) == before
+
+
+def test_it_survives_json() -> None:
+    provenance = complete(collect(options(), ["baton"]))
+    assert msgspec.json.decode(msgspec.json.encode(provenance), type=Provenance) == provenance
+
+
+def test_equal_settings_have_equal_hashes() -> None:
+    assert config_hash(options()) == config_hash(options())
+    assert config_hash({"a": 1, "b": 2}) == config_hash({"b": 2, "a": 1})
+    assert config_hash(options(2.0)) != config_hash(options(2.5))
+
+
+def test_a_key_is_none_of_the_settings() -> None:
+    assert config_hash(options(api_key=KEY)) == config_hash(options())
+    assert config_hash({"headers": {"Authorization": KEY}}) == config_hash({"headers": {}})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--api-key", KEY],
+        [f"--api-key={KEY}"],
+        ["--set", f"target.api_key={KEY}"],
+        ["--header", f"Authorization: Bearer {KEY}"],
+        [f"--url=http://someone:{KEY}@127.0.0.1:8000/v1"],
+        [f"--url=http://127.0.0.1:8000/v1?token={KEY}"],
+        ["--extra-body", f'{{"api_key": "{KEY}"}}'],
+    ],
+)
+def test_a_command_line_is_told_without_its_secrets(words: list[str]) -> None:
+    told = collect(options(), ["baton", "bench", "run", *words, "--rate", "5"]).command_line
+    assert KEY not in " ".join(told)
+    assert told[:3] == ["baton", "bench", "run"]
+    assert told[-2:] == ["--rate", "5"]
+
+
+def test_a_secret_of_no_known_shape_is_withheld_by_its_value() -> None:
+    assert clean_words(["--note", "hunter2-hunter2"], ["hunter2-hunter2"]) == ["--note", WITHHELD]
+    assert cut("use EMPTY-KEY here", ["EMPTY-KEY"]) == f"use {WITHHELD} here"
+
+
+def test_one_or_two_letters_are_no_secret() -> None:
+    assert cut("a plain sentence", ["", "a"]) == "a plain sentence"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Incorrect API key provided: {KEY}.",
+        f"authorization: bearer {KEY}",
+        f"'Authorization': 'Basic {KEY}'",
+        f"https://user:{KEY}@example.test/v1",
+        f"https://example.test/v1?api_key={KEY}&a=1",
+        "hf_abcdefghijklmnop",
+    ],
+)
+def test_text_that_looks_like_a_credential_is_withheld(text: str) -> None:
+    assert KEY not in clean_text(text)
+    assert "hf_abc" not in clean_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=64 and 512 output tokens",
+        "http://127.0.0.1:8000/v1",
+        "the token at 17 differs",
+        "normal:512,sd=100",
+    ],
+)
+def test_harmless_text_stays_as_it_is(text: str) -> None:
+    assert clean_text(text) == text
+
+
+def test_names_say_what_holds_a_secret() -> None:
+    secret = ["api_key", "--api-key", "Authorization", "hf_token", "token", "X-Api-Key", "password"]
+    harmless = ["output_tokens", "token_ids", "max_tokens", "seed", "rate", "key", "tokenizer"]
+    assert all(map(is_secret_name, secret))
+    assert not any(map(is_secret_name, harmless))
+
+
+def test_settings_are_cleaned_to_any_depth() -> None:
+    plain = {"targets": [{"url": "http://a:b@c", "api_key": KEY, "ca_key": ""}], "rate": 2.5}
+    assert clean(plain) == {
+        "targets": [{"url": "http://c", "api_key": WITHHELD, "ca_key": ""}],
+        "rate": 2.5,
+    }
+
+
+def test_a_processor_is_found_under_each_of_its_names() -> None:
+    assert cpu_model_of("processor : 0\nmodel name\t: AMD  EPYC\n") == "AMD EPYC"
+    assert cpu_model_of("Hardware : BCM2835\n") == "BCM2835"
+    assert cpu_model_of("") == ""
