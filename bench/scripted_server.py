@@ -185,7 +185,8 @@ class Connection:
                 answer.client_left = True
                 return False
             self._write(answer, data, part)
-        answer.ended_s = monotonic()
+        if whole_body or script.ending is not Ending.SILENCE:
+            answer.ended_s = monotonic()
         return whole_body or await self._end(script, answer)
 
     async def _end(self, script: Script, answer: Answer) -> bool:
@@ -257,9 +258,9 @@ class Stage:
 
 
 def _number(question: Question) -> int | None:
-    if isinstance(question.prompt, list):
-        return question.prompt[0] if question.prompt else None
     text = question.messages[-1].content if question.messages else question.prompt
+    if isinstance(text, list):
+        return text[0] if text else None
     found = re.search(r"\bscript (\d+)\b", text)
     return int(found[1]) if found else None
 
