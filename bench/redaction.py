@@ -27,6 +27,7 @@ _SHAPES = (
         rf"\1{WITHHELD}",
     ),
     (re.compile(r"(\bbearer\s+)[^\s\"',;]+", re.IGNORECASE), rf"\1{WITHHELD}"),
+    (re.compile(r"(--[\w.-]*(?:api[_-]key|password|secret|token)[ =])\S+"), rf"\1{WITHHELD}"),
     (re.compile(r"\bsk-[\w-]{8,}|\bhf_\w{8,}"), WITHHELD),
     (
         re.compile(
@@ -72,6 +73,8 @@ def clean(value: object, secrets: Sequence[str] = ()) -> object:
                 else clean(inner, secrets)
                 for key, inner in value.items()
             }
+        case list() | tuple() if value and all(isinstance(inner, str) for inner in value):
+            return clean_words(value, secrets)  # it may be a command
         case list() | tuple():
             return [clean(inner, secrets) for inner in value]
         case _:
