@@ -35,6 +35,7 @@ CONTROL_TIMEOUT_S = 30.0
 SILENCE_LIMIT_S = 120.0
 MAX_HEADER_BYTES, MAX_BODY_BYTES = 1 << 16, 1 << 26
 MAX_TOKENS = 100_000
+DRIP_S = 0.0002  # between the writes of an answer that drips, so that they are read one by one
 # After these the body is not complete, as HTTP sees it.
 UNFINISHED = (Ending.CUT, Ending.RESET, Ending.HALF_EVENT, Ending.SILENCE)
 
@@ -184,6 +185,7 @@ class Connection:
             if not await self._until(received_s + part.at_ms / 1e3):
                 answer.client_left = True
                 return False
+            data = await self._drip(data, script.drip_bytes)
             self._write(answer, data, part)
         if whole_body or script.ending is not Ending.SILENCE:
             answer.ended_s = monotonic()
@@ -203,6 +205,14 @@ class Connection:
                 answer.client_left = not await self._until(monotonic() + SILENCE_LIMIT_S)
                 return False
         return script.chunked
+
+    async def _drip(self, data: bytes, size: int) -> bytes:
+        """Writes all but the last of the pieces, and returns that: with it the tokens are there."""
+        while size and len(data) > size:
+            self._writer.transport.write(data[:size])
+            data = data[size:]
+            await asyncio.sleep(DRIP_S)
+        return data
 
     def _write(self, answer: Answer, data: bytes, part: Part) -> None:
         transport = self._writer.transport

@@ -67,6 +67,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     damage: Damage = ""  # to the middle of the tokens; their number stays
     crlf: bool = False
     chunked: bool = True  # else the end of the connection ends the body
+    drip_bytes: int = 0  # at most so many per write, through HTTP's own framing; 0: all at once
     own_finish: bool = False  # the finish reason comes in an event without tokens
 
     @property

@@ -180,6 +180,15 @@ def test_tokens_of_a_split_event_count_at_its_last_piece(
     assert [write.num_tokens for write in answer.writes] == [(), (), (), (2,), (1,)]
 
 
+def test_a_dripping_answer_says_the_same(server: ScriptedServer) -> None:
+    server.play({1: [Script(chunks=THREE), Script(chunks=THREE, drip_bytes=37)]})
+    assert events(server, 1) == events(server, 1)
+    straight, dripping = settled(server, 2)
+    assert [write.num_tokens for write in dripping.writes] == [
+        write.num_tokens for write in straight.writes
+    ]
+
+
 def test_comments_and_headers_alone_carry_no_tokens(server: ScriptedServer) -> None:
     chunks = (Chunk(2.0, 0, comment=True), *steady(3.0, 1.0, 3))
     server.play({1: [Script(chunks=chunks, headers_ms=0.0)]})
