@@ -185,8 +185,7 @@ class Connection:
             if not await self._until(received_s + part.at_ms / 1e3):
                 answer.client_left = True
                 return False
-            data = await self._drip(data, script.drip_bytes)
-            self._write(answer, data, part)
+            self._write(answer, await self._drip(data, script.drip_bytes), part)
         if whole_body or script.ending is not Ending.SILENCE:
             answer.ended_s = monotonic()
         return whole_body or await self._end(script, answer)
