@@ -1,0 +1,239 @@
+"""How faults are written, and what is said of one whose effect is known."""
+
+import os
+
+import pytest
+
+from baton.bench.faults import FaultSpec, Impact, Injected, Judgement, impact, parse_fault
+from baton.bench.metrics import Bounds
+from baton.bench.records import Arrival, Outcome, Record
+from baton.protocol.errors import ConfigError
+
+FAULT_S = 10.0
+BOUNDS = Bounds(gap_max_ms=200)
+STEP_S = 0.02
+
+
+def stream(
+    index: int, at_s: float, *, stall: tuple[float, float] | None = None, num_tokens: int = 30
+) -> Record:
+    """First tokens after 0.1 s, then one every 20 ms, but none while `stall` lasts."""
+    stamps: list[float] = []
+    now_s = at_s + 0.1
+    for _ in range(num_tokens):
+        if stall and stall[0] <= now_s < stall[1]:
+            now_s = stall[1]
+        stamps.append(now_s)
+        now_s += STEP_S
+    return Record(
+        index=index,
+        intended_s=at_s,
+        sent_s=at_s,
+        end_s=stamps[-1] + 0.001,
+        outcome=Outcome.ANSWERED,
+        arrivals=[Arrival(stamp, 1) for stamp in stamps],
+    )
+
+
+def refused(index: int, at_s: float) -> Record:
+    return Record(
+        index=index, intended_s=at_s, sent_s=at_s, end_s=at_s + 0.005, outcome=Outcome.REFUSED
+    )
+
+
+def load(until_s: float = 25.0, stall: tuple[float, float] | None = None) -> list[Record]:
+    """Four requests a second; each lasts 0.68 s when nothing happens."""
+    return [stream(index, index / 4, stall=stall) for index in range(int(until_s * 4))]
+
+
+def killed(at_s: float = FAULT_S) -> Injected:
+    return Injected(FaultSpec("kill", 4711, at_s), at_s)
+
+
+def impact_of(records: list[Record], bounds: Bounds = BOUNDS) -> Impact:
+    return impact(records, killed(), bounds)
+
+
+# --- how they are written ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("kill:4711@10", FaultSpec("kill", 4711, 10.0)),
+        ("stop:4711@1.5+2", FaultSpec("stop", 4711, 1.5, 2.0)),
+        (
+            "restart:4711@10=baton decode --config 'a b.yaml'",
+            FaultSpec("restart", 4711, 10.0, 0.0, ("baton", "decode", "--config", "a b.yaml")),
+        ),
+        ("restart:4711@10+3=serve", FaultSpec("restart", 4711, 10.0, 3.0, ("serve",))),
+    ],
+)
+def test_a_fault_is_read_and_written_alike(text: str, spec: FaultSpec) -> None:
+    assert parse_fault(text) == spec
+    assert str(spec) == text
+    assert parse_fault(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("pause:4711@10", "write kill:PID@10"),
+        ("kill:router@10", "write kill:PID@10"),
+        ("kill:4711", "write kill:PID@10"),
+        ("kill:4711@-1", "write kill:PID@10"),
+        ("kill:4711@1.2.3", "1.2.3"),
+        ("kill:4711@10+2", "a kill takes only a time"),
+        ("kill:4711@10=serve", "a kill takes only a time"),
+        ("stop:4711@10", "after how many seconds"),
+        ("stop:4711@10+0", "after how many seconds"),
+        ("restart:4711@10", "what starts it again"),
+        ("restart:4711@10=", "what starts it again"),
+        ("restart:4711@10='open", "No closing quotation"),
+        ("kill:1@10", "not the id of a server"),
+        ("kill:0@10", "not the id of a server"),
+        (f"kill:{os.getpid()}@10", "not the id of a server"),
+    ],
+)
+def test_a_fault_that_cannot_be_meant_is_refused_in_words(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match="fault") as raised:
+        parse_fault(text)
+    assert why in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+# --- what one did --------------------------------------------------------------------------------
+
+
+def test_a_fault_that_nobody_noticed_has_no_times_and_no_dip() -> None:
+    found = impact_of(load())
+    assert found.time_to_detect_s is None
+    assert found.time_to_resume_s is None
+    assert found.time_to_recover_s == 0.0
+    assert found.goodput_dip == 0.0
+    assert found.attainment_before == 1.0
+    assert (found.num_failed, found.num_interrupted) == (0, 0)
+    assert found.notes == []
+
+
+def test_a_stall_is_noticed_at_its_limit_and_over_when_the_last_stream_goes_on() -> None:
+    # Streams of 9.5 and 9.75 are in flight and get nothing until 13 s. Those that arrive meanwhile
+    # get their first tokens then too.
+    found = impact_of(load(stall=(FAULT_S, 13.0)))
+    assert found.num_in_flight == 3  # and the one that arrives with the fault
+    assert found.num_interrupted == 3
+    assert found.num_resumed == 3
+    assert found.num_failed == 0
+    # The usual gap is 20 ms, so 200 ms are too long; the last token came just before the fault.
+    assert found.time_to_detect_s == pytest.approx(0.2 - STEP_S, abs=STEP_S)
+    assert found.time_to_resume_s == pytest.approx(3.0, abs=STEP_S)
+    assert found.longest_wait_s == pytest.approx(3.0, abs=2 * STEP_S)
+
+
+def test_recovery_begins_with_the_first_bin_from_which_attainment_stays() -> None:
+    found = impact(
+        load(stall=(FAULT_S, 13.0)), killed(), Bounds(ttft_ms=500, gap_max_ms=200), Judgement()
+    )
+    # What arrived up to 12.5 s missed a bound; in the bin from 12 s on that is three of four.
+    assert found.time_to_recover_s == 3.0
+    missed = [entry.num_requests - entry.num_good for entry in found.bins if entry.start_s >= 10]
+    assert missed[:4] == [6, 4, 2, 0]
+    assert found.goodput_dip == pytest.approx(12.0)
+    assert found.goodput_before == pytest.approx(38 / 10)
+
+
+def test_a_relapse_puts_the_recovery_off() -> None:
+    records = [
+        refused(record.index, record.intended_s)
+        if FAULT_S < record.intended_s < 11 or 14 <= record.intended_s < 15
+        else record
+        for record in load()
+    ]
+    found = impact_of(records)
+    assert found.time_to_recover_s == 5.0
+    assert found.num_failed == 7
+    assert found.time_to_detect_s == pytest.approx(0.255)
+
+
+def test_what_never_recovers_says_so() -> None:
+    records = [
+        refused(record.index, record.intended_s) if record.intended_s > FAULT_S else record
+        for record in load()
+    ]
+    found = impact_of(records)
+    assert found.time_to_recover_s is None
+    assert found.goodput_dip == 59.0
+    assert any("not recovered within 15 bins" in note for note in found.notes)
+
+
+def test_bins_without_arrivals_are_as_good_as_the_one_before() -> None:
+    # A closed loop of one client: its stream is interrupted for four seconds, nobody else asks.
+    records = [stream(index, index * 0.7) for index in range(14)]
+    records.append(stream(14, 9.8, stall=(FAULT_S, 14.0)))
+    records += [stream(15 + index, 14.6 + index * 0.7) for index in range(12)]
+    found = impact_of(records)
+    assert [entry.num_requests for entry in found.bins if entry.start_s >= 10][:5] == [
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
+    assert found.time_to_recover_s == 4.0
+
+
+def test_an_interrupted_request_counts_at_the_fault_though_it_arrived_before() -> None:
+    found = impact_of(load(stall=(FAULT_S, 10.5)))
+    (bin_of_fault,) = [entry for entry in found.bins if entry.start_s == FAULT_S]
+    assert bin_of_fault.num_requests == 6
+    assert found.attainment_before == 1.0
+    assert sum(entry.num_requests for entry in found.bins) == 100
+
+
+def test_a_stutter_that_was_there_before_is_not_the_fault() -> None:
+    records = load()
+    records[8] = stream(8, 2.0, stall=(2.2, 2.9))
+    records[39] = stream(39, 9.75, stall=(FAULT_S, 10.5))
+    assert impact_of(records).time_to_detect_s is None
+
+
+def test_failures_are_noticed_when_they_end() -> None:
+    records = load()
+    records[39].outcome = Outcome.TRUNCATED
+    records[39].end_s = 10.02
+    found = impact_of(records)
+    assert found.time_to_detect_s == pytest.approx(0.02)
+    assert found.time_to_resume_s is None
+    assert (found.num_interrupted, found.num_resumed, found.num_failed) == (1, 0, 1)
+
+
+def test_requests_after_the_next_fault_belong_to_that_one() -> None:
+    records = [
+        refused(record.index, record.intended_s) if record.intended_s > 18 else record
+        for record in load()
+    ]
+    first = impact(records, killed(), BOUNDS, until_s=18.0)
+    assert first.num_failed == 0
+    assert first.time_to_recover_s == 0.0
+
+
+def test_a_fault_before_anything_was_answered_has_nothing_to_recover_to() -> None:
+    found = impact(load(), killed(0.5), BOUNDS)
+    assert found.attainment_before is None
+    assert found.time_to_recover_s is None
+    assert any("let it come later" in note for note in found.notes)
+
+
+def test_bounds_that_nobody_met_before_leave_nothing_to_recover() -> None:
+    found = impact_of(load(), Bounds(ttft_ms=1))
+    assert found.attainment_before == 0.0
+    assert found.time_to_recover_s is None
+    assert any("nothing to recover" in note for note in found.notes)
+
+
+def test_warm_up_counts_nowhere() -> None:
+    records = load()
+    for record in records[:4]:
+        record.warm_up = True
+    found = impact_of(records)
+    assert sum(entry.num_requests for entry in found.bins) == 96
