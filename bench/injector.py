@@ -71,6 +71,11 @@ class FaultInjector:
         self._start_s = start_s
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something left to be done."""
+        return self._thread.is_alive()
+
     def finish(self) -> list[Injected]:
         """What was done by now; nothing more will be, but the restarted processes go on."""
         self._halt()

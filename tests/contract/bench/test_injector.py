@@ -1,0 +1,194 @@
+"""Faults on real processes: signals come in time, what stands still goes on, what started ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton.bench.faults import Injected, parse_fault
+from baton.bench.injector import FaultInjector
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.clock import monotonic
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def state(pid: int) -> str:
+    """R, S, T (stopped), Z, or empty when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for(pid: int, states: str) -> None:
+    deadline_s = monotonic() + DEADLINE_S
+    while (state(pid) or "-") not in states:
+        assert monotonic() < deadline_s, f"{pid} is {state(pid)!r}, not {states!r}"
+        time.sleep(0.01)
+
+
+def settle(injector: FaultInjector) -> None:
+    """Until everything was done."""
+    deadline_s = monotonic() + DEADLINE_S
+    while injector.is_busy:
+        assert monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def inject(text: str) -> list[Injected]:
+    """Carries one fault out, to its end."""
+    spec = parse_fault(text)
+    with FaultInjector([spec]) as injector:
+        injector.begin(monotonic())
+        settle(injector)
+        return injector.finish()
+
+
+def test_a_killed_process_is_gone_and_both_moments_are_known(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    (done,) = inject(f"kill:{victim.pid}@0.2")
+    assert victim.wait(DEADLINE_S) == -signal.SIGKILL
+    assert done.problem == ""
+    assert done.at_s >= 0.2
+    assert done.gone_s is not None
+    assert done.gone_s >= done.at_s
+
+
+def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
+    spec = parse_fault(f"stop:{victim.pid}@0+0.3")
+    with FaultInjector([spec]) as injector:
+        injector.begin(monotonic())
+        wait_for(victim.pid, "T")
+        wait_for(victim.pid, "SR")
+        (done,) = injector.finish()
+    assert done.resumed_s is not None
+    assert done.resumed_s - done.at_s >= 0.3
+
+
+def test_a_run_that_is_interrupted_leaves_nobody_stopped(victim: subprocess.Popen[bytes]) -> None:
+    spec = parse_fault(f"stop:{victim.pid}@0+100")
+
+    def run() -> None:
+        with FaultInjector([spec]) as injector:
+            injector.begin(monotonic())
+            wait_for(victim.pid, "T")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    wait_for(victim.pid, "SR")
+
+
+RUN = """
+import sys, time
+from baton.bench.faults import parse_fault
+from baton.bench.injector import FaultInjector
+from baton.runtime.clock import monotonic
+with FaultInjector([parse_fault(text) for text in sys.argv[1:]]) as injector:
+    injector.begin(monotonic())
+    time.sleep(120)
+"""
+
+
+def test_a_run_that_is_killed_leaves_nobody_stopped_and_nothing_behind(
+    victim: subprocess.Popen[bytes], tmp_path: os.PathLike[str]
+) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    pid_file = os.path.join(tmp_path, "pid")
+    command = f"sh -c 'echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 120'"
+    faults = [f"restart:{other.pid}@0={command}", f"stop:{victim.pid}@0.1+100"]
+    run = subprocess.Popen([sys.executable, "-c", RUN, *faults])
+    try:
+        wait_for(victim.pid, "T")
+        with open(pid_file, encoding="ascii") as file:
+            restarted = int(file.read())
+    finally:
+        run.kill()
+        run.wait()
+        other.kill()
+        other.wait()
+    wait_for(victim.pid, "SR")
+    wait_for(restarted, "-Z")
+
+
+def test_a_process_is_started_again_once_it_is_gone_and_ends_with_the_run(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    spec = parse_fault(f"restart:{victim.pid}@0+0.1=sleep 120")
+    with FaultInjector([spec]) as injector:
+        injector.begin(monotonic())
+        settle(injector)
+        (done,) = injector.finish()
+        assert done.restarted_pid is not None
+        assert state(done.restarted_pid) in ("R", "S")
+    assert done.gone_s is not None
+    assert done.restarted_s is not None
+    assert done.restarted_s - done.gone_s >= 0.1
+    assert state(done.restarted_pid) == ""
+
+
+def test_a_restarted_command_that_ends_is_told_with_its_last_line(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    spec = parse_fault(f"restart:{victim.pid}@0=sh -c 'echo no such model; exit 3'")
+    with FaultInjector([spec]) as injector:
+        injector.begin(monotonic())
+        settle(injector)
+        (done,) = injector.finish()
+        assert done.restarted_pid is not None
+        wait_for(done.restarted_pid, "Z")
+        (done,) = injector.finish()
+    assert done.problem.endswith("ended before the load: no such model")
+
+
+def test_a_command_that_does_not_exist_fails_the_run(victim: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(BatonError, match="cannot start 'no-such-command'"):
+        inject(f"restart:{victim.pid}@0=no-such-command")
+
+
+def test_a_process_that_died_by_itself_is_no_fault(victim: subprocess.Popen[bytes]) -> None:
+    spec = parse_fault(f"kill:{victim.pid}@0")
+    with FaultInjector([spec]) as injector:
+        # Reaped, so that its id could be another's by now.
+        victim.kill()
+        victim.wait()
+        injector.begin(monotonic())
+        settle(injector)
+        (done,) = injector.finish()
+    assert done.problem == f"process {victim.pid} had ended before the fault"
+
+
+def test_a_process_that_does_not_exist_is_refused_before_the_load(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    victim.kill()
+    victim.wait()
+    with (
+        pytest.raises(ConfigError, match=f"there is no process {victim.pid}"),
+        FaultInjector([parse_fault(f"kill:{victim.pid}@1")]),
+    ):
+        pass
+
+
+def test_a_load_that_ends_before_the_fault_is_a_failure(victim: subprocess.Popen[bytes]) -> None:
+    with FaultInjector([parse_fault(f"kill:{victim.pid}@100")]) as injector:
+        injector.begin(monotonic())
+        with pytest.raises(BatonError, match="the load ended before the fault"):
+            injector.finish()
+    assert victim.poll() is None
