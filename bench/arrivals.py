@@ -17,6 +17,8 @@ from baton.protocol.errors import ConfigError
 
 FORMS = "constant:2, poisson:5, gamma:5,cv=3, ramp:1-10, trace or trace:2"
 MAX_ARRIVALS = 2_000_000
+RATES = (1e-6, 1e6)  # requests/s
+CVS = (0.01, 100.0)
 DISPERSION_WINDOWS = 60
 # Keeps the draws of a seed apart from those of prompts and lengths.
 _STREAM = 1
@@ -136,7 +138,7 @@ def _ramped(ramp: Ramp, end_s: float, rng: np.random.Generator) -> Iterator[floa
 
 
 def _check_bounds(process: ArrivalProcess, duration_s: float | None, count: int | None) -> None:
-    check(process)
+    check_process(process)
     if duration_s is None and count is None:
         raise ConfigError("an open loop needs a number of requests, a duration, or both")
     if duration_s is not None and not 0 < duration_s < math.inf:
@@ -151,26 +153,26 @@ def _check_bounds(process: ArrivalProcess, duration_s: float | None, count: int 
         raise ConfigError(f"{expected:.3g} arrivals are too many: a plan holds {MAX_ARRIVALS}")
 
 
-def check(process: ArrivalProcess) -> None:
-    """Raises `ConfigError` for rates that are not positive numbers."""
+def check_process(process: ArrivalProcess) -> None:
+    """Raises `ConfigError` for rates and variations that nobody can mean."""
     match process:
         case Constant(rate) | Poisson(rate):
-            _positive("rate", rate)
+            _between("rate", rate, *RATES)
         case Gamma(rate, cv):
-            _positive("rate", rate)
-            _positive("cv", cv)
+            _between("rate", rate, *RATES)
+            _between("cv", cv, *CVS)
         case Ramp(start, end):
-            if min(start, end) < 0:
-                raise ConfigError("a rate of a ramp is below 0")
-            _positive("larger rate of a ramp", max(start, end))
+            for rate in (start, end):
+                _between("rate of a ramp", rate, 0.0, RATES[1])
+            _between("larger rate of a ramp", max(start, end), *RATES)
         case Recorded(rate):
             if rate is not None:
-                _positive("rate", rate)
+                _between("rate", rate, *RATES)
 
 
-def _positive(what: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"the {what} must be above 0, not {value}")
+def _between(what: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"the {what} lies between {low:g} and {high:g}, so it cannot be {value}")
 
 
 def mean_rate(process: ArrivalProcess) -> float | None:
@@ -182,7 +184,7 @@ def mean_rate(process: ArrivalProcess) -> float | None:
 
 def at_rate(process: ArrivalProcess, rate: float) -> ArrivalProcess:
     """The same process at another mean rate: what sweeps and searches vary."""
-    _positive("rate", rate)
+    _between("rate", rate, *RATES)
     if isinstance(process, Ramp):
         factor = rate * 2 / (process.start_rate + process.end_rate)
         return Ramp(process.start_rate * factor, process.end_rate * factor)
@@ -196,7 +198,7 @@ def parse_arrivals(text: str) -> ArrivalProcess:
         process = _parse(name, rest)
     except ValueError:
         raise ConfigError(f"arrivals {text!r} are none of {FORMS}") from None
-    check(process)
+    check_process(process)
     return process
 
 

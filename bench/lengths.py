@@ -6,6 +6,7 @@ lowers the mean.
 """
 
 import math
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ FORMS = (
     "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or choice:100,200,400; "
     "',max=N' caps all but the first"
 )
+MAX_LENGTH = 1 << 22
 
 
 class Fixed(msgspec.Struct, frozen=True, tag="fixed"):
@@ -48,31 +50,31 @@ class Choice(msgspec.Struct, frozen=True, tag="choice"):
 
 
 Shape = Fixed | Uniform | Normal | LogNormal | Choice
+AnyShape = TypeVar("AnyShape", bound=Shape)
 
 
 class Lengths(msgspec.Struct, frozen=True):
     """A distribution of lengths in tokens."""
 
     shape: Shape
-    cap: int | None = None
+    cap: int = MAX_LENGTH
 
     def draw(self, rng: np.random.Generator) -> int:
         """One length. Consumes the same draws whether or not there is a cap."""
-        drawn = max(1, _draw(self.shape, rng))
-        return drawn if self.cap is None else min(drawn, self.cap)
+        return round(min(max(1, _draw(self.shape, rng)), self.cap))
 
 
-def _draw(shape: Shape, rng: np.random.Generator) -> int:
+def _draw(shape: Shape, rng: np.random.Generator) -> float:
     match shape:
         case Fixed(tokens):
             return tokens
         case Uniform(low, high):
             return int(rng.integers(low, high, endpoint=True))
         case Normal(mean, sd):
-            return round(rng.normal(mean, sd))
+            return rng.normal(mean, sd)
         case LogNormal(mean, sd):
             variance = math.log1p((sd / mean) ** 2)
-            return round(rng.lognormal(math.log(mean) - variance / 2, math.sqrt(variance)))
+            return rng.lognormal(math.log(mean) - variance / 2, math.sqrt(variance))
         case Choice(tokens):
             return tokens[int(rng.integers(len(tokens)))]
 
@@ -84,12 +86,13 @@ def parse_lengths(text: str) -> Lengths:
         if not separator:
             return Lengths(_checked(Fixed(int(name))))
         body, capped, cap = rest.partition(",max=")
-        lengths = Lengths(_checked(_parse(name, body)), int(cap) if capped else None)
-        if capped and int(cap) < 1:
-            raise ValueError(cap)
+        shape = _checked(_parse(name, body))
+        if not capped:
+            return Lengths(shape)
+        return Lengths(shape, _checked(Fixed(int(cap))).tokens)
     except ValueError:
-        raise ConfigError(f"lengths {text!r} are not of the form {FORMS}") from None
-    return lengths
+        allowed = f"{FORMS}; from 1 to {MAX_LENGTH} tokens"
+        raise ConfigError(f"lengths {text!r} are not of the form {allowed}") from None
 
 
 def _parse(name: str, body: str) -> Shape:
@@ -106,16 +109,17 @@ def _parse(name: str, body: str) -> Shape:
     raise ValueError(name)
 
 
-def _checked(shape: Shape) -> Shape:
+def _checked(shape: AnyShape) -> AnyShape:
+    fits = False
     match shape:
         case Fixed(tokens):
-            fits = tokens >= 1
+            fits = 1 <= tokens <= MAX_LENGTH
         case Uniform(low, high):
-            fits = 1 <= low <= high
+            fits = 1 <= low <= high <= MAX_LENGTH
         case Normal(mean, sd) | LogNormal(mean, sd):
-            fits = 1 <= mean < math.inf and 0 <= sd < math.inf
-        case Choice(tokens):
-            fits = min(tokens) >= 1
+            fits = 1 <= mean <= MAX_LENGTH and 0 <= sd <= MAX_LENGTH
+        case Choice(choices):
+            fits = min(choices) >= 1 and max(choices) <= MAX_LENGTH
     if not fits:
         raise ValueError(shape)
     return shape
