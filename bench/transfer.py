@@ -1,293 +1,282 @@
-"""How fast a rank reads another's blocks: shm and nixl against memcpy and raw NIXL, in GiB/s.
+"""How fast a rank reads another's blocks: shm and nixl against memcpy and raw NIXL, in GB/s and ms.
 
-The owner of the blocks is another process on this host. The ways take turns within each round and
-move the same number of bytes, so that a noisy machine hits all of them; a ratio is the median of
-the rounds' ratios. Times are the caller's: from posting until the end is known.
+`baton bench transfer`, also `python -m baton.bench.transfer`. The owner of the blocks is another
+process on this host. The ways take turns within each round and move the same number of bytes, so
+that a noisy machine hits all of them; a ratio is the median of the rounds' ratios. Every way's
+bytes are looked at: a read that brings wrong blocks fails the run.
 """
 
-import argparse
-import ctypes
 import os
-import queue
 import random
-import secrets
-import select
-import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from statistics import median
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from baton.kv_transfer.agent import TransferAgent, make_port
-from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import AddPeer, PeerUp, Read, ReadEnded
-from baton.kv_transfer.transports.nixl_address import NixlAddress, decode_address
-from baton.kv_transfer.transports.nixl_binding import is_installed, make_agent
-from baton.protocol.config import TransferConfig, TransportChoice
-from baton.protocol.errors import NodeError
-from baton.protocol.ids import Epoch
-from baton.protocol.messages import RankAddress
+from baton.bench.block_owner import Owned, Owner, wrong_blocks
+from baton.bench.block_readers import MEMCPY, RAW_NIXL, Ids, Reader, readers
+from baton.bench.paired import nearest_rank
+from baton.bench.provenance import Provenance, collect, complete
+from baton.bench.transfer_settings import MIB, Pattern, TransferSettings, command_line, parse
+from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.protocol.config import TransportChoice
+from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
-from baton.runtime.process import Child, Command, die_with_parent
 
-OWNER, READER = Epoch("bench-owner"), Epoch("bench-reader")
-START_TIMEOUT_S = 60.0
-MIB = 1 << 20
+SCHEMA = "baton.bench.transfer/1"
+DEFINITIONS = {
+    "latency": "of one read by its caller: from posting it until its end is known; one at a time",
+    "gb_per_s": "10^9 bytes/s: bytes of a read / its median latency; best: / the smallest one",
+    "percentile": "nearest rank on the sorted latencies",
+    "memcpy": "as many bytes in one piece between two memory pools of one process, same run",
+    "raw_nixl": "the same blocks by one request to NIXL, without baton, same run",
+    "of_memcpy": "median over the rounds of memcpy's latency / this one's; of_raw_nixl alike",
+    "run": "neighbouring blocks on both sides",
+    "gather": "blocks from anywhere into neighbouring ones",
+    "scattered": "blocks from anywhere to anywhere",
+}
 
-Ids = NDArray[np.int32]
-# One run of neighbours on both sides; a run on the reader's side alone; no neighbours anywhere.
-Pattern = Literal["run", "gather", "scattered"]
-PATTERNS: tuple[Pattern, ...] = ("run", "gather", "scattered")
-Way = Callable[[Ids, Ids], object]  # (remote, local): returns when the bytes are there
 
+class Kind(msgspec.Struct, frozen=True):
+    """Reads of one kind."""
 
-class Options(msgspec.Struct, frozen=True):
     block_bytes: int
-    pool_mib: int = 256
-    read_mib: int = 64
-    rounds: int = 9
+    num_blocks: int
+    pattern: Pattern
 
     @property
-    def num_blocks(self) -> int:
-        return self.pool_mib * MIB // self.block_bytes
+    def read_bytes(self) -> int:
+        return self.block_bytes * self.num_blocks
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One block size and pattern."""
+    """One kind of read by one way."""
 
-    block_kib: int
-    pattern: Pattern
-    gib_per_s: dict[str, float]  # median
-    best_gib_per_s: dict[str, float]
-    ratios: dict[str, float]  # median of the rounds' ratios
+    kind: Kind
+    way: str
+    num_reads: int
+    gb_per_s: float
+    best_gb_per_s: float
+    p50_ms: float
+    p99_ms: float
+    of_memcpy: float
+    of_raw_nixl: float | None  # of nixl alone
 
 
-class Report(msgspec.Struct, frozen=True):
+class TransferReport(msgspec.Struct, frozen=True):
+    schema: str
+    settings: TransferSettings
+    definitions: dict[str, str]
+    provenance: Provenance
+    ucx_tls: str  # UCX_TLS of the environment; empty leaves the choice to UCX
     rows: list[Row]
-    pool_mib: int
-    read_mib: int
-    rounds: int
-    num_cpus: int
-    load_1min: float
-    ucx_tls: str
+    notes: list[str]
 
 
-class PortReader:
-    """One transport through its agent, as a node uses it."""
-
-    def __init__(self, pool: HostPool, name: TransportChoice, owner: RankAddress) -> None:
-        self._port: TransferAgent = make_port(pool, READER, TransferConfig(transport=name))
-        shape = pool.shape
-        self._port.send(AddPeer(OWNER, name, owner, shape.num_blocks, shape.block_bytes))
-        self._generations = (0,) * shape.num_blocks
-        event = self._event()
-        if not isinstance(event, PeerUp):
-            raise NodeError(f"{name} does not connect: {event}")
-
-    def __call__(self, remote: Ids, local: Ids) -> None:
-        ids = tuple(remote.tolist()), tuple(local.tolist())
-        self._port.send(Read(0, OWNER, *ids, self._generations[: len(remote)]))
-        event = self._event()
-        if not isinstance(event, ReadEnded) or event.failure is not None:
-            raise NodeError(f"a read failed: {event}")
-
-    def _event(self) -> object:
-        while not (events := self._port.poll()):
-            select.select([self._port.fileno()], [], [], 10.0)
-        return events[0]
-
-    def close(self) -> None:
-        self._port.close()
+def transfer(
+    settings: TransferSettings, on_rows: Callable[[Sequence[Row]], None] | None = None
+) -> TransferReport:
+    """Measures every kind of read that fits, and tells `on_rows` of each. Raises `BatonError`."""
+    provenance = collect(settings, command_line(settings))
+    transports, notes = _transports(settings)
+    kinds, too_large = _kinds(settings)
+    notes += too_large
+    dice = random.Random(settings.seed)
+    rows: list[Row] = []
+    for block_kib in dict.fromkeys(settings.block_kib):
+        shape = PoolShape(settings.pool_mib * MIB // (block_kib << 10), block_kib << 10)
+        of_size = [kind for kind in kinds if kind.block_bytes == shape.block_bytes]
+        if not of_size:
+            continue
+        for found in _measure_size(shape, of_size, transports, settings.reads, dice):
+            rows += found
+            if on_rows:
+                on_rows(found)
+    ucx_tls = os.environ.get("UCX_TLS", "")
+    done = complete(provenance)
+    return TransferReport(SCHEMA, settings, DEFINITIONS, done, ucx_tls, rows, notes)
 
 
-class Memcpy:
-    """As many bytes in one piece, between two pools of this process.
-
-    Pools on both sides, because the pages of a memfd are small ones and those of an array huge.
-    """
-
-    def __init__(self, pool: HostPool, options: Options) -> None:
-        self._target = pool.address
-        self._source = HostPool(options.num_blocks, options.block_bytes)
-        self._block_bytes = options.block_bytes
-        self._last = pool.shape.num_blocks
-
-    def __call__(self, remote: Ids, local: Ids) -> None:
-        count = len(remote)
-        begins = [
-            min(int(ids[0]), self._last - count) * self._block_bytes for ids in (remote, local)
-        ]
-        source, target = self._source.address + begins[0], self._target + begins[1]
-        ctypes.memmove(target, source, count * self._block_bytes)
+def _transports(settings: TransferSettings) -> tuple[tuple[TransportChoice, ...], list[str]]:
+    if settings.transports:
+        if "nixl" in settings.transports and not is_installed():
+            raise ConfigError("transports: NIXL is not installed; install the extra baton[nixl]")
+        return tuple(dict.fromkeys(settings.transports)), []
+    if is_installed():
+        return ("shm", "nixl"), []
+    return ("shm",), ["NIXL is not installed: only shm was measured"]
 
 
-class RawNixl:
-    """The same blocks through NIXL alone: one request, and a loop that asks until it is done."""
-
-    def __init__(self, pool: HostPool, owner: NixlAddress) -> None:
-        self._agent, _ = make_agent(f"bench-raw-{secrets.token_hex(4)}", "")
-        shape = pool.shape
-        self._agent.register_memory([(pool.address, shape.pool_bytes, 0, "")], "DRAM")
-        name = self._agent.add_remote_agent(owner.metadata).decode()
-        bases = (("", pool.address), (name, owner.pool_address))
-        self._mine, self._theirs = (
-            self._agent.prep_xfer_dlist(agent, _rows(base, owner), "DRAM") for agent, base in bases
-        )
-
-    def __call__(self, remote: Ids, local: Ids) -> None:
-        handle = self._agent.make_prepped_xfer("READ", self._mine, local, self._theirs, remote)
-        state = self._agent.transfer(handle)
-        while state == "PROC":
-            state = self._agent.check_xfer_state(handle)
-        handle.release()
-
-    def close(self) -> None:
-        self._mine.release()
-        self._theirs.release()
+def _kinds(settings: TransferSettings) -> tuple[list[Kind], list[str]]:
+    """What fits, and a line about what does not. Of a single block every pattern is alike."""
+    kinds, left_out = [], []
+    limit_mib = min(settings.max_read_mib, settings.pool_mib)
+    for block_kib in dict.fromkeys(settings.block_kib):
+        for count in dict.fromkeys(settings.blocks):
+            if count * block_kib << 10 > limit_mib * MIB:
+                left_out.append(f"{count} x {block_kib} KiB")
+                continue
+            alike: tuple[Pattern, ...] = ("run",)
+            patterns = tuple(dict.fromkeys(settings.patterns)) if count > 1 else alike
+            kinds += [Kind(block_kib << 10, count, pattern) for pattern in patterns]
+    if not kinds:
+        raise ConfigError(f"no such read fits {limit_mib} MiB; see --pool-mib, --max-read-mib")
+    if left_out:
+        return kinds, [f"larger than {limit_mib} MiB, left out: {', '.join(left_out)}"]
+    return kinds, []
 
 
-def _rows(base: int, owner: NixlAddress) -> NDArray[np.uint64]:
-    offsets = np.arange(owner.num_blocks, dtype=np.uint64) * np.uint64(owner.block_bytes)
-    rows = np.zeros((owner.num_blocks, 3), np.uint64)
-    rows[:, 0], rows[:, 1] = offsets + np.uint64(base), owner.block_bytes
-    return rows
+def _measure_size(
+    shape: PoolShape,
+    kinds: Sequence[Kind],
+    transports: tuple[TransportChoice, ...],
+    num_reads: int,
+    dice: random.Random,
+) -> Iterator[list[Row]]:
+    pool = HostPool(shape.num_blocks, shape.block_bytes)
+    try:
+        with (
+            Owner(Owned(shape, transports)) as owner,
+            readers(pool, owner.addresses, transports) as ways,
+        ):
+            _touch(shape, ways)
+            for kind in kinds:
+                latencies = _rounds(shape, ways, kind, num_reads, dice)
+                _check(pool, ways, kind, dice)
+                yield _rows(kind, latencies)
+    finally:
+        pool.close()
 
 
-def measure(options: Options, owner: dict[str, bytes], pattern: Pattern) -> Row:
-    """All ways at one block size."""
-    pool = HostPool(options.num_blocks, options.block_bytes)
-    ways: dict[str, Way] = {"memcpy": Memcpy(pool, options)}
-    readers = [PortReader(pool, "shm", RankAddress({"shm": owner["shm"]}))]
-    ways["shm"] = readers[0]
-    raw = None
-    if "nixl" in owner:
-        readers.append(PortReader(pool, "nixl", RankAddress({"nixl": owner["nixl"]})))
-        raw = RawNixl(pool, decode_address(owner["nixl"]))
-        ways |= {"nixl": readers[1], "raw_nixl": raw}
-    speeds = _rounds(options, ways, pattern)
-    for reader in readers:
-        reader.close()
-    if raw is not None:
-        raw.close()
-    pool.close()
-    pairs = [("shm", "memcpy")] + [("nixl", "raw_nixl")] * ("nixl" in ways)
-    ratios = {
-        f"{way}/{base}": statistics.median(
-            a / b for a, b in zip(speeds[way], speeds[base], strict=True)
-        )
-        for way, base in pairs
-    }
-    return Row(
-        options.block_bytes >> 10,
-        pattern,
-        {way: round(statistics.median(values), 2) for way, values in speeds.items()},
-        {way: round(max(values), 2) for way, values in speeds.items()},
-        {name: round(ratio, 3) for name, ratio in ratios.items()},
-    )
-
-
-def _rounds(options: Options, ways: dict[str, Way], pattern: Pattern) -> dict[str, list[float]]:
-    """GiB/s of each way in each round, after one round that is not counted."""
-    dice = random.Random(0)
-    count = options.read_mib * MIB // options.block_bytes
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
-    everything = np.arange(options.num_blocks, dtype=np.int32)
-    for way in ways.values():  # touches every page once
-        for begin in range(0, options.num_blocks - count + 1, count):
-            part = everything[begin : begin + count]
+def _touch(shape: PoolShape, ways: Mapping[str, Reader]) -> None:
+    """Every page by every way, once: first contacts are not what is measured."""
+    everything = np.arange(shape.num_blocks, dtype=np.int32)
+    step = max(1, 16 * MIB // shape.block_bytes)
+    for way in ways.values():
+        for begin in range(0, shape.num_blocks, step):
+            part = everything[begin : begin + step]
             way(part, part)
-    for _ in range(options.rounds):
+
+
+def _rounds(
+    shape: PoolShape, ways: Mapping[str, Reader], kind: Kind, num_reads: int, dice: random.Random
+) -> dict[str, list[float]]:
+    """Seconds of each way in each round, after one round that is not counted."""
+    latencies: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(num_reads + 1):
         order = list(ways)
         dice.shuffle(order)
         for name in order:
-            remote, local = _choose(dice, options.num_blocks, count, pattern)
+            remote, local = _places(dice, shape.num_blocks, kind)
             began_s = monotonic()
             ways[name](remote, local)
-            speeds[name].append(options.read_mib / 1024 / (monotonic() - began_s))
-    return speeds
+            elapsed_s = monotonic() - began_s
+            if number:
+                latencies[name].append(elapsed_s)
+    return latencies
 
 
-def _choose(dice: random.Random, num_blocks: int, count: int, pattern: Pattern) -> tuple[Ids, Ids]:
+def _places(dice: random.Random, num_blocks: int, kind: Kind) -> tuple[Ids, Ids]:
+    """(remote, local) block ids."""
+
     def run() -> Ids:
-        begin = dice.randrange(num_blocks - count + 1)
-        return np.arange(begin, begin + count, dtype=np.int32)
+        begin = dice.randrange(num_blocks - kind.num_blocks + 1)
+        return np.arange(begin, begin + kind.num_blocks, dtype=np.int32)
 
     def lone() -> Ids:
-        return np.array(dice.sample(range(num_blocks), count), np.int32)
+        return np.array(dice.sample(range(num_blocks), kind.num_blocks), np.int32)
 
-    return (run if pattern == "run" else lone)(), (lone if pattern == "scattered" else run)()
-
-
-def own(options: Options) -> None:
-    """The child: owns a pool, says where, and waits for its parent to end it."""
-    die_with_parent()
-    pool = HostPool(options.num_blocks, options.block_bytes)
-    pool.buffer[:] = b"\x07" * len(pool.buffer)
-    names: list[TransportChoice] = ["shm"]
-    if is_installed():
-        names.append("nixl")
-    ports = [make_port(pool, OWNER, TransferConfig(transport=name)) for name in names]
-    metadata: dict[str, bytes] = {}
-    for port in ports:
-        metadata |= port.address().metadata
-    print("owner " + msgspec.json.encode(metadata).decode(), flush=True)
-    while True:
-        select.select([port.fileno() for port in ports], [], [], 60.0)
+    remote = run() if kind.pattern == "run" else lone()
+    return remote, lone() if kind.pattern == "scattered" else run()
 
 
-def start_owner(options: Options) -> tuple[Child, dict[str, bytes]]:
-    lines: queue.Queue[str] = queue.Queue()
-    arguments = ("--own", msgspec.json.encode(options).decode())
-    command = Command("owner", arguments, "baton.bench.transfer")
-    child = Child(command, lambda _, line: lines.put(line))
-    deadline_s = monotonic() + START_TIMEOUT_S
-    while child.poll() is None and monotonic() < deadline_s:
-        try:
-            line = lines.get(timeout=0.2)
-        except queue.Empty:
+def _check(pool: HostPool, ways: Mapping[str, Reader], kind: Kind, dice: random.Random) -> None:
+    for name, way in ways.items():
+        if name == MEMCPY:
             continue
-        if line.startswith("owner "):
-            return child, msgspec.json.decode(line[len("owner ") :], type=dict[str, bytes])
-    child.stop()
-    raise NodeError(f"the owner did not start: {child.tail}")
+        remote, local = _places(dice, pool.shape.num_blocks, kind)
+        np.frombuffer(pool.buffer, np.uint8)[:] = 0
+        way(remote, local)
+        if wrong := wrong_blocks(pool, remote, local):
+            raise BatonError(f"{name} brought {wrong} wrong blocks of {len(remote)}")
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m baton.bench.transfer", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--block-kib", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    parser.add_argument("--pool-mib", type=int, default=256)
-    parser.add_argument("--read-mib", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--own", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    if parsed.own:
-        own(msgspec.json.decode(parsed.own, type=Options))
-    if not max(parsed.block_kib) << 10 <= parsed.read_mib * MIB <= parsed.pool_mib * MIB:
-        parser.error("a block must fit a read, and a read the pool")
-    rows = []
-    for block_kib in parsed.block_kib:
-        options = Options(block_kib << 10, parsed.pool_mib, parsed.read_mib, parsed.rounds)
-        child, owner = start_owner(options)
-        try:
-            for pattern in PATTERNS:
-                rows.append(measure(options, owner, pattern))
-                print(msgspec.json.encode(rows[-1]).decode(), flush=True)
-        finally:
-            child.stop()
-    cpus = len(os.sched_getaffinity(0))
-    report = Report(
-        rows, parsed.pool_mib, parsed.read_mib, parsed.rounds, cpus,
-        round(os.getloadavg()[0], 2), os.environ.get("UCX_TLS", ""),
-    )  # fmt: skip
-    if parsed.json:
-        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+def _rows(kind: Kind, latencies: Mapping[str, Sequence[float]]) -> list[Row]:
+    return [_row(kind, way, latencies) for way in latencies]
+
+
+def _row(kind: Kind, way: str, latencies: Mapping[str, Sequence[float]]) -> Row:
+    ordered = sorted(latencies[way])
+    p50_s, p99_s = nearest_rank(ordered, 50), nearest_rank(ordered, 99)
+
+    def ratio(base: str) -> float:
+        pairs = zip(latencies[base], latencies[way], strict=True)
+        return round(median(base_s / way_s for base_s, way_s in pairs), 3)
+
+    return Row(
+        kind,
+        way,
+        num_reads=len(ordered),
+        gb_per_s=round(kind.read_bytes / p50_s / 1e9, 3),
+        best_gb_per_s=round(kind.read_bytes / ordered[0] / 1e9, 3),
+        p50_ms=round(1e3 * p50_s, 4),
+        p99_ms=round(1e3 * p99_s, 4),
+        of_memcpy=ratio(MEMCPY),
+        of_raw_nixl=ratio(RAW_NIXL) if way == "nixl" else None,
+    )
+
+
+# --- as a command ---------------------------------------------------------------------------------
+
+HEADINGS = ("block KiB", "blocks", "pattern", "way", "GB/s", "best", "p50 ms", "p99 ms")
+RATIOS = ("of memcpy", "of raw NIXL")
+
+
+def table(rows: Sequence[Row], heading: bool = True) -> str:
+    """Lines of equal columns."""
+    lines = [(*HEADINGS, *RATIOS)] if heading else []
+    for row in rows:
+        of_raw = "" if row.of_raw_nixl is None else f"{row.of_raw_nixl:.2f}"
+        lines.append(
+            (
+                str(row.kind.block_bytes >> 10), str(row.kind.num_blocks), row.kind.pattern,
+                row.way, f"{row.gb_per_s:.2f}", f"{row.best_gb_per_s:.2f}", f"{row.p50_ms:.3f}",
+                f"{row.p99_ms:.3f}", f"{row.of_memcpy:.2f}", of_raw,
+            )
+        )  # fmt: skip
+    widths = (9, 7, 10, 9, 8, 8, 10, 10, 10, 12)
+    return "\n".join(
+        "".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures, prints a table and writes the report."""
+    settings = parse(arguments)
+    out = Path(settings.json) if settings.json else None
+    if out and not out.absolute().parent.is_dir():
+        raise ConfigError(f"json: there is no folder {out.absolute().parent}")
+    print(table([]), flush=True)
+    report = transfer(settings, lambda rows: print(table(rows, heading=False), flush=True))
+    for note in report.notes:
+        print(note)
+    if out:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return 0
 
 
+def _alone() -> int:
+    try:
+        return main(sys.argv[1:])
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_alone())
