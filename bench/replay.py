@@ -139,10 +139,10 @@ def _notes(
     if any(row.hash_ids for row in rows):
         scale = block_tokens / BLOCK_TOKENS
         scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
-        share = f"{repeated_share(rows, block_tokens):.1%} of input tokens begin an earlier prompt"
+        share = f"{repeated_share(rows, block_tokens):.1%} of input tokens repeat the start of an earlier prompt"
         notes.append(f"equal hash ids are equal blocks of {block_tokens} tokens{scaled}; {share}")
     if not options.spread_s and (shared := _sharing_a_stamp(rows)) > len(rows) / 2:
-        notes.append(f"{shared} of {len(rows)} rows share a stamp with others and come as bursts")
+        notes.append(f"{shared} of {len(rows)} rows share a stamp: as recorded they are bursts")
     limits = {"inputs": options.max_input, "outputs": options.max_output}
     for (side, limit), marks in zip(limits.items(), zip(*clamps, strict=True), strict=True):
         if any(marks):
