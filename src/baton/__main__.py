@@ -1,8 +1,9 @@
-"""The command line: `baton serve`, `router`, `prefill`, `decode`, `keygen`, `demo-model`.
+"""The command line: `baton serve`, `router`, `prefill`, `decode`, `bench`, `keygen`, `demo-model`.
 
-Every setting and its flag comes from `protocol.config` through `runtime.settings`. A subcommand's
-code is imported when it is chosen, so that a router or `--help` never loads torch. A mistake of the
-user is one line on stderr and exit code 2; a failure is one line and exit code 1.
+Every setting of a cluster and its flag comes from `protocol.config` through `runtime.settings`;
+`bench` has a command line of its own. A subcommand's code is imported when it is chosen, so that a
+router or `--help` never loads torch. A mistake of the user is one line on stderr and exit code 2; a
+failure is one line and exit code 1.
 """
 
 import os
@@ -46,6 +47,8 @@ Copy it to each host, and start every router and node with it:
   scp -p {path} HOST:
   baton router --keys {name} ...
 """
+BENCH = "bench"
+BENCH_HELP = "Measure the latency of any OpenAI-compatible server (`baton bench --help`)."
 DEMO_MODEL = "demo-model"
 DEMO_MODEL_HELP = "Write the small model that `serve` uses when none is given into a folder."
 
@@ -79,12 +82,16 @@ def _run(words: list[str]) -> int:
     if name in ("-V", "--version"):
         print(f"baton {__version__}")
         return 0
+    if name == BENCH:
+        from baton.bench.cli import main as bench
+
+        return bench(rest)
     if name == DEMO_MODEL:
         return _demo_model(rest)
     if name == KEYGEN:
         return _keygen(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, KEYGEN, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, BENCH, KEYGEN, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -147,6 +154,7 @@ def _keygen(rest: list[str]) -> int:
 
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries[BENCH] = BENCH_HELP
     summaries[KEYGEN] = KEYGEN_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP
     lines = [f"  {name:<12}{text}" for name, text in summaries.items()]

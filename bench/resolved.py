@@ -1,0 +1,193 @@
+"""What settings come to: the target, the plan's workload and arrivals, bounds and window.
+
+Between `settings.py`, which is what people write, and the files that do the work. Every function
+raises `ConfigError` for what cannot work, in one line that names the flag.
+"""
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from baton.bench.arrivals import ArrivalProcess, at_rate, parse_arrivals
+from baton.bench.metrics import PRESETS, Bounds, Window
+from baton.bench.records import Planned
+from baton.bench.replay import TraceOptions
+from baton.bench.search import SearchOptions as SearchLimits
+from baton.bench.settings import (
+    API_KEY_VARIABLE,
+    ArrivalSettings,
+    BoundSettings,
+    LoadSettings,
+    SearchOptions,
+    TargetSettings,
+    WorkloadSettings,
+)
+from baton.bench.target import Api, Target
+from baton.bench.workloads import Plan, Workload, make_plan
+from baton.protocol.errors import ConfigError
+
+
+def target_of(settings: TargetSettings, requests: Sequence[Planned]) -> Target:
+    """Whom to ask for `requests`; the model is still as the user gave it."""
+    api: Api = "completions"
+    if settings.api == "auto":
+        api = "chat" if any(planned.messages for planned in requests) else "completions"
+    else:
+        api = settings.api
+    return Target(
+        url=settings.url,
+        model=settings.model,
+        api=api,
+        api_key=api_key(settings),
+        verify_tls=settings.verify_tls,
+        ca_file=settings.ca_file,
+        timeout_s=settings.timeout_s,
+        extra_body=_extra_body(settings.extra_body),
+        timeline=settings.timeline,
+        token_ids=settings.token_ids,
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+def api_key(settings: TargetSettings) -> str:
+    return settings.api_key or os.environ.get(API_KEY_VARIABLE, "")
+
+
+def _extra_body(text: str) -> dict[str, object]:
+    if not text:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--extra-body {text!r} is no JSON object: {error}") from error
+
+
+def workload_of(settings: WorkloadSettings) -> Workload:
+    if settings.workload in ("trace", "file") and not settings.path:
+        raise ConfigError(f"--workload {settings.workload} needs --path FILE")
+    if settings.path and settings.workload not in ("trace", "file"):
+        raise ConfigError(f"--path is for --workload trace or file, not {settings.workload}")
+    return Workload(
+        kind=settings.workload,
+        prompt=settings.prompt,
+        output=settings.output,
+        vocabulary=_vocabulary(settings.vocabulary),
+        shared_prefix=settings.shared_prefix,
+        num_prefixes=settings.num_prefixes,
+        turns=settings.turns,
+        think_s=settings.think_s,
+        conversation_form=settings.conversation_form,
+        path=settings.path,
+        trace=TraceOptions(
+            start_s=settings.trace_start_s,
+            time_scale=settings.time_scale,
+            spread_s=settings.spread_s,
+            length_scale=settings.length_scale,
+            max_input=settings.max_input,
+            max_output=settings.max_output,
+        ),
+        repeat=settings.repeat,
+        seed=settings.seed,
+    )
+
+
+def _vocabulary(text: str) -> tuple[int, int]:
+    low, dash, high = text.partition("-")
+    if not (dash and low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise ConfigError(f"--vocabulary {text!r}: write it as LOW-HIGH, such as 300-8000")
+    return int(low), int(high)
+
+
+def arrivals_of(settings: ArrivalSettings, workload: WorkloadSettings) -> ArrivalProcess | None:
+    """None for a closed loop."""
+    if settings.arrivals and settings.concurrency:
+        raise ConfigError("--arrivals is an open loop and --concurrency a closed one: choose one")
+    if settings.arrivals:
+        return parse_arrivals(settings.arrivals)
+    if settings.concurrency:
+        return None
+    if workload.workload == "trace":
+        return parse_arrivals("trace")
+    raise ConfigError(
+        "say how requests arrive: --arrivals poisson:5 (open loop) or --concurrency 8 (closed loop)"
+    )
+
+
+def shaped(shape: str, rate: float) -> ArrivalProcess:
+    """Arrivals of `--shape` at a rate."""
+    name, comma, rest = shape.partition(",")
+    try:
+        return at_rate(parse_arrivals(f"{name}:1{comma}{rest}"), rate)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--shape {shape!r}: write poisson, constant, gamma,cv=N or trace ({error.message})"
+        ) from error
+
+
+def plan_of(
+    workload: WorkloadSettings, load: LoadSettings, arrivals: ArrivalProcess | None
+) -> Plan:
+    """The requests of one load."""
+    if not load.requests and not load.duration_s and workload.workload not in ("trace", "file"):
+        raise ConfigError("say how long: --requests N, --duration-s S, or both")
+    if arrivals is None and not load.requests and workload.workload not in ("trace", "file"):
+        raise ConfigError("a closed loop has no times of its own: give it --requests N")
+    return make_plan(
+        workload_of(workload),
+        arrivals,
+        count=load.requests or None,
+        duration_s=load.duration_s or None,
+        warm_up=load.warm_up,
+    )
+
+
+def bounds_of(settings: BoundSettings) -> Bounds | None:
+    """The preset's bounds, single ones replaced; None if nothing bounds."""
+    bounds = PRESETS[settings.preset] if settings.preset else Bounds()
+    given = {name: limit for name in Bounds.__struct_fields__ if (limit := getattr(settings, name))}
+    bounds = msgspec.structs.replace(bounds, **given)
+    return None if bounds == Bounds() else bounds
+
+
+def needed_bounds(settings: BoundSettings, why: str) -> Bounds:
+    bounds = bounds_of(settings)
+    if bounds is None:
+        raise ConfigError(f"{why}: give it --preset {'|'.join(PRESETS)} or bounds like --ttft-ms")
+    return bounds
+
+
+def window_of(text: str) -> Window | None:
+    if not text:
+        return None
+    start, _, end = text.partition("-")
+    try:
+        window = Window(float(start), float(end))
+    except ValueError:
+        raise ConfigError(f"--window {text!r}: write it as FROM-TO in seconds") from None
+    if not 0 <= window.start_s < window.end_s:
+        raise ConfigError(f"--window {text!r} ends before it begins")
+    return window
+
+
+def rates_of(text: str) -> list[float]:
+    """Ascending, each once."""
+    try:
+        rates = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"--rates {text!r}: write requests/s as 1,2,4,8")
+    return rates
+
+
+def search_limits(options: SearchOptions) -> SearchLimits:
+    return SearchLimits(
+        attainment=options.attainment,
+        start_rate=options.start_rate,
+        min_rate=options.min_rate,
+        max_rate=options.max_rate or None,
+        tolerance=options.tolerance,
+        confirmations=options.confirmations,
+        max_probes=options.max_probes,
+    )

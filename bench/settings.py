@@ -1,0 +1,270 @@
+"""What a user may ask of `baton bench`: one frozen Struct per group of flags, one per command.
+
+`cli.py` makes the flags and their help of these annotations, the experiments read them, and reports
+carry them without secrets; `resolved.py` turns them into what the other files of this folder take.
+A number of 0 and a text of "" mean "not given" wherever that is said.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
+Preset = Literal["", "chat", "tight", "long-32k"]
+API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
+SECONDS = {"unit": "s"}
+MILLISECONDS = {"unit": "ms"}
+TOKENS = {"unit": "tokens"}
+
+
+class TargetSettings(msgspec.Struct, frozen=True):
+    url: Annotated[str, Meta(description="the server, without /v1")] = "http://127.0.0.1:8000"
+    model: Annotated[str, Meta(description="its name in the API; empty takes the only one")] = ""
+    api: Annotated[
+        Literal["auto", "completions", "chat"],
+        Meta(description="endpoint; auto takes chat for messages, completions otherwise"),
+    ] = "auto"
+    api_key: Annotated[
+        str, Meta(description=f"bearer token; better in {API_KEY_VARIABLE}; never reported")
+    ] = ""
+    ca_file: Annotated[str, Meta(description="PEM of the authority that signed the server")] = ""
+    verify_tls: Annotated[bool, Meta(description="check the server's certificate")] = True
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="longest answer; beyond it timed_out", extra=SECONDS)
+    ] = 300.0
+    extra_body: Annotated[str, Meta(description="JSON object merged into every request")] = ""
+    ignore_eos: Annotated[
+        bool, Meta(description="ask the server to go on to the full output length")
+    ] = True
+    timeline: Annotated[
+        bool, Meta(description="ask for the server's stages, where it gives them")
+    ] = True
+    token_ids: Annotated[
+        bool, Meta(description="ask for token ids, where the server gives them")
+    ] = True
+
+
+class WorkloadSettings(msgspec.Struct, frozen=True):
+    workload: Annotated[Kind, Meta(description="what the prompts are")] = "tokens"
+    prompt: Annotated[
+        str,
+        Meta(
+            description="prompt lengths: 512, uniform:100-900, normal:512,sd=100, "
+            "lognormal:mean=1155,sd=1100 or choice:100,200",
+            extra=TOKENS,
+        ),
+    ] = "512"
+    output: Annotated[
+        str, Meta(description="output lengths, written likewise; forced", extra=TOKENS)
+    ] = "64"
+    vocabulary: Annotated[str, Meta(description="token ids to draw from, LOW-HIGH")] = "300-8000"
+    shared_prefix: Annotated[
+        int, Meta(ge=0, description="first tokens that all prompts share", extra=TOKENS)
+    ] = 0
+    num_prefixes: Annotated[int, Meta(ge=1, description="different shared prefixes, in turn")] = 1
+    turns: Annotated[int, Meta(ge=1, description="requests of a conversation")] = 4
+    think_s: Annotated[
+        float, Meta(ge=0, description="from an answer to the next turn", extra=SECONDS)
+    ] = 1.0
+    conversation_form: Annotated[
+        Literal["chat", "tokens"],
+        Meta(description="turns as chat messages, or as token ids appended exactly"),
+    ] = "chat"
+    path: Annotated[
+        str, Meta(description="JSONL of prompts, or a trace: a file or a shipped trace's name")
+    ] = ""
+    repeat: Annotated[bool, Meta(description="start over when the trace or file is used up")] = (
+        False
+    )
+    trace_start_s: Annotated[
+        float, Meta(ge=0, description="skip the trace up to here", extra=SECONDS)
+    ] = 0.0
+    time_scale: Annotated[
+        float, Meta(gt=0, description="stretches a trace's times: 2 halves its rate")
+    ] = 1.0
+    spread_s: Annotated[
+        float,
+        Meta(ge=0, description="spread rows with one stamp over this (Mooncake: 3)", extra=SECONDS),
+    ] = 0.0
+    length_scale: Annotated[
+        float, Meta(gt=0, description="scales a trace's lengths and prefix blocks")
+    ] = 1.0
+    max_input: Annotated[
+        int, Meta(ge=0, description="cuts longer prompts; 0 cuts none", extra=TOKENS)
+    ] = 0
+    max_output: Annotated[
+        int, Meta(ge=0, description="cuts longer outputs; 0 cuts none", extra=TOKENS)
+    ] = 0
+    seed: Annotated[int, Meta(ge=0, description="of prompts, lengths and arrivals")] = 0
+
+
+class LoadSettings(msgspec.Struct, frozen=True):
+    requests: Annotated[int, Meta(ge=0, description="how many; 0 leaves it to --duration-s")] = 0
+    duration_s: Annotated[
+        float, Meta(ge=0, description="of arrivals; 0 leaves it to --requests", extra=SECONDS)
+    ] = 0.0
+    warm_up: Annotated[
+        int, Meta(ge=0, description="requests before, with other prompts; not counted")
+    ] = 4
+    window: Annotated[
+        str, Meta(description="FROM-TO: counts only requests that arrive then", extra=SECONDS)
+    ] = ""
+    max_concurrency: Annotated[
+        int, Meta(ge=0, description="of an open loop; waiting counts into TTFT; 0 is no limit")
+    ] = 0
+    processes: Annotated[int, Meta(ge=1, description="client processes")] = 1
+    give_up_after: Annotated[
+        int, Meta(ge=0, description="stop when the first N all failed; 0 goes on")
+    ] = 16
+
+
+class ArrivalSettings(msgspec.Struct, frozen=True):
+    arrivals: Annotated[
+        str,
+        Meta(
+            description="open loop: poisson:5, constant:5, gamma:5,cv=3 or ramp:1-10 requests/s; "
+            "traces bring their own"
+        ),
+    ] = ""
+    concurrency: Annotated[
+        int, Meta(ge=0, description="closed loop: so many clients, each asking when answered")
+    ] = 0
+
+
+class ShapeSettings(msgspec.Struct, frozen=True):
+    shape: Annotated[str, Meta(description="of arrivals: poisson, constant or gamma,cv=N")] = (
+        "poisson"
+    )
+
+
+class BoundSettings(msgspec.Struct, frozen=True):
+    preset: Annotated[
+        Preset, Meta(description="bounds by name; the flags below override single ones")
+    ] = ""
+    ttft_ms: Annotated[float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)] = 0.0
+    tpot_ms: Annotated[float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)] = 0.0
+    gap_max_ms: Annotated[
+        float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)
+    ] = 0.0
+    e2e_ms: Annotated[float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)] = 0.0
+
+
+class ReportSettings(msgspec.Struct, frozen=True):
+    out: Annotated[str, Meta(description="folder for report.json, .csv, .md, .html and PNGs")] = ""
+    label: Annotated[str, Meta(description="the run's name in the report")] = ""
+
+
+class CheckSettings(msgspec.Struct, frozen=True):
+    verify: Annotated[
+        bool, Meta(description="ask each prompt alone first, and compare greedy outputs")
+    ] = False
+
+
+class SweepOptions(msgspec.Struct, frozen=True):
+    rates: Annotated[str, Meta(description="requests/s, as 1,2,4,8")] = ""
+
+
+class SearchOptions(msgspec.Struct, frozen=True):
+    attainment: Annotated[
+        float, Meta(gt=0, le=1, description="share of arrivals that must meet all bounds")
+    ] = 0.9
+    start_rate: Annotated[float, Meta(gt=0, description="first rate tried, requests/s")] = 1.0
+    min_rate: Annotated[float, Meta(gt=0, description="never below this, requests/s")] = 0.01
+    max_rate: Annotated[
+        float, Meta(ge=0, description="never beyond this, requests/s; 0 has no limit")
+    ] = 0.0
+    tolerance: Annotated[
+        float, Meta(gt=0, lt=1, description="relative width at which bisecting ends")
+    ] = 0.05
+    confirmations: Annotated[int, Meta(ge=1, description="runs that must confirm the rate")] = 3
+    max_probes: Annotated[int, Meta(ge=1, description="runs in all")] = 40
+
+
+class CompareOptions(msgspec.Struct, frozen=True):
+    rounds: Annotated[int, Meta(ge=2, description="each arm once per round, in random order")] = 5
+    flags: Annotated[
+        tuple[str, ...],
+        Meta(description="NAME=FILE or NAME=TEXT: an arm's start flags; may be repeated"),
+    ] = ()
+
+
+class FaultOptions(msgspec.Struct, frozen=True):
+    fault: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, seconds from "
+            "the start; may be repeated"
+        ),
+    ] = ()
+    bin_s: Annotated[float, Meta(gt=0, description="width of a goodput bin", extra=SECONDS)] = 1.0
+
+
+class RunSettings(msgspec.Struct, frozen=True):
+    """One load."""
+
+    target: TargetSettings = TargetSettings()
+    workload: WorkloadSettings = WorkloadSettings()
+    arrival: ArrivalSettings = ArrivalSettings()
+    load: LoadSettings = LoadSettings()
+    bounds: BoundSettings = BoundSettings()
+    check: CheckSettings = CheckSettings()
+    report: ReportSettings = ReportSettings()
+
+
+class SweepSettings(msgspec.Struct, frozen=True):
+    """Loads at several rates."""
+
+    sweep: SweepOptions = SweepOptions()
+    shape: ShapeSettings = ShapeSettings()
+    target: TargetSettings = TargetSettings()
+    workload: WorkloadSettings = WorkloadSettings()
+    load: LoadSettings = LoadSettings()
+    bounds: BoundSettings = BoundSettings()
+    report: ReportSettings = ReportSettings()
+
+
+class SearchSettings(msgspec.Struct, frozen=True):
+    """The largest rate that attains the bounds."""
+
+    search: SearchOptions = SearchOptions()
+    shape: ShapeSettings = ShapeSettings()
+    target: TargetSettings = TargetSettings()
+    workload: WorkloadSettings = WorkloadSettings()
+    load: LoadSettings = LoadSettings()
+    bounds: BoundSettings = BoundSettings()
+    report: ReportSettings = ReportSettings()
+
+
+class CompareSettings(msgspec.Struct, frozen=True):
+    """Several servers, the same requests."""
+
+    compare: CompareOptions = CompareOptions()
+    target: TargetSettings = TargetSettings()
+    workload: WorkloadSettings = WorkloadSettings()
+    arrival: ArrivalSettings = ArrivalSettings()
+    load: LoadSettings = LoadSettings()
+    bounds: BoundSettings = BoundSettings()
+    report: ReportSettings = ReportSettings()
+
+
+class FaultSettings(msgspec.Struct, frozen=True):
+    """One load with faults."""
+
+    fault: FaultOptions = FaultOptions()
+    target: TargetSettings = TargetSettings()
+    workload: WorkloadSettings = WorkloadSettings()
+    arrival: ArrivalSettings = ArrivalSettings()
+    load: LoadSettings = LoadSettings()
+    bounds: BoundSettings = BoundSettings()
+    check: CheckSettings = CheckSettings()
+    report: ReportSettings = ReportSettings()
+
+
+class ReportAgainSettings(msgspec.Struct, frozen=True):
+    """Pages of a report that was written before."""
+
+    report: ReportSettings = ReportSettings()
+
+
+Settings = RunSettings | SweepSettings | SearchSettings | CompareSettings | FaultSettings
