@@ -19,7 +19,7 @@ from baton.bench.provenance import Provenance
 from baton.bench.records import ClientProcess, Record
 from baton.bench.redaction import clean, clean_text, cut
 from baton.bench.search import Found
-from baton.bench.validity import Problem
+from baton.bench.validity import Problem, is_valid
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
@@ -61,7 +61,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def invalid(self) -> bool:
-        return any(problem.severity == "invalid" for problem in self.problems)
+        return not is_valid(self.problems)
 
 
 class Compared(msgspec.Struct):
@@ -122,7 +122,7 @@ class Report(msgspec.Struct, kw_only=True):
             (run, problem.text)
             for run in self.runs
             for problem in run.problems
-            if problem.severity == "invalid"
+            if problem.is_invalid
         ]
 
 

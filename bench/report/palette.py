@@ -6,6 +6,7 @@ Each colour of the light scheme is the name of its variable in inline SVG, so no
 INK, MUTED, GRID, SERIOUS = "#1d2530", "#667080", "#dfe4ea", "#b93a32"
 CATEGORIES = (
     "#2f6fb3", "#cf7a2c", "#228b7b", "#7f5fb6", "#c14f70", "#7f8429", "#5a7691", "#8d6345",
+    "#b8951f", "#a784b4",
 )  # fmt: skip
 # From few to many of one quantity.
 SEQUENCE = (
@@ -15,6 +16,7 @@ SEQUENCE = (
 DARK_INK, DARK_MUTED, DARK_GRID, DARK_SERIOUS = "#e4e8ee", "#98a3b3", "#313a47", "#f0857b"
 DARK_CATEGORIES = (
     "#6fabe8", "#eaa05c", "#56c2b0", "#b59be6", "#ee8ba8", "#bfc262", "#9fb7cd", "#cda283",
+    "#e2c556", "#d3b6dd",
 )  # fmt: skip
 DARK_SEQUENCE = (
     "#2c4d70", "#345f8a", "#3f72a4", "#4c86bd", "#5f9ad2", "#7baee0", "#9dc4eb", "#c3dcf5",

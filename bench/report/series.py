@@ -14,6 +14,7 @@ import numpy as np
 from baton.bench.metrics import Bounds, Timing, chunk_gaps, measure, meets
 from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Report, Run
+from baton.bench.stages import STAGES
 
 MAX_POINTS = 400  # of a curve: more cannot be seen, and would make pages heavy
 MAX_CURVES = 8
@@ -195,14 +196,6 @@ def _points(
     return found
 
 
-def stage_names(records: Iterable[Record]) -> list[str]:
-    """In the order in which they follow each other, whichever request has which of them."""
-    names: dict[str, None] = {}
-    for record in sorted(records, key=lambda record: -len(record.stages)):
-        names.update(dict.fromkeys(stage.name for stage in record.stages))
-    return list(names)
-
-
 # Of the requests sorted by e2e: which part of them, and its name.
 _PARTS = (
     (0.0, 1.0, "all"),
@@ -216,8 +209,7 @@ _PARTS = (
 def stage_stack(found: Sequence[Group]) -> Stack | None:
     """Mean time in each stage: of one group by how long its requests took, of several each."""
     staged = [[one for one in group.answered if one.stages] for group in found]
-    names = stage_names(record for records in staged for record in records)
-    if not names:
+    if not any(staged):
         return None
     if len(found) > 1:
         rows = [(group.label, part) for group, part in zip(found, staged, strict=True) if part]
@@ -229,8 +221,17 @@ def stage_stack(found: Sequence[Group]) -> Stack | None:
             for low, high, label in _PARTS
         ]
         rows = [(label, part) for label, part in rows if part]
+    found_names = {stage.name for _, part in rows for record in part for stage in record.stages}
+    names = [name for name in STAGES if name in found_names]
+    names += sorted(found_names.difference(STAGES))
     values = [[1e3 * _mean_stage(part, name) for name in names] for _, part in rows]
-    return Stack([label for label, _ in rows], names, values)
+    # A stage that no request spent time in only makes the key longer.
+    seen = [place for place in range(len(names)) if any(row[place] > 0 for row in values)]
+    return Stack(
+        [label for label, _ in rows],
+        [names[place] for place in seen],
+        [[row[place] for place in seen] for row in values],
+    )
 
 
 def _mean_stage(records: Sequence[Record], name: str) -> float:
@@ -282,4 +283,4 @@ def timeline(run: Run, bounds: Bounds | None) -> Timeline | None:
 def _kind(record: Record, bounds: Bounds | None) -> str:
     if record.outcome is not Outcome.ANSWERED:
         return "failed"
-    return "good" if bounds is None or meets(record, measure(record), bounds) else "missed"
+    return "good" if bounds is None or meets(record, bounds) else "missed"

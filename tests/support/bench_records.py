@@ -9,7 +9,25 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton.bench.metrics import PRESETS, Bounds, summarise
+from baton.bench.provenance import Machine, Provenance
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Outcome, Record, Stage
+from baton.bench.report.document import Report, Run
+from baton.bench.validity import Problem, Severity
+
+
+PROVENANCE = Provenance(
+    created_at="2026-03-01T12:00:00+00:00",
+    command_line=["baton", "bench", "run", "--arrivals", "poisson:6", "--preset", "chat"],
+    baton_version="0.1.0",
+    commit="0123456789abcdef0123456789abcdef01234567",
+    dirty=False,
+    config_hash="9f" * 32,
+    machine=Machine("Example CPU at 3.0 GHz", 16, 16, 128 << 30, [], "Linux 6.1 x86_64"),
+    versions={"python": "3.11.7", "aiohttp": "3.14.5"},
+    load_before=(0.31, 0.42, 0.40),
+    load_after=(1.12, 0.77, 0.52),
+)
 
 
 class Scene(msgspec.Struct, frozen=True):
@@ -43,6 +61,41 @@ def scene_result(scene: Scene) -> LoadResult:
     tokens = sum(record.num_tokens for record in records)
     client = ClientProcess(4711, 0.06 * wall_s, wall_s, len(records), tokens, 0.0013)
     return LoadResult(records, [client], wall_s, "2026-03-01T12:00:00+00:00")
+
+
+def scene_run(scene: Scene, label: str, *, bounds: Bounds | None = PRESETS["chat"]) -> Run:
+    """A run of a scene, as the experiments report it."""
+    result = scene_result(scene)
+    return Run(
+        label=label,
+        rate=scene.rate,
+        summary=summarise(result, bounds=bounds),
+        started_at=result.started_at,
+        wall_s=result.wall_s,
+        notes=[f"realised {len(result.records) / scene.duration_s:.2f} requests/s, CV 1.02"],
+        clients=result.clients,
+        records=result.records,
+    )
+
+
+def report_of(runs: Sequence[Run], *, command: str = "run", title: str = "A load") -> Report:
+    """With a provenance and settings that are always the same."""
+    return Report(
+        command=command,
+        title=title,
+        provenance=PROVENANCE,
+        settings={"target.url": "http://127.0.0.1:8000", "arrival.arrivals": "poisson:6"},
+        bounds=runs[0].summary.bounds if runs else None,
+        runs=list(runs),
+    )
+
+
+def invalid(text: str) -> Problem:
+    return Problem(Severity.INVALID, text)
+
+
+def warning(text: str) -> Problem:
+    return Problem(Severity.WARNING, text)
 
 
 def answered(index: int, at_s: float, token_times_s: Sequence[float]) -> Record:
@@ -149,7 +202,7 @@ def _stages(
     """Parts that sum to the time from `at_s` to the last token."""
     prefill_s, transfer_s = prompt_s
     return [
-        Stage("lag", sent_s - at_s),
+        Stage("client_lag", sent_s - at_s),
         Stage("queue", start_s - sent_s),
         Stage("prefill", prefill_s),
         Stage("exposed_transfer", transfer_s),
