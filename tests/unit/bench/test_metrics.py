@@ -1,0 +1,255 @@
+"""Every figure against records whose figures are known, and what may never change one."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.bench.metrics import (
+    DEFINITIONS,
+    PRESETS,
+    Bounds,
+    Distribution,
+    Summary,
+    Window,
+    counted,
+    distribution,
+    measure,
+    meets,
+    parse_bounds,
+    summarise,
+)
+from baton.bench.records import LoadResult, Outcome, Record
+from baton.protocol.errors import BatonError, ConfigError
+from tests.support.load_records import load, loads, request, steady
+
+BOUNDS = Bounds(ttft_ms=150, tpot_ms=60, gap_max_ms=200)
+
+
+def p50(found: Distribution | None) -> float:
+    assert found is not None
+    return found.p50
+
+
+def test_latencies_count_from_the_intended_arrival() -> None:
+    timing = measure(request(10.0, (0.25, 0.35, 0.65), lag_s=0.05, tail_s=0.15))
+    assert timing.lag_ms == pytest.approx(50)
+    assert timing.ttft_ms == pytest.approx(250)
+    assert timing.ttft_from_sent_ms == pytest.approx(200)
+    assert timing.tpot_ms == pytest.approx(200)
+    assert timing.gap_max_ms == pytest.approx(300)
+    assert timing.e2e_ms == pytest.approx(800)
+    assert timing.e2e_from_sent_ms == pytest.approx(750)
+    assert timing.ntpot_ms == pytest.approx(800 / 3)
+
+
+def test_a_chunk_of_several_tokens_counts_as_so_many_gaps() -> None:
+    summary = summarise(load([request(0.0, [(0.1, 2), (0.4, 3), (0.5, 1)])]))
+    assert summary.itl is not None
+    assert summary.itl.count == 4
+    assert (summary.itl.min, summary.itl.max) == pytest.approx((100, 100))
+    assert summary.chunk_gap is not None
+    assert summary.chunk_gap.count == 2
+    assert summary.chunk_gap.max == pytest.approx(300)
+    # The first chunk brought two of the six tokens: four followed it, in 0.4 s.
+    assert p50(summary.tpot) == pytest.approx(100)
+    assert summary.tokens_per_chunk == pytest.approx(2)
+
+
+def test_an_answer_of_one_chunk_has_no_tpot_and_no_gap() -> None:
+    for chunk in (0.1, (0.1, 5)):
+        timing = measure(request(0.0, [chunk]))
+        assert timing.tpot_ms is None
+        assert timing.gap_max_ms is None
+        assert timing.is_stutter_free
+    assert meets(request(0.0, [(0.1, 5)]), BOUNDS)
+
+
+def test_an_arrival_without_tokens_is_no_arrival() -> None:
+    plain = measure(request(0.0, (0.1, 0.2)))
+    assert measure(request(0.0, [(0.05, 0), (0.1, 1), (0.15, 0), (0.2, 1)])) == plain
+
+
+def test_a_limit_itself_is_within_the_bounds() -> None:
+    record = request(0.0, (0.125, 0.1875))
+    assert meets(record, Bounds(ttft_ms=125, tpot_ms=62.5, gap_max_ms=62.5, e2e_ms=187.5))
+    for name in Bounds.__struct_fields__:
+        assert not meets(record, Bounds(**{name: 62.4}))
+
+
+def test_an_answer_without_a_token_misses_a_bound_on_the_first() -> None:
+    record = request(0.0, ())
+    assert not meets(record, Bounds(ttft_ms=1000))
+    assert meets(record, Bounds(e2e_ms=1000))
+
+
+@pytest.mark.parametrize("outcome", set(Outcome) - {Outcome.ANSWERED})
+def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies(outcome: Outcome) -> None:
+    good = request(0.0, (0.1, 0.15))
+    bad = request(0.5, (0.001, 0.002), index=1, outcome=outcome)
+    summary = summarise(load([good, bad]), bounds=BOUNDS)
+    assert summary.num_requests == 2
+    assert summary.outcomes == {"answered": 1, outcome.value: 1}
+    assert summary.attainment == 0.5
+    assert summary.ttft is not None
+    assert summary.ttft.count == 1
+    assert summary.ttft.min == pytest.approx(100)
+    assert summary.lag.count == 2
+
+
+def test_rates_are_per_second_of_the_span_from_first_arrival_to_last_end() -> None:
+    # Ten requests, one each 0.1 s, the last of which ends 0.19 s after its arrival at 0.9 s.
+    summary = summarise(load(steady(10)), bounds=Bounds(ttft_ms=100.1))
+    assert summary.offered_rate == pytest.approx(10)
+    assert (summary.window.start_s, summary.window.end_s) == pytest.approx((0, 1.09))
+    assert summary.answered_rate == pytest.approx(10 / 1.09)
+    assert summary.goodput == pytest.approx(10 / 1.09)
+    assert summary.tokens_per_s == pytest.approx(100 / 1.09)
+    assert summary.concurrency == pytest.approx(10 * 0.19 / 1.09)
+    assert summary.num_unfinished == 0
+
+
+def test_a_window_takes_requests_by_arrival_and_tokens_by_their_own_time() -> None:
+    # Arrivals at 0.0, 0.1, ...; tokens from 0.1 to 0.19 s after each.
+    window = Window(0.195, 0.495)
+    summary = summarise(load(steady(10)), window=window, bounds=BOUNDS)
+    assert summary.num_requests == 3
+    assert summary.offered_rate == pytest.approx(10)
+    assert summary.attainment == 1
+    # Ten each of those that arrived at 0.1, 0.2 and 0.3; that of 0.4 sends its first too late.
+    assert summary.tokens_per_s == pytest.approx(30 / 0.3)
+    assert summary.num_unfinished == 1
+    # 0.1: 0.095 s of it, 0.2 and 0.3: all 0.19 s, 0.4: 0.095 s
+    assert summary.concurrency == pytest.approx(0.57 / 0.3)
+
+
+def test_a_request_that_ends_long_after_its_window_still_counts() -> None:
+    late = request(0.0, (0.1, 30.0))
+    summary = summarise(load([late, *steady(3)]), window=Window(0.0, 1.0), bounds=BOUNDS)
+    assert summary.num_requests == 4
+    assert summary.num_unfinished == 1
+    assert summary.attainment == 0.75
+
+
+def test_warm_up_never_counts() -> None:
+    warm = request(-1.0, (0.9, 5.0), index=99)
+    warm.warm_up = True
+    assert summarise(load([warm, *steady(5)])) == summarise(load(steady(5)))
+
+
+def test_stutter_is_a_gap_of_more_than_three_times_the_own_tpot() -> None:
+    smooth = request(0.0, (0.1, 0.2, 0.3))
+    stalled = request(0.0, [0.1 + 0.01 * place for place in range(20)] + [0.8], index=1)
+    assert summarise(load([smooth, stalled])).stutter_free == 0.5
+
+
+def test_the_cached_share_is_of_prompts_whose_cache_is_known() -> None:
+    records = steady(3)
+    assert summarise(load(records)).cached_share is None
+    records[0].prompt_tokens, records[0].cached_tokens = 100, 50
+    records[1].prompt_tokens, records[1].cached_tokens = 300, 0
+    records[2].prompt_tokens = 1000
+    assert summarise(load(records)).cached_share == 0.125
+
+
+def test_a_load_without_requests_has_no_summary() -> None:
+    with pytest.raises(BatonError, match="no request arrived, so"):
+        summarise(load([]))
+    with pytest.raises(BatonError, match="no request arrived between 5 and 6 s"):
+        summarise(load(steady(3)), window=Window(5.0, 6.0))
+
+
+def test_a_load_of_failures_only_has_a_summary_without_latencies() -> None:
+    summary = summarise(load([request(0.0, (), outcome=Outcome.UNREACHABLE)]), bounds=BOUNDS)
+    assert summary.ttft is None
+    assert summary.e2e is None
+    assert summary.attainment == 0
+    assert summary.goodput == 0
+
+
+def test_a_summary_survives_being_written_as_json() -> None:
+    summary = summarise(load(steady(50)), bounds=BOUNDS)
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
+
+
+@given(records=loads(), data=st.data())
+def test_no_order_of_the_records_changes_a_figure(
+    records: list[Record], data: st.DataObject
+) -> None:
+    other = data.draw(st.permutations(records))
+    first = summarise(load(records), bounds=BOUNDS)
+    assert summarise(load(other), bounds=BOUNDS) == first
+
+
+@given(records=loads())
+def test_every_arrival_is_in_every_share(records: list[Record]) -> None:
+    summary = summarise(load(records), bounds=BOUNDS)
+    assert summary.num_requests == sum(summary.outcomes.values()) == len(records)
+    assert summary.attainment is not None
+    assert summary.attainment_interval is not None
+    assert summary.attainment_interval.low <= summary.attainment
+    assert summary.attainment <= summary.attainment_interval.high
+    good = sum(meets(record, BOUNDS) for record in records)
+    assert summary.attainment == good / len(records)
+    assert good <= summary.outcomes.get("answered", 0)
+
+
+@given(records=loads(), start_ms=st.integers(0, 5_000), length_ms=st.integers(1, 5_000))
+def test_windows_side_by_side_share_all_requests_out(
+    records: list[Record], start_ms: int, length_ms: int
+) -> None:
+    start_s, end_s = start_ms / 1e3, (start_ms + length_ms) / 1e3
+    windows = [Window(-1.0, start_s), Window(start_s, end_s), Window(end_s, 99.0)]
+    parts = [counted(records, window) for window in windows]
+    found = sorted(record.index for part in parts for record in part)
+    assert found == sorted(record.index for record in records)
+    assert all(start_s <= record.intended_s < end_s for record in parts[1])
+
+
+@given(records=loads())
+def test_gaps_per_token_add_up_to_the_time_between_first_and_last_token(
+    records: list[Record],
+) -> None:
+    good = [record for record in records if record.outcome is Outcome.ANSWERED]
+    summary = summarise(load(records))
+    spans_ms = sum(1e3 * (one.arrivals[-1].at_s - one.arrivals[0].at_s) for one in good)
+    total = summary.itl.mean * summary.itl.count if summary.itl else 0.0
+    assert total == pytest.approx(spans_ms)
+
+
+def test_a_distribution_interpolates_nothing() -> None:
+    found = distribution([float(number) for number in range(1, 1001)])
+    assert found == Distribution(1000, 500.5, 500, 900, 950, 990, 1000, 1)
+    assert distribution([]) is None
+
+
+def test_bounds_are_presets_or_milliseconds() -> None:
+    assert parse_bounds("chat") is PRESETS["chat"]
+    assert parse_bounds("ttft=300, e2e=9000") == Bounds(ttft_ms=300, e2e_ms=9000)
+    assert str(parse_bounds("tight")) == "ttft <= 150 ms, tpot <= 10 ms, gap_max <= 100 ms"
+    assert str(Bounds()) == "answered"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "ttft", "ttft=", "ttft=-1", "ttft=1,ttft=2", "itl=nan"]
+)
+def test_wrong_bounds_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="bounds") as caught:
+        parse_bounds(text)
+    assert "\n" not in caught.value.message
+
+
+def test_every_figure_has_a_definition() -> None:
+    plain = {
+        "num_requests", "outcomes", "num_tokens", "num_prompt_tokens", "tokens_per_chunk", "bounds",
+        "ttft_mean", "attainment_interval", "num_unfinished",
+    }  # fmt: skip
+    assert set(Summary.__struct_fields__) - plain <= set(DEFINITIONS)
+
+
+def test_the_records_are_left_as_they_were() -> None:
+    result = load(steady(5))
+    before = msgspec.json.encode(result)
+    summarise(result, bounds=BOUNDS)
+    assert msgspec.json.encode(result) == before
+    assert msgspec.json.decode(before, type=LoadResult) == result

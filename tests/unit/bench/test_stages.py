@@ -1,0 +1,159 @@
+"""Stages against requests whose every part is known; and what a server may claim."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.bench.records import Outcome, Record, Stage
+from baton.bench.stages import (
+    STAGES,
+    UNATTRIBUTED,
+    Timeline,
+    read_timeline,
+    stages_of,
+    sum_error_s,
+    summarise_stages,
+)
+from tests.support.load_records import request
+
+# A request as baton's router describes it: 20 ms to the first token by its clock, of which 1 ms
+# went into messages between nodes, and 60 ms in all.
+TIMELINE = Timeline(
+    router_queue_s=0.002,
+    queue_s=0.003,
+    prefill_s=0.014,
+    transfer_s=0.012,
+    exposed_s=0.004,
+    decode_queue_s=0.001,
+    first_step_s=0.005,
+    time_to_first_token_s=0.020,
+    e2e_s=0.060,
+)
+
+
+def durations_ms(stages: list[Stage]) -> dict[str, float]:
+    return {stage.name: round(1e3 * stage.duration_s, 6) for stage in stages}
+
+
+def test_every_part_is_found_and_they_add_up() -> None:
+    # 5 ms on the way in and back for the first token, 6 ms for the last; 1 ms of lag.
+    # Between the first and the second token lie 12 ms, of which the stages explain 10.
+    record = request(0.0, (0.026, 0.038, 0.052, 0.067), lag_s=0.001)
+    record.stages = stages_of(TIMELINE, record)
+    assert list(durations_ms(record.stages)) == list(STAGES)
+    assert durations_ms(record.stages) == {
+        "client_lag": 1,
+        "before_server": 5,
+        "router_queue": 2,
+        "queue": 3,
+        "prefill": 14,
+        "exposed_transfer": 4,
+        "decode_queue": 1,
+        "first_step": 5,
+        "decoding": 29,
+        "after_server": 1,
+        UNATTRIBUTED: 2,
+    }
+    assert sum_error_s(record) == pytest.approx(0)
+
+
+def test_a_first_token_that_was_held_up_on_its_way_is_not_counted_twice() -> None:
+    """It comes with the second: the client sees one chunk, and no time between the two."""
+    record = request(0.0, [(0.037, 2), (0.049, 1), (0.065, 1)])
+    record.stages = stages_of(TIMELINE, record)
+    found = durations_ms(record.stages)
+    assert found["before_server"] == 5
+    assert found["after_server"] == 0
+    assert sum_error_s(record) == pytest.approx(0)
+
+
+def test_one_token_needs_no_decoding() -> None:
+    timeline = Timeline(
+        router_queue_s=0.001, prefill_s=0.01, time_to_first_token_s=0.012, e2e_s=0.012
+    )
+    record = request(0.0, (0.015,), tail_s=0.002)
+    record.stages = stages_of(timeline, record)
+    found = durations_ms(record.stages)
+    assert (found["before_server"], found["after_server"], found["decoding"]) == (3, 2, 0)
+    assert found[UNATTRIBUTED] == 1
+
+
+def test_a_server_that_says_little_leaves_the_rest_unattributed() -> None:
+    record = request(0.0, (0.1, 0.2, 0.3))
+    record.stages = stages_of(Timeline(queue_s=0.03), record)
+    found = durations_ms(record.stages)
+    assert found["queue"] == 30
+    assert found["decoding"] == 100
+    assert found[UNATTRIBUTED] == 170
+    assert found["before_server"] == found["after_server"] == 0
+    assert sum_error_s(record) == pytest.approx(0)
+
+
+def test_a_server_that_claims_more_time_than_there_was_is_found_out() -> None:
+    record = request(0.0, (0.02, 0.03))
+    record.stages = stages_of(
+        Timeline(prefill_s=0.05, time_to_first_token_s=0.02, e2e_s=0.03), record
+    )
+    assert sum_error_s(record) == pytest.approx(0.02)
+    table = summarise_stages([record])
+    assert table is not None
+    assert not table.adds_up
+    assert table.num_beyond == 1
+    assert table.max_error_ms == pytest.approx(20)
+
+
+def test_a_request_without_tokens_has_no_stages() -> None:
+    assert stages_of(TIMELINE, request(0.0, ())) == []
+
+
+def test_a_table_is_of_answered_requests_and_says_how_many_had_no_timeline() -> None:
+    records = [request(0.1 * place, (0.026, 0.038, 0.066), index=place) for place in range(4)]
+    for record in records[:3]:
+        record.stages = stages_of(TIMELINE, record)
+    records[2].outcome = Outcome.TRUNCATED
+    table = summarise_stages(records)
+    assert table is not None
+    assert (table.num_joined, table.num_without) == (2, 1)
+    assert [one.name for one in table.stages] == list(STAGES)
+    assert sum(one.share for one in table.stages) == pytest.approx(1)
+    assert table.unattributed_share == table.stages[-1].share
+    assert table.adds_up
+    assert summarise_stages(records[3:]) is None
+
+
+def test_a_timeline_is_an_entry_or_a_list_of_one() -> None:
+    known = b'{"queue_s":0.5,"arrival_time":1.0,"path":"local_prefill","max_tokens_clamped":null}'
+    assert read_timeline(known) == Timeline(queue_s=0.5, path="local_prefill")
+    assert read_timeline(msgspec.Raw(b"[" + known + b"]")) == read_timeline(known)
+
+
+@pytest.mark.parametrize(
+    "data", [b"null", b"[]", b"[{},{}]", b'{"queue_s":-1}', b'{"queue_s":"1"}', b"7", b"{", b"\xff"]
+)
+def test_what_is_no_timeline_is_none(data: bytes) -> None:
+    assert read_timeline(data) is None
+
+
+SECONDS = st.integers(0, 500).map(lambda ms: ms / 1e3)
+
+
+@given(
+    parts=st.fixed_dictionaries(
+        {name: st.none() | SECONDS for name in Timeline.__struct_fields__ if name.endswith("_s")}
+    ),
+    gaps=st.lists(SECONDS, min_size=1, max_size=5),
+    lag_s=SECONDS,
+    tail_s=SECONDS,
+)
+def test_whatever_a_server_says_no_stage_is_negative_and_none_is_missing(
+    parts: dict[str, float | None], gaps: list[float], lag_s: float, tail_s: float
+) -> None:
+    stamps = [lag_s + sum(gaps[: place + 1]) for place in range(len(gaps))]
+    record: Record = request(0.0, stamps, lag_s=lag_s, tail_s=tail_s)
+    record.stages = stages_of(msgspec.convert(parts, Timeline), record)
+    assert [stage.name for stage in record.stages] == list(STAGES)
+    assert all(stage.duration_s >= 0 for stage in record.stages)
+    assert sum_error_s(record) > -1e-9
+    if sum_error_s(record) > 1e-9:  # too much was claimed, so nothing was left over
+        assert record.stages[-1].duration_s == 0

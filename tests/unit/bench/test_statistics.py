@@ -1,0 +1,147 @@
+"""Percentiles, intervals, ratios and trends, against what is known of the samples."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.bench.paired import (
+    MIN_ROUNDS,
+    batch_means,
+    bootstrap,
+    nearest_rank,
+    paired,
+    share_interval,
+    trend,
+)
+
+NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(samples=st.lists(NUMBERS, min_size=1, max_size=60), percent=st.integers(1, 100))
+def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
+    samples: list[float], percent: int
+) -> None:
+    ordered = sorted(samples)
+    found = nearest_rank(ordered, percent)
+    assert found in samples
+    # In whole numbers, where no rounding can hide a mistake.
+    assert 100 * sum(one <= found for one in samples) >= percent * len(samples)
+    assert 100 * sum(one < found for one in samples) < percent * len(samples)
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "rank"),
+    [(1, 99, 1), (2, 50, 1), (3, 50, 2), (100, 99, 99), (101, 99, 100), (1000, 99.9, 999)],
+)
+def test_ranks_do_not_suffer_from_floating_point(count: int, percent: float, rank: int) -> None:
+    assert nearest_rank([float(number) for number in range(1, count + 1)], percent) == rank
+
+
+def test_a_bootstrap_is_repeatable_and_covers_its_estimate() -> None:
+    dice = random.Random(5)
+    samples = [dice.gauss(100, 10) for _ in range(200)]
+    found = bootstrap(samples)
+    assert found == bootstrap(list(reversed(samples)))
+    assert found.low < found.estimate < found.high
+    assert found.high - found.low < 8
+
+
+def test_bootstrap_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    dice = random.Random(11)
+    covered = 0
+    for _ in range(100):
+        found = bootstrap([dice.expovariate(1.0) for _ in range(60)])
+        covered += found.low <= math.log(2) <= found.high
+    assert 88 <= covered <= 100
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # The machine gets slower from round to round; B is always twice as slow as A.
+    slow = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    found = paired(slow, [2 * one for one in slow])
+    assert (found.median, found.low, found.high, found.rounds) == (0.5, 0.5, 0.5, 6)
+    assert found.is_conclusive
+
+
+def test_few_rounds_prove_nothing_however_alike_they_are() -> None:
+    found = paired([1.0] * (MIN_ROUNDS - 1), [2.0] * (MIN_ROUNDS - 1))
+    assert (found.low, found.high) == (0.5, 0.5)
+    assert not found.is_conclusive
+
+
+def test_equal_servers_do_not_differ() -> None:
+    dice = random.Random(3)
+    a, b = ([dice.gauss(10, 1) for _ in range(20)] for _ in range(2))
+    found = paired(a, b)
+    assert not found.is_conclusive
+    assert found.low < 1 < found.high
+
+
+def test_rounds_of_one_server_only_cannot_be_paired() -> None:
+    with pytest.raises(ValueError, match="2 rounds of one and 1 of the other"):
+        paired([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="0 rounds"):
+        paired([], [])
+
+
+@settings(max_examples=50)
+@given(ratios=st.lists(st.floats(0.1, 10), min_size=1, max_size=12))
+def test_the_median_ratio_lies_within_its_interval(ratios: list[float]) -> None:
+    found = paired(ratios, [1.0] * len(ratios))
+    assert min(ratios) <= found.low <= found.median <= found.high <= max(ratios)
+
+
+def test_batch_means_are_wider_where_neighbours_depend_on_each_other() -> None:
+    dice = random.Random(2)
+    lone = [dice.gauss(0, 1) for _ in range(2000)]
+    state, bound = 0.0, []
+    for _ in range(2000):
+        state = 0.95 * state + dice.gauss(0, 1)
+        bound.append(state)
+    alone, together = batch_means(lone), batch_means(bound)
+    assert alone is not None
+    assert together is not None
+    assert alone.low < 0 < alone.high
+    assert alone.high - alone.low < 0.2
+    # As independent samples of its variance (3.2 squared) they would claim 0.14 to either side.
+    assert together.high - together.low > 4 * 0.14
+    assert batch_means([1.0] * 39) is None
+
+
+def test_a_share_that_was_always_met_is_not_certain() -> None:
+    found = share_interval([True] * 20)
+    assert found.estimate == 1
+    assert found.high == 1
+    assert found.low == pytest.approx(20 / (20 + 1.96**2))
+
+
+def test_failures_that_come_together_widen_the_interval_of_a_share() -> None:
+    spread = share_interval([index % 10 != 0 for index in range(1000)])
+    burst = share_interval([index >= 100 for index in range(1000)])
+    assert spread.estimate == burst.estimate == 0.9
+    assert burst.high - burst.low > 3 * (spread.high - spread.low)
+
+
+@given(met=st.lists(st.booleans(), min_size=1, max_size=100))
+def test_an_interval_of_a_share_is_between_none_and_all(met: list[bool]) -> None:
+    found = share_interval(met)
+    assert 0 <= found.low <= found.estimate <= found.high <= 1
+
+
+def test_a_trend_knows_its_slope_and_how_sure_it_is() -> None:
+    exact = trend([0, 1, 2, 3], [1, 3, 5, 7])
+    assert exact is not None
+    assert exact.slope == pytest.approx(2)
+    assert exact.t > 1e6
+    dice = random.Random(1)
+    noise = trend(range(100), [dice.gauss(0, 1) for _ in range(100)])
+    assert noise is not None
+    assert abs(noise.t) < 3
+    flat = trend([0, 1, 2], [5, 5, 5])
+    assert flat is not None
+    assert (flat.slope, flat.t) == (0, 0)
+    assert trend([0, 1], [0, 1]) is None
+    assert trend([2, 2, 2], [0, 1, 2]) is None
