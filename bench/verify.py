@@ -1,0 +1,192 @@
+"""Whether the outputs under load are those of each request alone: greedy, token by token.
+
+`reference` asks the planned requests one at a time, `compare_outputs` names every output that
+differs and how. It warms the server's prefix cache with the very prompts, so ask *after* the load
+that is measured. Token ids are compared where the server returns them, else text. A server that is
+not batch-invariant may differ without having lost anything: its outputs part once and for good
+(`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery on any server.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from baton.bench.load import Load, run_load
+from baton.bench.records import Outcome, Planned, Record
+from baton.bench.target import Target
+from baton.protocol.errors import BatonError, ConfigError
+
+SHOWN = 6  # tokens or letters on either side, in a line about a mismatch
+# What follows a gap or a repetition must match for so long, where nothing but that tells it apart.
+MIN_OVERLAP = 4
+# With others than these an output is not a function of its prompt.
+GREEDY = {"temperature": 0, "best_of": 1, "use_beam_search": False}
+
+Unit = Literal["token", "letter"]
+
+
+class MismatchKind(StrEnum):
+    LOST = "lost"  # some are missing, the others are right
+    DOUBLED = "doubled"  # some came twice, the others are right
+    REORDERED = "reordered"  # the right ones in another order
+    WRONG = "wrong"  # others
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What came of one request. One of the two at least."""
+
+    token_ids: tuple[int, ...] | None
+    text: str | None
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """An output under load that differs from that of the request alone."""
+
+    index: int  # of the request
+    kind: MismatchKind
+    at: int  # the first token (or letter) that differs
+    unit: Unit
+    expected: str  # from there on
+    got: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} at {self.unit} {self.at}: expected {self.expected or 'the end'}, "
+            f"got {self.got or 'the end'}"
+        )
+
+
+def reference(
+    target: Target, requests: Sequence[Planned], stop: threading.Event | None = None
+) -> dict[int, Output]:
+    """The output of each request alone on the server, by its index.
+
+    Raises `BatonError` if the server does not answer one, `ConfigError` if it is not asked to be
+    greedy. Once `stop` is set, those that were answered by then.
+    """
+    for name, greedy in GREEDY.items():
+        if target.extra_body.get(name, greedy) != greedy:
+            raise ConfigError(f"outputs can only be verified when greedy, not with {name} set")
+    load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
+    records = run_load(load, stop=stop).records
+    if stop is not None and stop.is_set():
+        records = [record for record in records if record.outcome is Outcome.ANSWERED]
+    return outputs(records)
+
+
+def alone(requests: Sequence[Planned]) -> list[Planned]:
+    """The requests of a closed loop: without their times, and without the warm-up."""
+    return [
+        msgspec.structs.replace(planned, at_s=None, think_s=0.0)
+        for planned in requests
+        if not planned.warm_up
+    ]
+
+
+def outputs(records: Sequence[Record]) -> dict[int, Output]:
+    """Outputs that can be compared with; raises `BatonError` for one that cannot."""
+    found: dict[int, Output] = {}
+    for record in records:
+        if record.outcome is not Outcome.ANSWERED:
+            why = f"{record.outcome} {record.detail}".strip()
+            raise BatonError(f"alone, request {record.index} was not answered: {why}")
+        if record.token_ids is None and record.text is None:
+            raise BatonError(f"neither token ids nor text of request {record.index} were kept")
+        ids = None if record.token_ids is None else tuple(record.token_ids)
+        found[record.index] = Output(ids, record.text)
+    return found
+
+
+def compare_outputs(references: Mapping[int, Output], records: Sequence[Record]) -> list[Mismatch]:
+    """Every output that differs, in the order of `records`.
+
+    Of a request that failed, what arrived must still be right as far as it goes. Raises
+    `BatonError` for an answered request without a reference: it cannot be said to be right.
+    """
+    found = []
+    for record in records:
+        if record.warm_up:
+            continue
+        is_whole = record.outcome is Outcome.ANSWERED
+        if record.index in references:
+            mismatch = _mismatch(references[record.index], record, is_whole)
+            found += [mismatch] if mismatch else []
+        elif is_whole:
+            raise BatonError(f"request {record.index} was not asked alone, nothing to compare with")
+    return found
+
+
+def _mismatch(expected: Output, record: Record, is_whole: bool) -> Mismatch | None:
+    """By token ids, and by text too where both ends have it: that is detokenized under load."""
+    compared = False
+    if expected.token_ids is not None and record.token_ids is not None:
+        compared = True
+        ids, got_ids = expected.token_ids, tuple(record.token_ids)
+        if differs(ids, got_ids, is_whole):
+            at = _first_difference(ids, got_ids)
+            shown = [" ".join(map(str, part[at : at + SHOWN])) for part in (ids, got_ids)]
+            return Mismatch(record.index, classify(ids, got_ids), at, "token", *shown)
+    if expected.text is not None and record.text is not None:
+        compared = True
+        if differs(expected.text, record.text, is_whole):
+            at = _first_difference(expected.text, record.text)
+            shown = [
+                repr(part[at : at + SHOWN]) if part[at:] else ""
+                for part in (expected.text, record.text)
+            ]
+            kind = classify(expected.text, record.text)
+            return Mismatch(record.index, kind, at, "letter", *shown)
+    if is_whole and not compared:
+        raise BatonError(
+            f"request {record.index} cannot be verified: the load kept neither its token ids nor "
+            "its text"
+        )
+    return None
+
+
+def differs(expected: Sequence[object], got: Sequence[object], is_whole: bool) -> bool:
+    return got != expected if is_whole else got != expected[: len(got)]
+
+
+def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:
+    """How `got` differs from `expected`, which it does.
+
+    A run that is missing, or that came twice, is told from wrong ones by what follows it: that must
+    be what was expected there, only shifted. So it is found where the forced length was kept, too.
+    """
+    at = _first_difference(expected, got)
+    if _is_within(got, expected):
+        return MismatchKind.LOST
+    if _is_within(expected, got) and not Counter(got).keys() - Counter(expected).keys():
+        return MismatchKind.DOUBLED
+    if Counter(expected) == Counter(got):
+        return MismatchKind.REORDERED
+    for length in range(1, len(expected) - at - MIN_OVERLAP + 1):
+        if _goes_on(expected[at + length :], got[at:]):
+            return MismatchKind.LOST
+    for length in range(1, min(at, len(got) - at - MIN_OVERLAP) + 1):
+        is_repeated = got[at : at + length] == expected[at - length : at]
+        if is_repeated and _goes_on(expected[at:], got[at + length :]):
+            return MismatchKind.DOUBLED
+    return MismatchKind.WRONG
+
+
+def _goes_on(expected: Sequence[object], got: Sequence[object]) -> bool:
+    """Whether the two agree as far as both go, and far enough to be no chance."""
+    length = min(len(expected), len(got))
+    return length >= MIN_OVERLAP and expected[:length] == got[:length]
+
+
+def _is_within(part: Sequence[object], whole: Sequence[object]) -> bool:
+    """Whether `part` is `whole` with some left out."""
+    rest = iter(whole)
+    return len(part) < len(whole) and all(any(entry == one for one in rest) for entry in part)
+
+
+def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
