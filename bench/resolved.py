@@ -132,12 +132,14 @@ def plan_of(
     if not load.requests and not load.duration_s and workload.workload not in ("trace", "file"):
         raise ConfigError("say how long: --requests N, --duration-s S, or both")
     if arrivals is None and not load.requests and workload.workload not in ("trace", "file"):
-        raise ConfigError("a closed loop has no times of its own: give it --requests N")
+        raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
+    # What the duration of a closed loop ends is the sending: its requests have no times.
+    duration_s = None if arrivals is None else load.duration_s or None
     return make_plan(
         workload_of(workload),
         arrivals,
         count=load.requests or None,
-        duration_s=load.duration_s or None,
+        duration_s=duration_s,
         warm_up=load.warm_up,
     )
 

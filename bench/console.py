@@ -1,0 +1,110 @@
+"""What a command says on stdout when it is done: a few aligned tables, and whether they hold.
+
+The experiments print `shown` of every report; the pages that `--out` writes say all of it. Pure.
+Text that came from a server loses its control characters, which a terminal would obey.
+"""
+
+from baton.bench.metrics import Distribution, Summary
+from baton.bench.report.document import Report, Run, Table
+from baton.bench.report.sections import results
+from baton.bench.report.wording import number, quantity, share, span
+from baton.bench.validity import Severity
+
+LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
+PERCENTILES = ("p50", "p90", "p99", "max")
+MAX_CELL = 48
+
+
+def shown(report: Report) -> str:
+    """Without the newline at the end."""
+    lines: list[str] = []
+    if len(report.runs) == 1:
+        lines += _of_run(report.runs[0])
+    for section in results(report):
+        if section.key in ("runs", "search", "comparison") or section.key.startswith("table-"):
+            lines += ["", section.title, *section.lines]
+            for table in section.tables:
+                lines += ["", *_aligned(table)]
+    lines += ["", *(f"note: {note}" for note in report.notes), *_problems(report)]
+    return "\n".join(_plain(line) for line in lines).strip("\n")
+
+
+def verdict(report: Report) -> str:
+    if not report.runs:
+        return "no run"
+    if not report.invalid:
+        return "VALID"
+    return "INVALID: these figures are not the server's and must not be used"
+
+
+def _of_run(run: Run) -> list[str]:
+    summary = run.summary
+    rows = []
+    for name in LATENCIES:
+        found: Distribution | None = getattr(summary, name)
+        if found is not None:
+            values = [number(getattr(found, percentile)) for percentile in PERCENTILES]
+            rows.append([name, *values, f"{found.count:,}"])
+    lines = _aligned(Table("", [f"{run.label} (ms)", *PERCENTILES, "samples"], rows))
+    lines += ["", *_totals(summary)]
+    for impact in run.impacts:
+        lines += [
+            f"fault {impact.fault}: detected after {quantity(impact.time_to_detect_s, 's')}, "
+            f"recovered after {quantity(impact.time_to_recover_s, 's')}, "
+            f"longest wait {quantity(impact.longest_wait_s, 's')}, "
+            f"goodput dip {quantity(impact.goodput_dip, 'requests')}, {impact.num_failed} failed",
+            *(f"  {note}" for note in impact.notes),
+        ]
+    return lines
+
+
+def _totals(summary: Summary) -> list[str]:
+    outcomes = ", ".join(f"{count:,} {name}" for name, count in summary.outcomes.items())
+    lines = [f"{summary.num_requests:,} requests: {outcomes.replace('_', ' ')}"]
+    rates = [
+        f"{quantity(summary.tokens_per_s, 'tokens/s')}",
+        f"offered {quantity(summary.offered_rate, '/s')}",
+        f"answered {quantity(summary.answered_rate, '/s')}",
+        f"{number(summary.concurrency)} in flight",
+    ]
+    if summary.cached_share:
+        rates.append(f"{share(summary.cached_share)} of prompts cached")
+    lines.append(", ".join(rates))
+    if summary.attainment is not None and (interval := summary.attainment_interval) is not None:
+        lines.append(
+            f"attainment {share(summary.attainment)} "
+            f"(95 %: {span(interval.low, interval.high, 'share')}), "
+            f"goodput {quantity(summary.goodput, '/s')}; bounds: {summary.bounds}"
+        )
+    return lines
+
+
+def _problems(report: Report) -> list[str]:
+    """Each problem once; of several runs those that make one invalid."""
+    lines = []
+    for run in report.runs:
+        where = f"{run.label}: " if len(report.runs) > 1 else ""
+        for problem in run.problems:
+            if problem.severity is Severity.INVALID or not where:
+                lines.append(f"{problem.severity.upper()}: {where}{problem.text}")
+        if not where:
+            lines += [f"note: {note}" for note in run.notes]
+    return [*lines, verdict(report)]
+
+
+def _aligned(table: Table) -> list[str]:
+    rows = [[_plain(cell)[:MAX_CELL] for cell in row] for row in (table.columns, *table.rows)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
+    lines = [table.title] if table.title else []
+    lines += [
+        "  ".join(
+            cell.ljust(width) if not place else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return [*lines, *([table.caption] if table.caption else [])]
+
+
+def _plain(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,0 +1,301 @@
+"""One load from its plan to a judged run, and the frame in which every experiment runs them.
+
+`run` is the command of that name; sweep, search, compare and fault use `Bench` to do the same many
+times over. Ctrl-C ends the load that is running and leaves a report that is marked as interrupted.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from baton.bench import resolved
+from baton.bench.console import shown
+from baton.bench.load import Load, Progress, run_load
+from baton.bench.metrics import Bounds, Window, summarise
+from baton.bench.probe import Probed, probe
+from baton.bench.progress import LoadProgress
+from baton.bench.publish import begin
+from baton.bench.records import LoadResult, Outcome
+from baton.bench.report.document import Run, read_json
+from baton.bench.report.writing import write_all
+from baton.bench.settings import ArrivalSettings, LoadSettings, ReportAgainSettings, RunSettings
+from baton.bench.target import Target
+from baton.bench.validity import Problem, Severity, check
+from baton.bench.verify import Mismatch, MismatchKind, compare_outputs, reference
+from baton.bench.workloads import Plan
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.interrupts import Interrupts
+
+OnStart = Callable[[float], None]
+ALL_FAILED = "all_failed"
+WATCH_EVERY_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """A load that is to be put on a target, and how it is judged."""
+
+    label: str
+    target: Target
+    plan: Plan
+    concurrency: int  # closed loop; 0: open loop
+    load: LoadSettings
+    bounds: Bounds | None = None
+    verify: bool = False
+    arm: str = ""
+    round: int = 0
+    rate: float | None = None
+
+    @property
+    def window(self) -> Window | None:
+        return resolved.window_of(self.load.window)
+
+    @property
+    def max_concurrency(self) -> int | None:
+        """Of an open loop."""
+        return None if self.concurrency else self.load.max_concurrency or None
+
+
+class Bench:
+    """A context in which loads run one after the other; shows progress and takes Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.progress = LoadProgress()
+        self._interrupts = Interrupts(lambda: None)
+
+    def __enter__(self) -> "Bench":
+        self._interrupts.__enter__()
+        self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.progress.__exit__(kind, error, trace)
+        self._interrupts.__exit__(kind, error, trace)
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupts.requested
+
+    def connect(self, target: Target) -> tuple[Target, str]:
+        """The target as its server can be asked, and a line on what that is."""
+        probed = probe(target)
+        fitted = probed.fit(target)
+        self.progress.say(f"{target.url} serves {fitted.model}")
+        return fitted, _described(probed, fitted)
+
+    def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
+        """Runs one load. A load of which nothing was answered is an invalid run, not an error.
+
+        `on_start` is told when the schedule starts, on the monotonic clock.
+        """
+        watch = _Watch(self, case)
+        result = run_load(
+            Load(
+                target=case.target,
+                requests=case.plan.requests,
+                concurrency=case.concurrency or case.max_concurrency,
+                closed=bool(case.concurrency),
+                processes=case.load.processes,
+                stop_after_s=case.load.duration_s or None if case.concurrency else None,
+                keep_text=case.verify,
+            ),
+            on_progress=watch,
+            on_start=on_start,
+            stop=watch.stop,
+        )
+        why_stopped = watch.why_stopped(result)
+        found: list[Problem] = []
+        notes: list[str] = []
+        if case.verify and not why_stopped:
+            found, notes = self._verify(case, result)
+        run = judge(case, result, why_stopped)
+        run.notes += notes
+        run.problems = sorted(found + run.problems, key=lambda problem: not problem.is_invalid)
+        return run
+
+    def _verify(self, case: Case, result: LoadResult) -> tuple[list[Problem], list[str]]:
+        """Asks each prompt alone, and marks the records whose output was another under load."""
+        self.progress.say("asking each prompt alone, to compare the outputs")
+        with self._stopped_by_interrupt() as stop:
+            references = reference(case.target, case.plan.requests, stop)
+        known = [record for record in result.records if record.index in references]
+        mismatches = compare_outputs(references, known)
+        marks = {mismatch.index: str(mismatch) for mismatch in mismatches}
+        for record in known:
+            if record.index in marks and record.outcome is Outcome.ANSWERED:
+                record.outcome, record.detail = Outcome.WRONG_TOKENS, marks[record.index][:200]
+        what = "token by token" if case.target.token_ids else "letter by letter"
+        count = sum(not record.warm_up for record in known)
+        note = f"{count} outputs were compared with those of the requests alone, {what}"
+        if not mismatches:
+            note += ": all equal"
+        return verification(count, mismatches), [note]
+
+    @contextmanager
+    def _stopped_by_interrupt(self) -> Iterator[threading.Event]:
+        """An event that Ctrl-C sets while nobody polls."""
+        stop, over = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not over.is_set():
+                if self._interrupts.wait(WATCH_EVERY_S):
+                    stop.set()
+                    return
+
+        watcher = threading.Thread(target=watch, name="interrupts", daemon=True)
+        watcher.start()
+        try:
+            yield stop
+        finally:
+            over.set()
+            watcher.join()
+
+
+class _Watch:
+    """Sees the progress of a load, and stops it early for a reason."""
+
+    def __init__(self, bench: Bench, case: Case) -> None:
+        self.stop = threading.Event()
+        self._bench = bench
+        self._give_up_after = case.load.give_up_after
+        self._num_planned = len(case.plan.requests)
+        self._gave_up = False
+        bench.progress.begin(case.label, self._num_planned)
+
+    def __call__(self, progress: Progress) -> None:
+        self._bench.progress.show(progress)
+        enough = 0 < self._give_up_after <= progress.ended
+        if self._bench.interrupted:
+            self.stop.set()
+        elif enough and progress.ended == progress.failed and not self.stop.is_set():
+            self._gave_up = True
+            self.stop.set()
+
+    def why_stopped(self, result: LoadResult) -> str:
+        """Empty if it ran to its end."""
+        if self._gave_up:
+            first = next((record.detail for record in result.records if record.detail), "")
+            return f"stopped early: the first {self._give_up_after} requests all failed: {first}"
+        if self._bench.interrupted:
+            sent = len(result.records)
+            return f"interrupted: {sent} of {self._num_planned} requests had been sent"
+        return ""
+
+
+def verification(num_compared: int, mismatches: list[Mismatch]) -> list[Problem]:
+    """What a comparison with the single-request outputs says about a run.
+
+    Tokens that got lost, doubled or out of order are faults of any server. Other tokens may come
+    from one that is not batch-invariant, so they are said, and count as failed requests.
+    """
+    counts = Counter(mismatch.kind for mismatch in mismatches)
+    problems = []
+    for kind, count in counts.items():
+        first = next(mismatch for mismatch in mismatches if mismatch.kind is kind)
+        text = (
+            f"{count} of {num_compared} outputs differ from those of the requests alone ({kind}); "
+            f"request {first.index}: {first}"
+        )
+        is_wrong = kind is MismatchKind.WRONG
+        problems.append(Problem(Severity.WARNING if is_wrong else Severity.INVALID, text))
+    return problems
+
+
+def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
+    """The figures of a load, and whether they may be used."""
+    summary = summarise(result, window=case.window, bounds=case.bounds)
+    problems = [Problem(Severity.INVALID, why_stopped)] if why_stopped else []
+    planned = case.plan.requests
+    if why_stopped or (case.concurrency and case.load.duration_s):
+        # That others were not sent is said already, or meant.
+        ended = {record.index for record in result.records}
+        planned = [one for one in planned if one.index in ended]
+    try:
+        problems += check(result, summary, planned, max_concurrency=case.max_concurrency)
+    except BatonError as error:
+        if error.code != ALL_FAILED:
+            raise
+        problems.append(Problem(Severity.INVALID, error.message))
+    return Run(
+        label=case.label,
+        summary=summary,
+        arm=case.arm,
+        round=case.round,
+        rate=case.rate,
+        started_at=result.started_at,
+        wall_s=result.wall_s,
+        notes=list(case.plan.notes),
+        problems=problems,
+        clients=result.clients,
+        records=result.records,
+    )
+
+
+def loop_of(settings: ArrivalSettings) -> str:
+    """How requests arrive, as a label."""
+    if settings.concurrency:
+        return f"concurrency {settings.concurrency}"
+    return settings.arrivals or "trace"
+
+
+def _described(probed: Probed, target: Target) -> str:
+    gives = {
+        "token ids": target.token_ids,
+        "a timeline": target.timeline,
+        "usage": target.usage,
+        "running usage": target.continuous_usage,
+    }
+    found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
+    server = " ".join(part for part in (probed.server, probed.version) if part)
+    return f"{target.url}: {server or 'a server'} with {target.model}, giving {found}"
+
+
+def run(settings: RunSettings) -> int:
+    """`baton bench run`; the exit code."""
+    plan = resolved.plan_of(
+        settings.workload,
+        settings.load,
+        resolved.arrivals_of(settings.arrival, settings.workload),
+    )
+    target = resolved.target_of(settings.target, plan.requests)
+    case = Case(
+        label=settings.report.label or loop_of(settings.arrival),
+        target=target,
+        plan=plan,
+        concurrency=settings.arrival.concurrency,
+        load=settings.load,
+        bounds=resolved.bounds_of(settings.bounds),
+        verify=settings.check.verify,
+        rate=plan.offered_rate,
+    )
+    publisher = begin("run", settings, settings.report, api_key=target.api_key)
+    report = publisher.report
+    report.bounds = case.bounds
+    with Bench() as bench:
+        case.target, described = bench.connect(target)
+        report.title = report.title or f"{case.target.model} at {target.url}"
+        report.notes.append(described)
+        report.runs.append(bench.measure(case))
+    return publisher.finish()
+
+
+def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
+    """`baton bench report`: the pages of a report that was written before."""
+    if len(files) != 1:
+        raise ConfigError("name one file: baton bench report report.json --out FOLDER")
+    report = read_json(Path(files[0]))
+    print(shown(report))
+    if settings.report.out:
+        for path in write_all(report, Path(settings.report.out)):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0

@@ -1,0 +1,85 @@
+"""How a load is going, for people who wait: one live line on a terminal, plain lines elsewhere.
+
+The experiments own one and hand `show` to the load; everything goes to stderr, so that stdout holds
+results alone. It decides nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from baton.bench.load import Progress
+from baton.runtime.clock import Clock, monotonic
+
+LINE_EVERY_S = 5.0
+
+
+class LoadProgress:
+    """A context manager. `begin` names the load that `show` is about; `say` prints a line."""
+
+    def __init__(self, console: Console | None = None, clock: Clock = monotonic) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._clock = clock
+        self._status: Status | None = None
+        self._label, self._total = "", 0
+        self._started_s = self._printed_s = clock()
+        self._last: Progress | None = None
+
+    def __enter__(self) -> "LoadProgress":
+        if self._console.is_terminal:
+            self._status = self._console.status("")
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def begin(self, label: str, total: int) -> None:
+        """The load `label` of `total` requests starts now."""
+        self._label, self._total = label, total
+        self._started_s = self._printed_s = self._clock()
+        self._last = None
+        if self._status is not None:
+            self._status.update(Text(label))
+
+    def show(self, progress: Progress) -> None:
+        now_s = self._clock()
+        self._last = progress
+        if self._status is not None:
+            self._status.update(Text(self._line(progress, now_s)))
+        elif now_s - self._printed_s >= LINE_EVERY_S:
+            self._printed_s = now_s
+            self.say(self._line(progress, now_s))
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._console.is_terminal:
+            self._console.print(Text(line), soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _line(self, progress: Progress, now_s: float) -> str:
+        elapsed_s = max(now_s - self._started_s, 1e-9)
+        parts = [
+            f"{self._label}: {progress.ended}/{self._total} answered",
+            f"{progress.in_flight} in flight",
+            f"{progress.tokens / elapsed_s:.0f} tok/s",
+            f"{elapsed_s:.0f} s",
+        ]
+        if progress.failed:
+            parts.insert(1, f"{progress.failed} failed")
+        return "  ".join(parts)
+
+
+Show = Callable[[Progress], None]

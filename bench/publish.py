@@ -1,0 +1,77 @@
+"""The frame of a report: begun before the first request, finished after the last one.
+
+Every experiment begins one, puts its runs in, and ends with `finish`, which prints, writes the
+files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from baton.bench.console import shown
+from baton.bench.provenance import collect, complete
+from baton.bench.report.document import Report, flat_settings, withhold
+from baton.bench.report.writing import write_all
+from baton.bench.settings import ReportSettings
+from baton.protocol.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Publisher:
+    """A report on its way. `secrets` are the very keys in use; they never leave this process."""
+
+    report: Report
+    out: Path | None
+    secrets: tuple[str, ...]
+
+    def finish(self) -> int:
+        self.report.provenance = complete(self.report.provenance)
+        print(shown(withhold(self.report, self.secrets)), flush=True)
+        if self.out is not None:
+            for path in write_all(self.report, self.out, self.secrets):
+                print(f"wrote {path}", file=sys.stderr)
+        return 1 if self.report.invalid or not self.report.runs else 0
+
+
+def begin(
+    command: str,
+    settings: msgspec.Struct,
+    report: ReportSettings,
+    *,
+    api_key: str = "",
+) -> Publisher:
+    """Looks at the machine as it is before the load; raises `ConfigError` for a bad `--out`."""
+    secrets = (api_key,) if api_key else ()
+    out = _folder(report.out)
+    return Publisher(
+        Report(
+            command=command,
+            title=report.label,
+            provenance=collect(settings, _command_line(), secrets),
+            settings=flat_settings(settings, secrets),
+        ),
+        out,
+        secrets,
+    )
+
+
+def _command_line() -> Sequence[str]:
+    return ["baton", *sys.argv[1:]]
+
+
+def _folder(name: str) -> Path | None:
+    """Made now, so that no load runs for a report that could not be written."""
+    if not name:
+        return None
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {name}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--out {name}: the folder cannot be written")
+    return folder
