@@ -23,6 +23,14 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     low: float
     high: float
 
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
     def distance(self, value: float) -> float:
         """Of a value that should lie within: 0 where it does, negative below."""
         if value < self.low:
@@ -67,11 +75,12 @@ def truth_of(answer: Answer, intended_s: float) -> Truth:
         gaps.append(gap)
         itl += [Range(gap.low / num_tokens, gap.high / num_tokens)] * num_tokens
     later_tokens = sum(num_tokens for _, num_tokens in chunks) - first_tokens
+    due = Range(intended_s, intended_s)
     end = answer.writes[-1]
     span = _between(first, last)
     return Truth(
-        ttft=_between(Range(intended_s, intended_s), first),
-        e2e=_between(Range(intended_s, intended_s), Range(end.at_s, end.at_s + end.took_s)),
+        ttft=_between(due, first),
+        e2e=_between(due, Range(end.at_s, end.at_s + end.took_s)),
         itl=itl,
         tpot=Range(span.low / later_tokens, span.high / later_tokens) if later_tokens else None,
         gap_max=Range(max(g.low for g in gaps), max(g.high for g in gaps)) if gaps else None,

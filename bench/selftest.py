@@ -1,0 +1,189 @@
+"""`baton bench selftest`: the client and its metrics against a server whose token times are known.
+
+Plays good answers of every shape and every kind of failure, open loop, from real client processes
+over real sockets, and holds each percentile to what the server wrote and each outcome to what was
+scripted. Without a deviation the exit code is 0. Meant for a machine that has nothing else to do:
+a client that the kernel keeps waiting is late, and this says so.
+"""
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.load import Load, run_load
+from baton.bench.records import Outcome, Planned
+from baton.bench.scripted_server import HOST, ScriptedServer
+from baton.bench.scripts import MODEL
+from baton.bench.selftest_cases import FIRST_NUMBER, TIMEOUT_S, Counting, Mix, make_cases, plan
+from baton.bench.selftest_greedy import find_damage
+from baton.bench.selftest_verdict import Count, Played, Verdict, judge
+from baton.bench.target import Api, Target
+from baton.protocol.errors import ConfigError
+
+LOADS: tuple[tuple[Api, Counting, int], ...] = (
+    ("completions", "token_ids", 2),
+    ("chat", "text", 1),
+    ("completions", "running_usage", 1),
+)
+NUM_UNREACHABLE = 3
+MAX_WRONG_LINES = 20
+DESCRIPTION = "Measure a scripted server whose token times are known, and compare."
+HELP = {
+    "requests": "good answers per load, of three loads (%(default)s)",
+    "rate": "requests per second (%(default)s)",
+}
+
+Say = Callable[[str], None]
+
+
+class SelfTest(msgspec.Struct, frozen=True):
+    """What is played, and how exact it must be."""
+
+    num_good: int = 300  # answers without a fault, per load
+    rate: float = 25.0  # requests per second
+    tolerance_ms: float = 1.0
+    seed: int = 0
+
+
+class SelfTestReport(msgspec.Struct, frozen=True):
+    settings: SelfTest
+    verdicts: list[Verdict]
+    others: list[Count]  # of loads without figures
+
+    @property
+    def ok(self) -> bool:
+        exact = all(count.is_exact for count in self.others)
+        return exact and all(verdict.ok for verdict in self.verdicts)
+
+
+def selftest(settings: SelfTest, say: Say | None = None) -> SelfTestReport:
+    """Plays all loads, one after the other; `say` hears what is going on."""
+    say = say or _say_nothing
+    verdicts = []
+    with ScriptedServer() as server:
+        for offset, (api, counting, processes) in enumerate(LOADS):
+            mix = Mix(api, counting, settings.num_good, settings.rate, settings.seed + 10 * offset)
+            name = f"{api}, tokens counted by {counting.replace('_', ' ')}, {processes} process"
+            name += "es" if processes > 1 else ""
+            say(f"{name}: {mix.num_good} good answers and the faulty ones, {mix.rate:g} a second")
+            played = _play(server, name, processes, mix)
+            verdicts.append(judge(played, settings.tolerance_ms))
+        say("damaged tokens, and a port that nobody listens on")
+        others = [*find_damage(server, by_ids=True), *find_damage(server, by_ids=False)]
+    return SelfTestReport(settings, verdicts, [*others, _ask_nobody()])
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _play(server: ScriptedServer, name: str, processes: int, mix: Mix) -> Played:
+    cases = make_cases(mix)
+    server.play({FIRST_NUMBER + index: [case.script] for index, case in enumerate(cases)})
+    target = Target(
+        server.url, MODEL, mix.api, timeout_s=TIMEOUT_S, token_ids=mix.counting == "token_ids",
+        continuous_usage=mix.counting == "running_usage",
+    )  # fmt: skip
+    requests = plan(cases, mix)
+    load = Load(target=target, requests=requests, processes=processes)
+    starts: list[float] = []
+    result = run_load(load, on_start=starts.append)
+    return Played(name, mix.counting, cases, requests, server.answers(), result, *starts)
+
+
+def _ask_nobody() -> Count:
+    """Requests to a port that was free a moment ago."""
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    target = Target(f"http://{HOST}:{port}", MODEL, timeout_s=TIMEOUT_S)
+    requests = [
+        Planned(index, 0.02 * index, 1, prompt_ids=(1, 2)) for index in range(NUM_UNREACHABLE)
+    ]
+    records = run_load(Load(target=target, requests=requests, processes=1)).records
+    num_counted = sum(record.outcome is Outcome.UNREACHABLE for record in records)
+    return Count("nobody listens", Outcome.UNREACHABLE, NUM_UNREACHABLE, num_counted)
+
+
+def show(report: SelfTestReport, console: Console) -> None:
+    """The whole report as tables."""
+    for verdict in report.verdicts:
+        console.print(_figures(verdict))
+        console.print(_counts(verdict.counts))
+        for line in verdict.wrong[:MAX_WRONG_LINES]:
+            console.print(f"  {line}", style="red", markup=False)
+        if (rest := len(verdict.wrong) - MAX_WRONG_LINES) > 0:
+            console.print(f"  and {rest} more")
+    console.print(_counts(report.others))
+    num_figures = sum(len(verdict.figures) for verdict in report.verdicts)
+    num_requests = sum(verdict.num_requests for verdict in report.verdicts)
+    farthest = max(
+        (abs(figure.deviation) for verdict in report.verdicts for figure in verdict.figures),
+        default=0.0,
+    )
+    console.print(
+        f"{'ok' if report.ok else 'DEVIATES'}: {num_requests} requests, {num_figures} percentiles, "
+        f"the farthest {farthest:.3f} ms from the truth (allowed {report.settings.tolerance_ms:g})"
+    )
+
+
+def _figures(verdict: Verdict) -> Table:
+    title = (
+        f"{verdict.name}: {verdict.num_requests} requests, lag p99 {verdict.lag_p99_ms:.2f} ms, "
+        f"start known to {verdict.start_width_ms:.3f} ms"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("ms", "written", "+-", "measured", "off by", ""):
+        table.add_column(heading, justify="left" if heading == "ms" else "right")
+    for figure in verdict.figures:
+        table.add_row(
+            f"{figure.metric} p{figure.percent}",
+            f"{figure.truth.middle:.3f}",
+            f"{figure.truth.width / 2:.3f}",
+            f"{figure.client:.3f}",
+            f"{figure.deviation:+.3f}",
+            "ok" if figure.is_close else "WRONG",
+        )
+    return table
+
+
+def _counts(counts: list[Count]) -> Table:
+    table = Table("answers", "to be counted as", "scripted", "counted", "")
+    for count in counts:
+        table.add_row(
+            count.name,
+            count.counted_as,
+            str(count.num_scripted),
+            str(count.num_counted),
+            "ok" if count.is_exact else "WRONG",
+        )
+    return table
+
+
+def main(arguments: list[str]) -> int:
+    """0 without a deviation, else 1."""
+    default = SelfTest()
+    parser = argparse.ArgumentParser("baton bench selftest", description=DESCRIPTION)
+    parser.add_argument("--requests", type=int, default=default.num_good, help=HELP["requests"])
+    parser.add_argument("--rate", type=float, default=default.rate, help=HELP["rate"])
+    parser.add_argument("--tolerance-ms", type=float, default=default.tolerance_ms)
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--json", type=Path, help="write the verdicts here")
+    parsed = parser.parse_args(arguments)
+    if parsed.requests < 1 or parsed.rate <= 0 or parsed.tolerance_ms < 0:
+        raise ConfigError("selftest: --requests and --rate must be positive")
+    settings = SelfTest(parsed.requests, parsed.rate, parsed.tolerance_ms, parsed.seed)
+    report = selftest(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    show(report, Console(width=100))
+    if parsed.json:
+        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
