@@ -139,14 +139,15 @@ def _notes(
     if any(row.hash_ids for row in rows):
         scale = block_tokens / BLOCK_TOKENS
         scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
-        share = f"{repeated_share(rows, block_tokens):.1%} of input tokens repeat the start of an earlier prompt"
-        notes.append(f"equal hash ids are equal blocks of {block_tokens} tokens{scaled}; {share}")
+        notes.append(f"equal hash ids are equal blocks of {block_tokens} tokens{scaled}")
+        share = repeated_share(rows, block_tokens)
+        notes.append(f"{share:.1%} of input tokens repeat the start of an earlier prompt")
     if not options.spread_s and (shared := _sharing_a_stamp(rows)) > len(rows) / 2:
         notes.append(f"{shared} of {len(rows)} rows share a stamp: as recorded they are bursts")
     limits = {"inputs": options.max_input, "outputs": options.max_output}
     for (side, limit), marks in zip(limits.items(), zip(*clamps, strict=True), strict=True):
         if any(marks):
-            bound = f"from 1 to {limit}" if limit else "1 at least"
+            bound = f"1 to {limit}" if limit else "1 or more"
             notes.append(f"{sum(marks)} of {len(rows)} {side} were clamped to {bound} tokens")
     return notes
 

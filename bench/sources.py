@@ -17,8 +17,10 @@ from baton.bench.prompts import Key, Prompts
 from baton.bench.records import Message
 from baton.bench.replay import TraceOptions, Vocabulary, prefix_tokens, replay
 from baton.bench.trace_files import TraceRow
+from baton.protocol.errors import ConfigError
 
 Form = Literal["tokens", "text", "chat"]
+MAX_PLAN_TOKENS = 20_000_000
 
 # The first part of every key: warm-up requests never share a draw with measured ones.
 _MEASURED, _WARM_UP = 0, 1
@@ -62,6 +64,16 @@ class Draws:
         self.seed, self.vocabulary = seed, vocabulary
         self.prompts = Prompts(vocabulary, seed)
         self._inputs, self._outputs = inputs, outputs
+        self._num_tokens = 0
+
+    def spend(self, num_tokens: int) -> None:
+        """To be called before a prompt is drawn: a plan is held in memory as a whole."""
+        self._num_tokens += num_tokens
+        if self._num_tokens > MAX_PLAN_TOKENS:
+            raise ConfigError(
+                f"the plan holds over {MAX_PLAN_TOKENS} prompt tokens: ask for fewer requests, or "
+                "for shorter prompts (traces: clamp or scale them)"
+            )
 
     def input_tokens(self, key: Key) -> int:
         return self._inputs.draw(np.random.default_rng([self.seed, _INPUT_STREAM, *key]))
@@ -102,6 +114,7 @@ class DrawnSource:
         prompts = self._draws.prompts
         outputs, own = self._draws.output_tokens(key), self._draws.input_tokens(key)
         shared = self._shape.shared if prefix is not None else 0
+        self._draws.spend(shared + own)
         if self._shape.form == "tokens":
             common = prompts.shared_ids(prefix or (), shared)
             return Draft(outputs, prompt_ids=common + prompts.ids(key, own))
@@ -138,6 +151,7 @@ class TraceSource:
 
     def draw(self, place: int) -> list[Draft]:
         row = self._row(place)
+        self._draws.spend(row.input_tokens)
         if not row.hash_ids:
             ids = self._draws.prompts.ids((_MEASURED, place, 0), row.input_tokens)
         else:
@@ -152,6 +166,7 @@ class TraceSource:
 
     def warm_up(self, place: int) -> Draft:
         row = self._row(place)
+        self._draws.spend(row.input_tokens)
         ids = self._draws.prompts.ids((_WARM_UP, place, 0), row.input_tokens)
         return Draft(row.output_tokens, prompt_ids=ids)
 

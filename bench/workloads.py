@@ -46,7 +46,6 @@ from baton.bench.trace_files import read_trace, trace_path
 from baton.protocol.errors import ConfigError
 
 Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
-MAX_PLAN_TOKENS = 50_000_000
 # Warm-up requests come this fast at most, and are followed by silence before the schedule starts.
 WARM_UP_SPACING_S, SETTLE_S = 0.5, 2.0
 
@@ -154,24 +153,17 @@ def make_plan(
 
 @dataclass(slots=True)
 class _Building:
-    """The requests of a plan as it grows, and how many prompt tokens they hold."""
+    """The requests of a plan as it grows."""
 
     think_s: float
     requests: list[Planned] = field(default_factory=list)
     num_conversations: int = 0
-    num_tokens: int = 0
 
     def add(self, drafts: list[Draft], at_s: float | None, *, warm_up: bool = False) -> None:
         """One arrival; several drafts are the turns of a conversation."""
         conversation = self.num_conversations if len(drafts) > 1 else None
         self.num_conversations += len(drafts) > 1
         for turn, draft in enumerate(drafts):
-            self.num_tokens += len(draft.prompt_ids)
-            if self.num_tokens > MAX_PLAN_TOKENS:
-                raise ConfigError(
-                    f"the first {len(self.requests) + 1} requests hold over {MAX_PLAN_TOKENS} "
-                    "prompt tokens: ask for fewer requests, or clamp or scale the inputs"
-                )
             request = Planned(
                 index=len(self.requests),
                 at_s=at_s if turn == 0 else None,
