@@ -135,7 +135,7 @@ def _notes(
     if options.time_scale != 1:
         notes.append(f"the trace's times are stretched by {options.time_scale:g}")
     if options.length_scale != 1:
-        notes.append(f"the trace's lengths are scaled by {options.length_scale:g}")
+        notes.append(f"the trace's lengths are scaled by {options.length_scale:g}, to 1 at least")
     if any(row.hash_ids for row in rows):
         scale = block_tokens / BLOCK_TOKENS
         scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"

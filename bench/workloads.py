@@ -137,11 +137,13 @@ def make_plan(
             f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer, or "
             "let it repeat"
         )
+    # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
+    measured = [source.draw(place) for place in range(num)]
     building = _Building(think_s=workload.think_s)
     for place, at_s in enumerate(_warm_up_times(warm_up, schedule)):
         building.add([source.warm_up(place)], at_s, warm_up=True)
-    for place, at_s in enumerate(schedule.times):
-        building.add(source.draw(place), at_s)
+    for drafts, at_s in zip(measured, schedule.times, strict=True):
+        building.add(drafts, at_s)
     notes = [*source.notes(num), *schedule.notes, *_lengths(building.requests)]
     if warm_up:
         notes.append(f"{warm_up} warm-up requests with prompts of their own go first")

@@ -99,6 +99,12 @@ def test_warm_up_changes_nothing_of_what_is_measured() -> None:
     warm = make_plan(SMALL, Poisson(5), count=20, warm_up=4).requests
     assert prompts(warm[4:]) == prompts(cold)
     assert [one.at_s for one in warm[4:]] == [one.at_s for one in cold]
+    tiny = Workload(prompt="1", vocabulary=(0, 9))
+    cold_ids, warm_ids = (
+        [one.prompt_ids for one in make_plan(tiny, None, count=6, warm_up=num).requests]
+        for num in (0, 4)
+    )
+    assert warm_ids[4:] == cold_ids
     assert not {one.prompt_ids[:3] for one in warm[:4]} & {one.prompt_ids[:3] for one in cold}
 
 
