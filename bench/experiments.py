@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from baton.bench import resolved
+from baton.bench.arrivals import ArrivalProcess
 from baton.bench.console import shown
 from baton.bench.load import Load, Progress, run_load
 from baton.bench.metrics import Bounds, Window, summarise
@@ -23,10 +26,18 @@ from baton.bench.publish import begin
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import Run, read_json
 from baton.bench.report.writing import write_all
-from baton.bench.settings import ArrivalSettings, LoadSettings, ReportAgainSettings, RunSettings
+from baton.bench.settings import (
+    ArrivalSettings,
+    LoadSettings,
+    ReportAgainSettings,
+    RunSettings,
+    TargetSettings,
+    WorkloadSettings,
+)
 from baton.bench.target import Target
 from baton.bench.validity import Problem, Severity, check
 from baton.bench.verify import Mismatch, MismatchKind, compare_outputs, reference
+from baton.bench.vocabulary import AUTO, accepted
 from baton.bench.workloads import Plan
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.interrupts import Interrupts
@@ -61,6 +72,34 @@ class Case:
         return None if self.concurrency else self.load.max_concurrency or None
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What the settings ask for, checked; the plan is a draft until the server was asked."""
+
+    target: Target
+    workload: WorkloadSettings
+    plan: Plan
+
+
+class Connected(msgspec.Struct, frozen=True):
+    """A server as it can be asked."""
+
+    target: Target
+    workload: WorkloadSettings  # with the vocabulary settled
+    described: str  # one line on what it is
+
+
+def asked(
+    target: TargetSettings,
+    workload: WorkloadSettings,
+    load: LoadSettings,
+    arrivals: ArrivalProcess | None,
+) -> Asked:
+    """Raises `ConfigError` for whatever can be seen without a server."""
+    resolved.window_of(load.window)
+    plan = resolved.plan_of(workload, load, arrivals)
+    return Asked(resolved.target_of(target, plan.requests), workload, plan)
+
+
 class Bench:
     """A context in which loads run one after the other; shows progress and takes Ctrl-C."""
 
@@ -86,12 +125,15 @@ class Bench:
     def interrupted(self) -> bool:
         return self._interrupts.requested
 
-    def connect(self, target: Target) -> tuple[Target, str]:
-        """The target as its server can be asked, and a line on what that is."""
-        probed = probe(target)
-        fitted = probed.fit(target)
-        self.progress.say(f"{target.url} serves {fitted.model}")
-        return fitted, _described(probed, fitted)
+    def connect(self, asked: Asked) -> Connected:
+        """Finds out what the server can be asked; raises `ConfigError` or `BatonError`."""
+        probed = probe(asked.target)
+        target, workload = probed.fit(asked.target), asked.workload
+        if workload.vocabulary == AUTO and any(one.prompt_ids for one in asked.plan.requests):
+            low, high = accepted(target)
+            workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
+        self.progress.say(f"{target.url} serves {target.model}")
+        return Connected(target, workload, _described(probed, target))
 
     def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
         """Runs one load. A load of which nothing was answered is an invalid run, not an error.
@@ -262,29 +304,27 @@ def _described(probed: Probed, target: Target) -> str:
 
 def run(settings: RunSettings) -> int:
     """`baton bench run`; the exit code."""
-    plan = resolved.plan_of(
-        settings.workload,
-        settings.load,
-        resolved.arrivals_of(settings.arrival, settings.workload),
-    )
-    target = resolved.target_of(settings.target, plan.requests)
-    case = Case(
-        label=settings.report.label or loop_of(settings.arrival),
-        target=target,
-        plan=plan,
-        concurrency=settings.arrival.concurrency,
-        load=settings.load,
-        bounds=resolved.bounds_of(settings.bounds),
-        verify=settings.check.verify,
-        rate=plan.offered_rate,
-    )
-    publisher = begin("run", settings, settings.report, api_key=target.api_key)
+    arrivals = resolved.arrivals_of(settings.arrival, settings.workload)
+    bounds = resolved.bounds_of(settings.bounds)
+    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
+    publisher = begin("run", settings, settings.report, api_key=wanted.target.api_key)
     report = publisher.report
-    report.bounds = case.bounds
+    report.bounds = bounds
     with Bench() as bench:
-        case.target, described = bench.connect(target)
-        report.title = report.title or f"{case.target.model} at {target.url}"
-        report.notes.append(described)
+        server = bench.connect(wanted)
+        plan = resolved.plan_of(server.workload, settings.load, arrivals)
+        case = Case(
+            label=settings.report.label or loop_of(settings.arrival),
+            target=server.target,
+            plan=plan,
+            concurrency=settings.arrival.concurrency,
+            load=settings.load,
+            bounds=bounds,
+            verify=settings.check.verify,
+            rate=plan.offered_rate,
+        )
+        report.title = report.title or f"{case.target.model} at {case.target.url}"
+        report.notes.append(server.described)
         report.runs.append(bench.measure(case))
     return publisher.finish()
 

@@ -24,6 +24,7 @@ from baton.bench.settings import (
     WorkloadSettings,
 )
 from baton.bench.target import Api, Target
+from baton.bench.vocabulary import range_of
 from baton.bench.workloads import Plan, Workload, make_plan
 from baton.protocol.errors import ConfigError
 
@@ -72,7 +73,7 @@ def workload_of(settings: WorkloadSettings) -> Workload:
         kind=settings.workload,
         prompt=settings.prompt,
         output=settings.output,
-        vocabulary=_vocabulary(settings.vocabulary),
+        vocabulary=range_of(settings.vocabulary),
         shared_prefix=settings.shared_prefix,
         num_prefixes=settings.num_prefixes,
         turns=settings.turns,
@@ -90,13 +91,6 @@ def workload_of(settings: WorkloadSettings) -> Workload:
         repeat=settings.repeat,
         seed=settings.seed,
     )
-
-
-def _vocabulary(text: str) -> tuple[int, int]:
-    low, dash, high = text.partition("-")
-    if not (dash and low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-        raise ConfigError(f"--vocabulary {text!r}: write it as LOW-HIGH, such as 300-8000")
-    return int(low), int(high)
 
 
 def arrivals_of(settings: ArrivalSettings, workload: WorkloadSettings) -> ArrivalProcess | None:

@@ -58,7 +58,10 @@ class WorkloadSettings(msgspec.Struct, frozen=True):
     output: Annotated[
         str, Meta(description="output lengths, written likewise; forced", extra=TOKENS)
     ] = "64"
-    vocabulary: Annotated[str, Meta(description="token ids to draw from, LOW-HIGH")] = "300-8000"
+    vocabulary: Annotated[
+        str,
+        Meta(description="token ids to draw from, LOW-HIGH; auto takes 300-8000 or what fits"),
+    ] = "auto"
     shared_prefix: Annotated[
         int, Meta(ge=0, description="first tokens that all prompts share", extra=TOKENS)
     ] = 0
@@ -182,7 +185,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
 
 
 class CompareOptions(msgspec.Struct, frozen=True):
-    rounds: Annotated[int, Meta(ge=2, description="each arm once per round, in random order")] = 5
+    rounds: Annotated[int, Meta(ge=1, description="each arm once per round, in random order")] = 6
     flags: Annotated[
         tuple[str, ...],
         Meta(description="NAME=FILE or NAME=TEXT: an arm's start flags; may be repeated"),

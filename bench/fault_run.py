@@ -1,0 +1,64 @@
+"""`baton bench fault`: one load, and faults of given processes at given moments of it.
+
+`injector.py` carries the faults out and `faults.py` says what they did; this runs the load between
+the two. Failed requests are the point here, so only a client that was at fault makes it invalid.
+"""
+
+from baton.bench import resolved
+from baton.bench.experiments import Bench, Case, asked, loop_of
+from baton.bench.faults import DEFINITIONS, FaultSpec, Judgement, impact, parse_fault
+from baton.bench.injector import FaultInjector
+from baton.bench.metrics import Bounds
+from baton.bench.publish import begin
+from baton.bench.report.document import Run
+from baton.bench.settings import FaultSettings
+from baton.protocol.errors import ConfigError
+
+
+def fault(settings: FaultSettings) -> int:
+    """The exit code."""
+    specs = faults_of(settings)
+    arrivals = resolved.arrivals_of(settings.arrival, settings.workload)
+    bounds = resolved.bounds_of(settings.bounds)
+    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
+    publisher = begin("fault", settings, settings.report, api_key=wanted.target.api_key)
+    report = publisher.report
+    report.bounds = bounds
+    report.definitions |= DEFINITIONS
+    with Bench() as bench, FaultInjector(specs) as injector:
+        server = bench.connect(wanted)
+        report.title = report.title or f"{server.target.model} at {server.target.url}, with faults"
+        report.notes.append(server.described)
+        plan = resolved.plan_of(server.workload, settings.load, arrivals)
+        case = Case(
+            label=loop_of(settings.arrival),
+            target=server.target,
+            plan=plan,
+            concurrency=settings.arrival.concurrency,
+            load=settings.load,
+            bounds=bounds,
+            verify=settings.check.verify,
+            rate=plan.offered_rate,
+        )
+        run = bench.measure(case, on_start=injector.begin)
+        if not bench.interrupted:
+            run.faults = injector.finish()
+            judge_faults(run, bounds or Bounds(), settings.fault.bin_s)
+        report.runs.append(run)
+    if bounds is None:
+        report.notes.append("without bounds every answered request counts as good")
+    return publisher.finish()
+
+
+def faults_of(settings: FaultSettings) -> list[FaultSpec]:
+    if not settings.fault.fault:
+        raise ConfigError("name a fault: --fault kill:PID@10, stop:PID@10+2 or restart:PID@10=...")
+    return [parse_fault(text) for text in settings.fault.fault]
+
+
+def judge_faults(run: Run, bounds: Bounds, bin_s: float) -> None:
+    """The impact of each fault, up to the next one."""
+    for place, injected in enumerate(run.faults):
+        later = run.faults[place + 1 :]
+        until_s = later[0].at_s if later else None
+        run.impacts.append(impact(run.records, injected, bounds, Judgement(bin_s=bin_s), until_s))

@@ -1,0 +1,57 @@
+"""`baton bench search`: runs load after load until `search.py` knows the largest rate that holds.
+
+What is tried next and what is known in the end is decided there; this runs the loads and reports.
+"""
+
+from baton.bench import resolved
+from baton.bench.experiments import Bench, asked
+from baton.bench.publish import begin
+from baton.bench.report.document import Run
+from baton.bench.saturation import find_growth
+from baton.bench.search import RateSearch
+from baton.bench.settings import SearchSettings
+from baton.bench.sweep import at_rate, repeated_prompts
+
+
+def search(settings: SearchSettings) -> int:
+    """The exit code: 0 if a rate was found and confirmed."""
+    bounds = resolved.needed_bounds(settings.bounds, "a search needs bounds")
+    rates = RateSearch(resolved.search_limits(settings.search))
+    first = rates.next_rate()
+    assert first is not None
+    arrivals = resolved.shaped(settings.shape.shape, first)
+    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
+    publisher = begin("search", settings, settings.report, api_key=wanted.target.api_key)
+    report = publisher.report
+    report.bounds, report.target = bounds, settings.search.attainment
+    with Bench() as bench:
+        server = bench.connect(wanted)
+        report.title = report.title or f"{server.target.model} at {server.target.url}: largest rate"
+        report.notes += [server.described, *repeated_prompts(settings.workload)]
+        while (rate := rates.next_rate()) is not None:
+            purpose = rates.purpose
+            case = at_rate(settings, server, bounds, rate, len(report.runs))
+            case.label = f"{rate:g}/s, {purpose}"
+            run = bench.measure(case)
+            report.runs.append(run)
+            if bench.interrupted:
+                break
+            observe(rates, rate, run)
+            bench.progress.say(f"{case.label}: {outcome(run)}")
+    report.search = rates.result()
+    publisher.finish()
+    return 0 if report.search.confirmed else 1
+
+
+def observe(rates: RateSearch, rate: float, run: Run) -> None:
+    """A run in which every request failed says something of the server, not of the client."""
+    attainment = run.summary.attainment or 0.0
+    answered = run.summary.outcomes.get("answered", 0)
+    saturated = find_growth(run.records, None) is not None
+    rates.observe(rate, attainment, not run.invalid or not answered, saturated=saturated)
+
+
+def outcome(run: Run) -> str:
+    if run.invalid:
+        return f"INVALID: {next(one.text for one in run.problems if one.is_invalid)}"
+    return f"attainment {run.summary.attainment or 0.0:.1%}"

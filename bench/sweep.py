@@ -1,0 +1,63 @@
+"""`baton bench sweep`: one load after the other at several rates, from the lowest up.
+
+Every run draws prompts of its own, so that no run profits from what an earlier one left in a prefix
+cache. The report then shows attainment, goodput and latencies against the rate.
+"""
+
+import msgspec
+
+from baton.bench import resolved
+from baton.bench.experiments import Bench, Case, Connected, asked
+from baton.bench.metrics import Bounds
+from baton.bench.publish import begin
+from baton.bench.settings import SearchSettings, SweepSettings, WorkloadSettings
+
+SAME_PROMPTS = "a file has the same prompts in every run: a prefix cache may know them"
+
+
+def sweep(settings: SweepSettings) -> int:
+    """The exit code."""
+    rates = resolved.rates_of(settings.sweep.rates)
+    bounds = resolved.bounds_of(settings.bounds)
+    arrivals = resolved.shaped(settings.shape.shape, rates[0])
+    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
+    publisher = begin("sweep", settings, settings.report, api_key=wanted.target.api_key)
+    report = publisher.report
+    report.bounds = bounds
+    with Bench() as bench:
+        server = bench.connect(wanted)
+        report.title = report.title or f"{server.target.model} at {server.target.url}, by rate"
+        report.notes += [server.described, *repeated_prompts(settings.workload)]
+        for place, rate in enumerate(rates):
+            report.runs.append(bench.measure(at_rate(settings, server, bounds, rate, place)))
+            if bench.interrupted:
+                break
+    return publisher.finish()
+
+
+def at_rate(
+    settings: SweepSettings | SearchSettings,
+    server: Connected,
+    bounds: Bounds | None,
+    rate: float,
+    place: int,
+) -> Case:
+    """The run number `place` of an experiment, with prompts of its own."""
+    arrivals = resolved.shaped(settings.shape.shape, rate)
+    return Case(
+        label=f"{rate:g}/s",
+        target=server.target,
+        plan=resolved.plan_of(reseeded(server.workload, place), settings.load, arrivals),
+        concurrency=0,
+        load=settings.load,
+        bounds=bounds,
+        rate=rate,
+    )
+
+
+def reseeded(workload: WorkloadSettings, place: int) -> WorkloadSettings:
+    return msgspec.structs.replace(workload, seed=workload.seed + place)
+
+
+def repeated_prompts(workload: WorkloadSettings) -> list[str]:
+    return [SAME_PROMPTS] if workload.workload == "file" else []
