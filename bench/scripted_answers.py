@@ -57,6 +57,7 @@ class Part(msgspec.Struct, frozen=True):
     at_ms: float
     data: bytes
     num_tokens: tuple[int, ...] = ()  # of each token-carrying event that ends in these bytes
+    num_idle: int = 0  # so many bytes may come before the rest: no event ends in them
 
 
 class Stream:
@@ -195,10 +196,13 @@ def _pieces(event: bytes, chunk: Chunk, counted: tuple[int, ...]) -> list[Part]:
     last = len(cuts) - 1
     return [
         Part(
-            chunk.at_ms - PIECE_GAP_MS * (last - index), data, counted if index == last else ()
+            at_ms=chunk.at_ms - PIECE_GAP_MS * (last - index),
+            data=data,
+            num_tokens=counted if index == last else (),
+            num_idle=max(0, len(data) - 2),
         )
         for index, data in enumerate(cuts)
-    ]  # fmt: skip
+    ]
 
 
 def _joined(parts: list[Part]) -> list[Part]:
@@ -206,9 +210,8 @@ def _joined(parts: list[Part]) -> list[Part]:
     for part in parts:
         if joined and joined[-1].at_ms == part.at_ms and joined[-1].data:
             before = joined.pop()
-            joined.append(
-                Part(part.at_ms, before.data + part.data, before.num_tokens + part.num_tokens)
-            )
+            data, num_tokens = before.data + part.data, before.num_tokens + part.num_tokens
+            joined.append(Part(part.at_ms, data, num_tokens, before.num_idle))
         else:
             joined.append(part)
     return joined

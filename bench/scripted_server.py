@@ -38,6 +38,7 @@ MAX_TOKENS = 100_000
 # Between the writes of an answer, however late they are: the kernel hands closer ones to the reader
 # as one, and then nobody can tell when the first of them came.
 SPACING_S = 0.002
+MAX_FRAME_END = 7  # bytes of HTTP after the data of a write
 DRIP_S = 0.0002  # between the writes of an answer that drips, so that they are read one by one
 # After these the body is not complete, as HTTP sees it.
 UNFINISHED = (Ending.CUT, Ending.RESET, Ending.HALF_EVENT, Ending.SILENCE)
@@ -189,7 +190,8 @@ class Connection:
             if not await self._until(max(received_s + part.at_ms / 1e3, free_s)):
                 answer.client_left = True
                 return False
-            self._write(answer, await self._drip(data, script.drip_bytes), part)
+            num_idle = len(data) - len(part.data) - MAX_FRAME_END + part.num_idle
+            self._write(answer, await self._drip(data, num_idle, script.drip_bytes), part)
             free_s = monotonic() + SPACING_S
         if whole_body or script.ending is not Ending.SILENCE:
             answer.ended_s = monotonic()
@@ -210,11 +212,11 @@ class Connection:
                 return False
         return script.chunked
 
-    async def _drip(self, data: bytes, size: int) -> bytes:
-        """Writes all but the last of the pieces, and returns that: with it the tokens are there."""
-        while size and len(data) > size:
+    async def _drip(self, data: bytes, num_idle: int, size: int) -> bytes:
+        """Writes pieces of what tells nothing by itself; returns the rest, which has the tokens."""
+        while 0 < size <= num_idle:
             self._writer.transport.write(data[:size])
-            data = data[size:]
+            data, num_idle = data[size:], num_idle - size
             await asyncio.sleep(DRIP_S)
         return data
 

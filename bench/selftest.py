@@ -32,7 +32,12 @@ LOADS: tuple[tuple[Api, Counting, int], ...] = (
     ("completions", "running_usage", 1),
 )
 NUM_UNREACHABLE = 3
-MAX_WRONG_LINES = 20
+MAX_LINES = 20
+BUSY_LAG_MS = 1.0
+BUSY = (
+    "The client sent late: this machine was busy. Try again when it is not, or with real-time "
+    "priority: chrt -f 10 baton bench selftest"
+)
 DESCRIPTION = "Measure a scripted server whose token times are known, and compare."
 HELP = {
     "requests": "good answers per load, of three loads (%(default)s)",
@@ -72,22 +77,23 @@ def selftest(settings: SelfTest, say: Say | None = None) -> SelfTestReport:
             name = f"{api}, tokens counted by {counting.replace('_', ' ')}, {processes} process"
             name += "es" if processes > 1 else ""
             say(f"{name}: {mix.num_good} good answers and the faulty ones, {mix.rate:g} a second")
-            played = _play(server, name, processes, mix)
+            played = play(server, name, processes, mix)
             verdicts.append(judge(played, settings.tolerance_ms))
         say("damaged tokens, and a port that nobody listens on")
         others = [*find_damage(server, by_ids=True), *find_damage(server, by_ids=False)]
-    return SelfTestReport(settings, verdicts, [*others, _ask_nobody()])
+    return SelfTestReport(settings, verdicts, [*others, ask_nobody()])
 
 
 def _say_nothing(line: str) -> None:
     pass
 
 
-def _play(server: ScriptedServer, name: str, processes: int, mix: Mix) -> Played:
+def play(server: ScriptedServer, name: str, processes: int, mix: Mix) -> Played:
+    """One load, and everything that is known about it."""
     cases = make_cases(mix)
     server.play({FIRST_NUMBER + index: [case.script] for index, case in enumerate(cases)})
     target = Target(
-        server.url, MODEL, mix.api, timeout_s=TIMEOUT_S, token_ids=mix.counting == "token_ids",
+        server.url, MODEL, mix.api, timeout_s=mix.timeout_s, token_ids=mix.counting == "token_ids",
         continuous_usage=mix.counting == "running_usage",
     )  # fmt: skip
     requests = plan(cases, mix)
@@ -97,7 +103,7 @@ def _play(server: ScriptedServer, name: str, processes: int, mix: Mix) -> Played
     return Played(name, mix.counting, cases, requests, server.answers(), result, *starts)
 
 
-def _ask_nobody() -> Count:
+def ask_nobody() -> Count:
     """Requests to a port that was free a moment ago."""
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
@@ -115,10 +121,13 @@ def show(report: SelfTestReport, console: Console) -> None:
     for verdict in report.verdicts:
         console.print(_figures(verdict))
         console.print(_counts(verdict.counts))
-        for line in verdict.wrong[:MAX_WRONG_LINES]:
+        lines = [*verdict.doubts, *verdict.wrong]
+        for line in lines[:MAX_LINES]:
             console.print(f"  {line}", style="red", markup=False)
-        if (rest := len(verdict.wrong) - MAX_WRONG_LINES) > 0:
-            console.print(f"  and {rest} more")
+        if len(lines) > MAX_LINES:
+            console.print(f"  and {len(lines) - MAX_LINES} more")
+        if verdict.is_exact and not verdict.is_close and verdict.lag_p99_ms > BUSY_LAG_MS:
+            console.print(f"  {BUSY}")
     console.print(_counts(report.others))
     num_figures = sum(len(verdict.figures) for verdict in report.verdicts)
     num_requests = sum(verdict.num_requests for verdict in report.verdicts)

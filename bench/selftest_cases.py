@@ -40,6 +40,7 @@ class Mix(msgspec.Struct, frozen=True):
     num_good: int
     rate: float
     seed: int
+    timeout_s: float = TIMEOUT_S
 
 
 Shape = Callable[[random.Random], Script]
