@@ -22,7 +22,7 @@ from baton.bench.report.series import (
     stage_stack,
     timeline,
 )
-from baton.bench.report.wording import number
+from baton.bench.report.wording import limit
 
 MAX_TIMELINES = 4
 
@@ -31,13 +31,13 @@ def drawings(report: Report) -> list[Drawing]:
     """In the order of the page; what the records cannot show is left out."""
     found = groups(report)
     bounds = report.bounds or Bounds()
-    return [
+    halves = [
         *_against_rate(report),
         *_cdfs(found, bounds, len(report.runs)),
         *_itl(found, bounds),
-        *_stages(found),
-        *_timelines(report),
     ]
+    # A page has two columns: what is left over fills a row of its own.
+    return [*halves, *_stages(found, wide=len(halves) % 2 == 0), *_timelines(report)]
 
 
 def _against_rate(report: Report) -> list[Drawing]:
@@ -89,7 +89,7 @@ def _cdfs(found: list[Group], bounds: Bounds, num_runs: int) -> list[Drawing]:
 
 
 def _marks(bound_ms: float | None) -> list[Mark]:
-    return [] if bound_ms is None else [Mark(f"bound {number(bound_ms)} ms", bound_ms)]
+    return [] if bound_ms is None else [Mark(f"bound {limit(bound_ms)}", bound_ms)]
 
 
 def _itl(found: list[Group], bounds: Bounds) -> list[Drawing]:
@@ -103,13 +103,14 @@ def _itl(found: list[Group], bounds: Bounds) -> list[Drawing]:
     return [Drawing("itl", "Gaps between tokens", caption, figure)]
 
 
-def _stages(found: list[Group]) -> list[Drawing]:
+def _stages(found: list[Group], *, wide: bool) -> list[Drawing]:
     stack = stage_stack(found)
     if stack is None:
         return []
     of = "by how long the requests took" if len(found) == 1 else "for each run"
     caption = f"Mean time in each stage, {of}. The stages sum to e2e."
-    return [Drawing("stages", "Where the time goes", caption, plots.stages(stack))]
+    figure = plots.stages(stack, wide=wide)
+    return [Drawing("stages", "Where the time goes", caption, figure, wide=wide)]
 
 
 def _timelines(report: Report) -> list[Drawing]:

@@ -11,20 +11,21 @@ import msgspec
 from baton.bench.faults import Impact
 from baton.bench.metrics import Bounds, Distribution, Summary, meets
 from baton.bench.report.document import Compared, Report, Run
-from baton.bench.report.wording import NONE, number, quantity, several, share, span
+from baton.bench.report.wording import NONE, duration, limit, number, quantity, several, share, span
 
 MAX_TILES = 8
 TIMES = "×"  # noqa: RUF001 - the sign of multiplication
 
 
 class Headline(msgspec.Struct, frozen=True):
-    """`holds` is None where there is nothing to hold it against."""
+    """`holds` is None where there is nothing to hold it against; `verdict` says it in a word."""
 
     name: str
     value: str
     unit: str = ""
     note: str = ""
     holds: bool | None = None
+    verdict: str = ""
 
 
 def headlines(report: Report) -> list[Headline]:
@@ -78,11 +79,12 @@ def _attainment(summary: Summary, target: float) -> list[Headline]:
     interval = summary.attainment_interval
     note = f"target {share(target)}"
     if interval is not None:
-        note += f"; 95 %: {span(interval.low, interval.high, 'share')}"
+        note += f"; 95 % interval {span(interval.low, interval.high, 'share')}"
     attained = share(summary.attainment)
     return [
         Headline("Attainment", attained.removesuffix(" %"), "%", note,
-                 summary.attainment >= target),
+                 summary.attainment >= target,
+                 "" if summary.attainment >= target else "missed"),
         Headline("Goodput", number(summary.goodput), "requests/s",
                  f"of {number(summary.offered_rate)} offered"),
     ]  # fmt: skip
@@ -101,13 +103,14 @@ def _latency(run: Run, name: str, field: str, prefix: str = "") -> Headline:
     alone = Bounds(**{f"{field}_ms": bound_ms})
     records = run.counted
     within = sum(meets(record, alone) for record in records) / len(records) if records else None
-    note += f"; {share(within)} within {quantity(bound_ms, 'ms')}"
+    note += f"; {share(within)} within {limit(bound_ms)}"
     return Headline(title, number(found.p50), "ms", note)
 
 
 def _failures(summary: Summary) -> Headline:
     failed = summary.num_requests - summary.outcomes.get("answered", 0)
-    return Headline("Failed", f"{failed:,}", f"of {summary.num_requests:,}", "", failed == 0)
+    note = f"{share(failed / summary.num_requests)}; they count as missed" if failed else ""
+    return Headline("Failed", f"{failed:,}", f"of {summary.num_requests:,}", note)
 
 
 def _of_sweep(report: Report) -> list[Headline]:
@@ -123,7 +126,7 @@ def _of_sweep(report: Report) -> list[Headline]:
             Headline(
                 f"Highest rate with {share(report.target)} attained",
                 number(max(rates, default=None)), "requests/s", "of the rates that were run",
-                bool(rates),
+                bool(rates), "" if rates else "none",
             ),
             Headline("Most goodput", number(best.summary.goodput), "requests/s",
                      f"{number(best.summary.offered_rate)} offered"),
@@ -144,10 +147,10 @@ def _searched(report: Report) -> Headline:
     assert search is not None
     name = f"Largest rate with {share(report.target)} attained"
     if search.rate is None:
-        return Headline(name, NONE, "", search.line, False)
+        return Headline(name, NONE, "", search.line, False, "none found")
     if not search.confirmed:
-        return Headline(name, number(search.rate), "requests/s", "NOT confirmed", False)
-    return Headline(name, number(search.rate), "requests/s", "confirmed", True)
+        return Headline(name, number(search.rate), "requests/s", "", False, "not confirmed")
+    return Headline(name, number(search.rate), "requests/s", "", True, "confirmed")
 
 
 def _searched_run(report: Report) -> Run | None:
@@ -164,19 +167,26 @@ def _compared(row: Compared, arm: str) -> Headline:
     holds = None
     if ratio.is_conclusive:
         holds = (ratio.median < 1.0) == (row.better == "lower")
-    note = f"95 %: {span(ratio.low, ratio.high)}, {several(ratio.rounds, 'round')}"
-    if not ratio.is_conclusive:
-        note += "; no difference shown"
-    return Headline(row.name + (f", {arm}" if several_arms else ""), f"{ratio.median:.2f}", TIMES,
-                    note, holds)  # fmt: skip
+    note = f"95 % interval {span(ratio.low, ratio.high)}, {several(ratio.rounds, 'round')}"
+    verdict = "no difference shown" if holds is None else "better" if holds else "worse"
+    name = row.name + (f", {arm}" if several_arms else "")
+    return Headline(name, f"{ratio.median:.2f}", TIMES, note, holds, verdict)
 
 
 def _of_impact(impact: Impact) -> Sequence[Headline]:
-    recovered = impact.time_to_recover_s
+    recovered = impact.time_to_recover_s is not None
+    fault, _, _ = impact.fault.partition("=")
     return [
-        Headline("Time to detect", number(impact.time_to_detect_s), "s", impact.fault),
-        Headline("Time to recover", number(recovered), "s",
-                 "" if recovered is not None else "not within the run", recovered is not None),
+        Headline("Time to detect", *duration(impact.time_to_detect_s), fault),
+        Headline("Time to recover", *duration(impact.time_to_recover_s), "", recovered,
+                 "" if recovered else "not within the run"),
         Headline("Goodput dip", number(impact.goodput_dip), "requests",
                  f"{several(impact.num_failed, 'request')} failed from the fault on"),
     ]  # fmt: skip
+
+
+def usable(report: Report) -> bool:
+    """Whether the headlines may be used: of a sweep or a search, only valid runs are in them."""
+    if report.comparison or len(report.runs) == 1:
+        return not report.invalid
+    return not report.runs or not all(run.invalid for run in report.runs)

@@ -6,19 +6,21 @@ from a server, a file or a command line is escaped, and the page forbids itself 
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from baton.bench.report.document import Report, Table
-from baton.bench.report.headlines import Headline, headlines, subject
+from baton.bench.report.headlines import Headline, headlines, subject, usable
 from baton.bench.report.sections import Section, background, results
 from baton.bench.report.style import style_sheet
-from baton.bench.report.wording import NONE, several
+from baton.bench.report.wording import several, utc
 
 if TYPE_CHECKING:
     from baton.bench.report.plots import Drawing
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 FLAGGED = ("INVALID", "NO")  # cells that must not be overlooked
+DENSE = 9  # columns from which on a table is set smaller
 NARROW = 18  # characters of a cell that still reads as a number
 
 
@@ -39,7 +41,7 @@ def html(report: Report, drawn: "Sequence[Drawing] | None" = None) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             f"<title>{escape(_title(report))}</title>",
             f"<style>{style_sheet()}</style></head>",
-            f'<body class="{"unusable" if report.invalid else "usable"}"><main>',
+            f'<body class="{"usable" if usable(report) else "unusable"}"><main>',
             *_head(report),
             *_navigation(drawn, [*found, *below]),
             *_drawings(drawn),
@@ -62,7 +64,11 @@ def _head(report: Report) -> Iterator[str]:
     yield "<header>"
     yield f'<p class="eyebrow">baton bench {escape(report.command)}</p>'
     yield f"<h1>{escape(report.title)}</h1>"
-    facts = (provenance.created_at, f"baton {provenance.revision}", provenance.machine.cpu_model)
+    facts = (
+        utc(provenance.created_at),
+        f"baton {provenance.revision}",
+        provenance.machine.cpu_model,
+    )
     yield f'<p class="muted">{escape(" · ".join([*facts, *provenance.machine.gpus]))}</p>'
     yield "</header>"
     if report.invalid:
@@ -90,16 +96,16 @@ def _banner(report: Report) -> Iterator[str]:
 
 def _tile(headline: Headline) -> str:
     unit = f'<span class="unit">{escape(headline.unit)}</span>' if headline.unit else ""
-    verdict = ""
+    verdict = escape(headline.verdict)
     if headline.holds is not None:
-        kind, words = ("holds", "✓") if headline.holds else ("missed", "✗ missed")
-        if headline.name == "Failed" or headline.value == NONE:
-            words = "✓" if headline.holds else "✗"
-        verdict = f'<span class="verdict {kind}">{words}</span> '
+        verdict = f"{'✓' if headline.holds else '✗'} {verdict}".strip()
+        verdict = f'<b class="{"holds" if headline.holds else "missed"}">{verdict}</b>'
+    between = "; " if headline.verdict and headline.note else " "
+    note = f"{verdict}{between}{escape(headline.note)}".strip()
     return (
         f'<div class="tile"><p class="name">{escape(headline.name)}</p>'
         f'<p class="value">{escape(headline.value)}{unit}</p>'
-        f'<p class="note">{verdict}{escape(headline.note)}</p></div>'
+        f'<p class="note">{note}</p></div>'
     )
 
 
@@ -111,8 +117,9 @@ def _navigation(drawn: "Sequence[Drawing]", sections: Sequence[Section]) -> Iter
     for section in sections:
         if section in runs[1:]:
             continue
-        several_runs = section in runs and len(runs) > 1
-        title = "Each run" if several_runs else section.title
+        title = section.title
+        if section in runs:
+            title = "Each run" if len(runs) > 1 else "Tables"
         yield f'<a href="#{escape(section.key)}">{escape(title)}</a>'
     yield "</nav>"
 
@@ -125,7 +132,7 @@ def _drawings(drawn: "Sequence[Drawing]") -> Iterator[str]:
     yield '<div class="drawings" id="drawings">'
     for drawing in drawn:
         wide = " wide" if drawing.wide else ""
-        yield f'<figure class="card{wide}" id="drawing-{escape(drawing.name)}" style="margin:0">'
+        yield f'<figure class="card{wide}" id="drawing-{escape(drawing.name)}">'
         yield f"<h3>{escape(drawing.title)}</h3>"
         yield f'<p class="caption">{escape(drawing.caption)}</p>'
         yield svg(drawing.figure, name=drawing.name, title=drawing.title)
@@ -156,7 +163,16 @@ def _card(section: Section) -> str:
 
 def _inside(section: Section) -> str:
     lines = _lines(section.lines) if section.lines else ""
-    return f'<div class="inside">{lines}{"".join(map(_table, section.tables))}</div>'
+    blocks = []
+    for is_small, tables in groupby(section.tables, _is_small):
+        inner = "".join(map(_table, tables))
+        blocks.append(f'<div class="columns">{inner}</div>' if is_small else inner)
+    return f'<div class="inside">{lines}{"".join(blocks)}</div>'
+
+
+def _is_small(table: Table) -> bool:
+    """Whether two such tables fit beside each other."""
+    return bool(table.title) and len(table.columns) <= 5 and table.columns[-1] != "what it is"
 
 
 def _lines(lines: Sequence[str]) -> str:
@@ -172,11 +188,10 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _table(table: Table) -> str:
-    """Two columns are pairs and take half the width; short cells are numbers, set to the right."""
+    """A second column without a name makes pairs; short cells are numbers, set to the right."""
     pairs = len(table.columns) == 2 and not table.columns[1]
     short = all(len(cell) <= NARROW for row in table.rows for cell in row[1:])
     kind = "pairs" if pairs else "numbers" if short else "words"
-    half = " half" if table.title and len(table.columns) <= 3 else ""
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
     caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
     head = ""
@@ -184,8 +199,10 @@ def _table(table: Table) -> str:
         cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
         head = f"<thead><tr>{cells}</tr></thead>"
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
+    if len(table.columns) > DENSE:
+        kind += " dense"
     return (
-        f'<div class="block{half}">{title}<div class="scroll"><table class="{kind}">{head}'
+        f'<div class="block">{title}<div class="scroll"><table class="{kind}">{head}'
         f"<tbody>{rows}</tbody></table></div>{caption}</div>"
     )
 

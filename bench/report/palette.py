@@ -19,7 +19,7 @@ DARK_CATEGORIES = (
     "#e2c556", "#d3b6dd",
 )  # fmt: skip
 DARK_SEQUENCE = (
-    "#2c4d70", "#345f8a", "#3f72a4", "#4c86bd", "#5f9ad2", "#7baee0", "#9dc4eb", "#c3dcf5",
+    "#3c668f", "#4474a1", "#4e83b4", "#5b93c7", "#6ea4d7", "#88b6e3", "#a7caed", "#cbe0f6",
 )  # fmt: skip
 
 _NAMES = (

@@ -7,7 +7,6 @@ global state. Inline SVG names its colours as CSS variables, so a page can show 
 
 import html
 import io
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +21,18 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from baton.bench.report.palette import CATEGORIES, GRID, INK, MUTED, SEQUENCE, SERIOUS, VARIABLES
 from baton.bench.report.series import Curve, Histogram, Mark, Points, Stack, Timeline
-from baton.bench.stages import UNATTRIBUTED
+from baton.bench.stages import STAGES, UNATTRIBUTED
 
 WIDTH, HEIGHT = 6.4, 3.5  # inches; a page scales the drawing
 PNG_DPI = 160
+MAX_LABEL = 28  # characters
+# A legend on the line of a title.
+KEY: dict[str, float] = {
+    "fontsize": 8.5, "borderaxespad": 0.2, "handlelength": 1.0, "handleheight": 0.9,
+    "handletextpad": 0.5, "columnspacing": 1.4,
+}  # fmt: skip
+# Which colour a stage has, by its place: the large ones calm, neighbours far apart.
+STAGE_ORDER = (8, 9, 6, 1, 0, 4, 7, 3, 2, 5)
 # While a drawing is made and while it is written: both ask for the style.
 styled = matplotlib.rc_context(
     {
@@ -72,7 +79,7 @@ def cdf(curves: Sequence[Curve], *, x_label: str, bounds: Sequence[Mark]) -> Fig
     figure, axes = _one()
     colours = _colours(curves)
     for curve, colour in zip(curves, colours, strict=True):
-        axes.plot(curve.x, curve.y, color=colour, label=curve.label, drawstyle="steps-post")
+        axes.plot(curve.x, curve.y, color=colour, label=_short(curve.label), drawstyle="steps-post")
     values = [value for curve in curves for value in curve.x]
     _time_axis(axes, values, [mark.at for mark in bounds])
     axes.set(xlabel=x_label, ylabel="share of requests", ylim=(0.0, 1.02))
@@ -96,7 +103,7 @@ def histogram(shown: Histogram, *, x_label: str, marks: Sequence[Mark]) -> Figur
     axes.grid(False, axis="x")
     axes.set(xlabel=x_label, ylabel="number of gaps")
     for mark in marks:
-        _bound(axes, mark)
+        _bound(axes, mark, at_top=True)
     return figure
 
 
@@ -156,17 +163,17 @@ def frontier(arms: Sequence[Points], *, y_label: str) -> Figure:
 
 
 @styled
-def stages(stack: Stack) -> Figure:
+def stages(stack: Stack, *, wide: bool = False) -> Figure:
     """Where the time of requests goes, part by part, for each group of requests."""
-    height = max(1.9, 1.1 + 0.42 * len(stack.rows))
-    figure, axes = _one(height)
+    figure, axes = _one(max(HEIGHT, 1.3 + 0.42 * len(stack.rows)), (1 + wide) * WIDTH)
+    rows = range(len(stack.rows))
     left = [0.0] * len(stack.rows)
     for index, name in enumerate(stack.names):
         widths = [row[index] for row in stack.values]
-        colour = MUTED if name == UNATTRIBUTED else CATEGORIES[index % len(CATEGORIES)]
-        axes.barh(stack.rows, widths, left=left, height=0.62, color=colour, label=name)
+        axes.barh(stack.rows, widths, left=left, height=0.62, color=_stage_colour(name), label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for row, total in zip(stack.rows, left, strict=True):
+    axes.set_yticks(rows, [_short(label) for label in stack.rows])
+    for row, total in zip(rows, left, strict=True):
         axes.annotate(
             f"{total:,.0f} ms", (total, row), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize=8.5, color=MUTED,
@@ -174,11 +181,16 @@ def stages(stack: Stack) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("mean time, ms")
+    axes.xaxis.set_major_formatter(FuncFormatter(_number))
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", labelcolor=INK)
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(8 if wide else 4, len(labels))
+    # A legend fills column by column; the stages are to be read row by row.
+    order = [place for start in range(columns) for place in range(start, len(labels), columns)]
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, fontsize=8.5, borderaxespad=0.2,
-        handlelength=1.0, handleheight=0.9, columnspacing=1.2,
+        [handles[place] for place in order], [labels[place] for place in order],
+        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, **KEY,
     )  # fmt: skip
     return figure
 
@@ -188,38 +200,36 @@ def timeline(shown: Timeline) -> Figure:
     """Requests in flight, tokens and good requests per second over the run, faults marked."""
     figure = Figure(figsize=(2 * WIDTH, 5.4), layout="constrained")
     flight, tokens, good = figure.subplots(3, 1, sharex=True)
-    bars = {"width": shown.bin_s * 0.86, "align": "edge"}
-    flight.fill_between(
-        shown.at_s, shown.in_flight, step="post", color=CATEGORIES[0], alpha=0.22, linewidth=0
-    )
-    flight.step(shown.at_s, shown.in_flight, where="post", color=CATEGORIES[0], linewidth=1.4)
-    tokens.bar(shown.at_s, shown.tokens_per_s, color=CATEGORIES[2], alpha=0.85, **bars)
-    good.bar(shown.at_s, shown.good_per_s, color=CATEGORIES[0], alpha=0.85, **bars)
-    good.bar(
-        shown.at_s, shown.missed_per_s, bottom=shown.good_per_s, color=CATEGORIES[1],
-        alpha=0.85, **bars,
-    )  # fmt: skip
-    below = [a + b for a, b in zip(shown.good_per_s, shown.missed_per_s, strict=True)]
-    good.bar(shown.at_s, shown.failed_per_s, bottom=below, color=SERIOUS, alpha=0.9, **bars)
+    edges = [*shown.at_s, shown.at_s[-1] + shown.bin_s]
+    flight.stairs(shown.in_flight, edges, fill=True, color=CATEGORIES[0], alpha=0.22)
+    flight.stairs(shown.in_flight, edges, baseline=None, color=CATEGORIES[0], linewidth=1.4)
+    tokens.stairs(shown.tokens_per_s, edges, fill=True, color=CATEGORIES[2], alpha=0.75)
+    below = [0.0] * len(shown.at_s)
+    for name, values, colour in (
+        (shown.good_label, shown.good_per_s, CATEGORIES[0]),
+        ("answered, missed a bound", shown.missed_per_s, CATEGORIES[1]),
+        ("failed", shown.failed_per_s, SERIOUS),
+    ):
+        if any(values):
+            top = [low + value for low, value in zip(below, values, strict=True)]
+            good.stairs(top, edges, baseline=below, fill=True, color=colour, alpha=0.85, label=name)
+            below = top
     for axes, title in (
         (flight, "requests in flight"),
         (tokens, "tokens per second"),
         (good, "arrivals per second, by what became of them"),
     ):
-        axes.set_title(title, loc="left", fontsize=9.5, color=INK, pad=5)
+        axes.set_title(title, loc="left", fontsize=9.5, color=INK, pad=6)
         axes.set_ylim(bottom=0.0)
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.grid(False, axis="x")
         _faults(axes, shown.faults)
-    for name, colour, offset in (
-        (shown.good_label, CATEGORIES[0], -15.5),
-        ("answered, missed a bound", CATEGORIES[1], -8.6),
-        ("failed", SERIOUS, -1.0),
-    ):
-        _key(good, name, colour, offset)
+    if shown.faults:
+        flight.set_ylim(top=1.3 * max(1.0, *shown.in_flight))  # room for their names
+    good.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, **KEY)
     _fault_names(flight, shown.faults)
     good.set_xlabel("seconds from the start of the schedule")
-    good.set_xlim(shown.at_s[0], shown.at_s[-1] + shown.bin_s)
+    good.set_xlim(edges[0], edges[-1])
     return figure
 
 
@@ -251,8 +261,8 @@ def png(figure: Figure, path: Path) -> None:
 
 
 @styled
-def _one(height: float = HEIGHT) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+def _one(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 
 
@@ -264,10 +274,18 @@ def _colours(curves: Sequence[Curve]) -> list[str]:
     return [SEQUENCE[round(index * last / (len(curves) - 1))] for index in range(len(curves))]
 
 
+def _stage_colour(name: str) -> str:
+    """The same for a stage in every report."""
+    if name == UNATTRIBUTED:
+        return MUTED
+    place = list(STAGES).index(name) if name in STAGES else len(STAGES) + len(name)
+    return CATEGORIES[STAGE_ORDER[place % len(STAGE_ORDER)]]
+
+
 def _points(axes: Axes, arms: Sequence[Points]) -> None:
     for index, arm in enumerate(arms):
         colour = CATEGORIES[index % len(CATEGORIES)]
-        axes.plot(arm.x, arm.y, color=colour, marker="o", markersize=4.5, label=arm.label)
+        axes.plot(arm.x, arm.y, color=colour, marker="o", markersize=4.5, label=_short(arm.label))
         wrong = [place for place, valid in enumerate(arm.valid) if not valid]
         axes.plot(
             [arm.x[place] for place in wrong], [arm.y[place] for place in wrong], linestyle="none",
@@ -275,11 +293,12 @@ def _points(axes: Axes, arms: Sequence[Points]) -> None:
         )  # fmt: skip
 
 
-def _bound(axes: Axes, mark: Mark) -> None:
+def _bound(axes: Axes, mark: Mark, *, at_top: bool = False) -> None:
     axes.axvline(mark.at, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
     axes.annotate(
-        mark.label, (mark.at, 0.03), xycoords=("data", "axes fraction"), xytext=(-3, 0),
-        textcoords="offset points", rotation=90, ha="right", va="bottom", color=MUTED, fontsize=8.5,
+        mark.label, (mark.at, 0.97 if at_top else 0.03), xycoords=("data", "axes fraction"),
+        xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right",
+        va="top" if at_top else "bottom", color=MUTED, fontsize=8.5,
     )  # fmt: skip
 
 
@@ -293,17 +312,9 @@ def _faults(axes: Axes, faults: Sequence[Mark]) -> None:
 def _fault_names(axes: Axes, faults: Sequence[Mark]) -> None:
     for fault in faults:
         axes.annotate(
-            fault.label, (fault.at, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -2),
-            textcoords="offset points", va="top", color=SERIOUS, fontsize=8.5,
+            _short(fault.label), (fault.at, 1.0), xycoords=("data", "axes fraction"),
+            xytext=(4, -2), textcoords="offset points", va="top", color=SERIOUS, fontsize=8.5,
         )  # fmt: skip
-
-
-def _key(axes: Axes, name: str, colour: str, offset: float) -> None:
-    """A word in its own colour at the right end of the title line; `offset` in ems."""
-    axes.annotate(
-        name, (1.0, 1.0), xycoords="axes fraction", xytext=(offset * 9.5, 5),
-        textcoords="offset points", ha="right", va="bottom", color=colour, fontsize=8.5,
-    )  # fmt: skip
 
 
 def _legend(axes: Axes, labelled: Sequence[Curve] | Sequence[Points]) -> None:
@@ -316,12 +327,13 @@ def _time_axis(axes: Axes, values: Sequence[float], bounds: Sequence[float]) -> 
     positive = sorted(value for value in values if value > 0)
     if not positive:
         return
-    most = max(positive[-1], *bounds, 0.0)
+    least, most = positive[0], max(positive[-1], *bounds, 0.0)
     if positive[-1] > 12 * positive[len(positive) // 2]:
         _log_scale(axes)
-        axes.set_xlim(positive[0] * 0.9, most * 1.15)
+        axes.set_xlim(least * 0.9, most * 1.15)
     else:
-        axes.set_xlim(0.0, most * 1.06)
+        # Nothing is lost to the left of values that lie close together far from zero.
+        axes.set_xlim(0.0 if least < 0.4 * most else 0.9 * least, most * 1.06)
 
 
 def _log_scale(axes: Axes) -> None:
@@ -331,6 +343,9 @@ def _log_scale(axes: Axes) -> None:
 
 def _number(value: float, _position: int | None) -> str:
     """10,000 rather than 10 to the power of 4."""
-    if value <= 0 or not math.isfinite(value):
-        return ""
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
+
+
+def _short(label: str) -> str:
+    """A label that leaves room for the drawing."""
+    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"

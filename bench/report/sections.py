@@ -19,6 +19,7 @@ from baton.bench.report.wording import (
     several,
     share,
     span,
+    utc,
 )
 from baton.bench.stages import STAGES, summarise_stages
 
@@ -41,9 +42,9 @@ class Section(msgspec.Struct, frozen=True):
 def results(report: Report) -> list[Section]:
     """What was found."""
     found = [
-        _overview(report),
         _search(report),
         _comparison(report),
+        _overview(report),
         *(_of_run(number_, run) for number_, run in enumerate(report.runs, 1)),
         *(Section(f"table-{number_}", table.title, _filled(table.caption),
                   [msgspec.structs.replace(table, title="", caption="")])
@@ -65,7 +66,7 @@ def provenance(of: Provenance) -> dict[str, str]:
     machine = of.machine
     cpus = f"{machine.num_cpus} of {several(machine.num_cpus_total, 'CPU')}"
     told = {
-        "made": f"{of.created_at} (UTC)",
+        "made": utc(of.created_at),
         "command": " ".join(of.command_line),
         "baton": of.baton_version,
         "commit": of.commit or "not in a checkout",
@@ -174,16 +175,16 @@ def _of_run(place: int, run: Run) -> Section:
     summary = run.summary
     lines = [f"{problem.severity.upper()}: {problem.text}" for problem in run.problems]
     latencies = Table("Latency, ms", ["figure", "samples", *PERCENTILES], _latencies(summary))
-    tables = [latencies, Table("Totals", ["figure", "value"], _totals(run))]
+    tables = [latencies, Table("Totals", ["figure", ""], _totals(run))]
     outcomes = [[name.replace("_", " "), f"{count:,}", share(count / summary.num_requests)]
                 for name, count in summary.outcomes.items()]  # fmt: skip
     tables.append(Table("What became of the requests", ["outcome", "requests", "share"], outcomes))
     if reasons := _reasons(run):
-        tables.append(Table("What the failures said", ["outcome", "detail", "requests"], reasons))
-    tables += _stages(run)
-    tables += _impacts(run)
+        tables.append(Table("What the failures said", ["requests", "outcome", "detail"], reasons))
     tables.append(_clients(run))
     tables += _pairs(run.settings, "setting", "Settings of this run")
+    tables += _impacts(run)
+    tables += _stages(run)
     return Section(f"run-{place}", run.label, lines + run.notes, tables)
 
 
@@ -205,7 +206,7 @@ def _totals(run: Run) -> list[list[str]]:
     interval = summary.attainment_interval
     attained = share(summary.attainment)
     if interval is not None:
-        attained += f" (95 %: {span(interval.low, interval.high, 'share')})"
+        attained += f" (95 % interval {span(interval.low, interval.high, 'share')})"
     rows = {
         "bounds": str(summary.bounds) if summary.bounds else "none given",
         "attainment": attained,
@@ -223,7 +224,7 @@ def _totals(run: Run) -> list[list[str]]:
         "concurrency": number(summary.concurrency),
         "window": f"{span(summary.window.start_s, summary.window.end_s, 's')}",
         "unfinished at its end": f"{summary.num_unfinished:,}",
-        "started": run.started_at or NONE,
+        "started": utc(run.started_at) or NONE,
     }  # fmt: skip
     return [[name, value] for name, value in rows.items() if value != NONE]
 
@@ -236,7 +237,7 @@ def _reasons(run: Run) -> list[list[str]]:
             key = (str(record.outcome).replace("_", " "), record.detail)
             counts[key] = counts.get(key, 0) + 1
     most = sorted(counts.items(), key=lambda item: -item[1])
-    return [[outcome, detail, f"{count:,}"] for (outcome, detail), count in most[:12]]
+    return [[f"{count:,}", outcome, detail] for (outcome, detail), count in most[:12]]
 
 
 def _stages(run: Run) -> list[Table]:
@@ -251,7 +252,7 @@ def _stages(run: Run) -> list[Table]:
     ]  # fmt: skip
     columns = ["stage", "mean", "p50", "p90", "p99", "share", "what it is"]
     added_up = (
-        f"add up to e2e within {number(found.max_error_ms)} ms"
+        f"add up to e2e within {number(max(0.001, found.max_error_ms))} ms"
         if found.adds_up
         else f"DO NOT ADD UP to e2e within 1 ms for {several(found.num_beyond, 'request')}"
     )
@@ -280,7 +281,9 @@ def _impacts(run: Run) -> list[Table]:
         }
         pairs = [[name, value] for name, value in rows.items()]
         caption = "; ".join(impact.notes)
-        tables.append(Table(f"Fault {impact.fault}", ["figure", "value"], pairs, caption))
+        tables.append(
+            Table(f"Fault {impact.fault.partition('=')[0]}", ["figure", ""], pairs, caption)
+        )
     return tables
 
 

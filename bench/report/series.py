@@ -155,7 +155,7 @@ def itl_histogram(runs: Sequence[Group]) -> Histogram | None:
     edges = (
         np.geomspace(least, most, NUM_BARS + 1)
         if logarithmic
-        else np.linspace(0.0, most, NUM_BARS + 1)
+        else np.linspace(least, most, NUM_BARS + 1)
     )
     counts, _ = np.histogram(np.clip(gaps_ms, edges[0], edges[-1]), edges)
     return Histogram(edges.tolist(), counts.tolist(), logarithmic)

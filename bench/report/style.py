@@ -47,14 +47,16 @@ a{color:var(--c0)}
 .tile .unit{font-size:.95rem;font-weight:450;letter-spacing:0;color:var(--muted);margin-left:.3rem}
 .tile .note{font-size:.82rem;color:var(--muted);margin:0;overflow-wrap:anywhere}
 .holds{color:var(--good)}.missed{color:var(--serious)}
-.verdict{font-weight:620;font-size:.82rem}
+.tile .note b{font-weight:620}
+.unusable .tile .note b{display:none}
+.unusable .tile .unit{display:inline-block;text-decoration:none}
 .unusable .tile .value{color:var(--muted);text-decoration:line-through;
  text-decoration-thickness:2px;text-decoration-color:var(--serious)}
 nav{margin:1.6rem 0 0;font-size:.9rem;display:flex;flex-wrap:wrap;gap:.25rem 1.1rem}
 nav a{text-decoration:none}nav a:hover{text-decoration:underline}
-.drawings{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(27rem,100%),1fr));
+.drawings{display:grid;gap:1rem;scroll-margin-top:1rem;grid-template-columns:repeat(auto-fit,minmax(min(27rem,100%),1fr));
  margin-top:1.6rem}
-figure{margin:0;padding:1rem 1.1rem 1.1rem;min-width:0}
+figure.card{margin:0;padding:1rem 1.1rem 1.1rem;min-width:0}
 figure.wide{grid-column:1/-1}
 figure h3{margin:0}
 figure .caption{margin:.05rem 0 .6rem}
@@ -64,9 +66,10 @@ svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",
 details.card{padding:0}
 details.card>summary{cursor:pointer;padding:.85rem 1.25rem;font-weight:620;overflow-wrap:anywhere}
 details.card>.inside{padding:.2rem 1.25rem 1.25rem}
-.inside{display:grid;gap:1.6rem 2.2rem;grid-template-columns:repeat(2,minmax(0,1fr))}
-.inside>*{grid-column:1/-1;min-width:0}
-.inside>.half{grid-column:auto}
+.inside>*+*{margin-top:1.6rem}
+.columns{columns:2 22rem;column-gap:2.6rem}
+.columns>.block{break-inside:avoid;padding-bottom:1.5rem}
+.columns>.block:last-child{padding-bottom:0}
 .lines{margin:0;padding-left:1.15rem}
 .lines li{overflow-wrap:anywhere}
 .scroll{overflow-x:auto}
@@ -78,13 +81,15 @@ tr:last-child td{border-bottom:0}
 td:first-child{white-space:nowrap}
 .numbers td:not(:first-child),.numbers th:not(:first-child){text-align:right;white-space:nowrap}
 .numbers td:last-child,.numbers th:last-child{padding-right:0}
+.dense{font-size:.8rem}.dense th,.dense td{padding-right:.5rem}
+.dense td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:6rem}
 .pairs td:first-child{color:var(--muted);width:32%;white-space:normal;overflow-wrap:anywhere}
 .pairs td,.words td{overflow-wrap:anywhere}
 .words td:not(:first-child){min-width:4rem}
 .words td:last-child{min-width:14rem}
 .flag{color:var(--serious);font-weight:620}
 footer{margin-top:3rem;color:var(--muted);font-size:.85rem}
-@media (max-width:52rem){.inside{grid-template-columns:minmax(0,1fr)}main{padding:1.4rem 1rem 3rem}
+@media (max-width:52rem){main{padding:1.4rem 1rem 3rem}
  h1{font-size:1.5rem}}
 @page{margin:14mm}
 @media print{

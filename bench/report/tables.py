@@ -94,9 +94,9 @@ def _blocks(report: Report) -> Iterator[str]:
         yield f"{_text(subject(report))}:"
         yield ""
     for one in shown:
-        missed = " **(missed)**" if one.holds is False else ""
-        note = f" ({_text(one.note)})" if one.note else ""
-        yield f"- {_text(one.name)}: **{f'{one.value} {one.unit}'.strip()}**{note}{missed}"
+        notes = "; ".join(_text(note) for note in (one.verdict, one.note) if note)
+        value = _text(f"{one.value} {one.unit}")
+        yield f"- {_text(one.name)}: **{value}**{f' ({notes})' if notes else ''}"
     yield from ("", *(f"- Note: {_text(note)}" for note in report.notes)) if report.notes else ()
     for section in (*results(report), *background(report)):
         yield from _section(section)

@@ -41,6 +41,18 @@ def quantity(value: float | None, unit: str) -> str:
     return f"{written} {unit}".strip() if written != NONE else NONE
 
 
+def duration(value_s: float | None) -> tuple[str, str]:
+    """A number and its unit: milliseconds below a second."""
+    if value_s is not None and value_s < 1.0:
+        return number(1e3 * value_s), "ms"
+    return number(value_s), "s"
+
+
+def limit(value_ms: float) -> str:
+    """A bound as it was written."""
+    return f"{value_ms:g} ms"
+
+
 def gibibytes(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.0f} GiB" if size_bytes else "unknown"
 
@@ -54,3 +66,8 @@ def span(low: float, high: float, unit: str = "") -> str:
 
 def several(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def utc(stamp: str) -> str:
+    """An ISO 8601 time of the UTC, for reading."""
+    return stamp.replace("T", " ").replace("+00:00", " UTC")
