@@ -1,0 +1,105 @@
+"""The least that a GPU must do for a step or a kernel: its bytes and operations, and their time.
+
+Pure arithmetic over model shapes, for the GPU benchmark's tables; a caller brings the two rates,
+which the same run has measured. It imports no torch and knows no kernel.
+"""
+
+import msgspec
+
+BYTES_PER_VALUE = 2  # bf16 weights and KV
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What cannot be left out: each input read once, each output written once."""
+
+    num_bytes: float = 0.0
+    num_flops: float = 0.0
+
+
+class Floors(msgspec.Struct, frozen=True, tag="floors"):
+    """What this GPU does at best, measured in the same run.
+
+    `copy_tb_per_s` counts bytes read and bytes written; a kernel that only reads may pass it.
+    """
+
+    copy_tb_per_s: float
+    gemm_tflop_per_s: float
+
+    def seconds(self, work: Work) -> float:
+        """The longer of moving the bytes and doing the operations."""
+        moving_s = work.num_bytes / (1e12 * self.copy_tb_per_s)
+        return max(moving_s, work.num_flops / (1e12 * self.gemm_tflop_per_s))
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A decoder's sizes, as its publisher's config.json gives them."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    has_qk_norm: bool = True
+
+    @property
+    def layer_values(self) -> int:
+        """Weights of the linear layers of one decoder layer."""
+        width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (width + 3 * self.intermediate_size)
+
+    @property
+    def body_values(self) -> int:
+        return self.num_layers * self.layer_values
+
+    @property
+    def head_values(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that every decode step reads: all but the embedding's table."""
+        return BYTES_PER_VALUE * (self.body_values + self.head_values)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.read_bytes + (0 if self.is_tied else BYTES_PER_VALUE * self.head_values)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return BYTES_PER_VALUE * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Query values of one token over all layers: attention's operations are in proportion."""
+        return self.num_layers * self.num_heads * self.head_dim
+
+
+QWEN3_06B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151_936, is_tied=True)
+QWEN3_8B = Shape("Qwen3-8B", 4096, 12_288, 36, 32, 8, 128, 151_936, is_tied=False)
+LLAMA3_8B = Shape(
+    "Llama-3-8B", 4096, 14_336, 32, 32, 8, 128, 128_256, is_tied=False, has_qk_norm=False
+)
+
+
+def decode_work(shape: Shape, batch: int, context: int) -> Work:
+    """One new token for each of `batch` sequences of `context` tokens."""
+    kv_bytes = batch * context * shape.kv_bytes_per_token
+    linear = 2 * batch * (shape.body_values + shape.head_values)
+    attention = 4 * batch * context * shape.query_width
+    return Work(shape.read_bytes + kv_bytes, linear + attention)
+
+
+def prefill_work(shape: Shape, num_tokens: int) -> Work:
+    """A prompt of `num_tokens`, of which one row goes through the LM head."""
+    linear = 2 * num_tokens * shape.body_values + 2 * shape.head_values
+    attention = causal_flops(num_tokens, shape.query_width)
+    return Work(shape.read_bytes + num_tokens * shape.kv_bytes_per_token, linear + attention)
+
+
+def causal_flops(num_tokens: int, query_width: int) -> int:
+    """Of causal attention over a prompt: half of the score matrix is never needed."""
+    return 2 * num_tokens**2 * query_width

@@ -1,0 +1,87 @@
+"""The GPU benchmark's processes, on CPUs: its split section, and sections that cannot run."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from baton.bench import gpu, gpu_split
+from baton.bench.gpu_floors import Shape
+from baton.bench.gpu_rows import Check, Event, GpuReport, Measured, Note
+from baton.bench.gpu_section import Desk
+from baton.bench.gpu_split import SplitPlan
+from baton.bench.gpu_timing import Stopwatch
+from baton.runtime.clock import monotonic
+
+SMALL = SplitPlan(
+    shape=Shape("small", 64, 96, 2, 2, 1, 32, 640, is_tied=True), device="cpu",
+    prompts=(40, 600), num_tokens=8, warm_ups=1, rounds=2, memory_mib=64,
+)  # fmt: skip
+
+
+def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event]:
+    events: list[Event] = []
+    watch = Stopwatch(torch.device("cpu"))
+    desk = Desk(watch, events.append, monotonic, monotonic() + left_s)
+    gpu_split.run(desk, folder, plan)
+    return events
+
+
+def test_split_and_colocated_serving_are_compared_and_hand_overs_measured(tmp_path: Path) -> None:
+    events = events_of(SMALL, tmp_path)
+    checks = {event.key: event for event in events if isinstance(event, Check)}
+    assert {key: check.passed for key, check in checks.items()} == {
+        "colocated serving": True,
+        "split serving": True,
+        "greedy tokens, split against colocated": True,
+    }, checks
+    rows = {event.key: event for event in events if isinstance(event, Measured)}
+    assert set(rows) == {
+        *(f"hand-over overhead, {tokens} tokens" for tokens in SMALL.prompts),
+        *(f"KV reads, {tokens} tokens" for tokens in SMALL.prompts),
+        *(
+            f"first token after {n} tokens, {arm}"
+            for n in (40, 600)
+            for arm in ("split", "colocated")
+        ),
+    }
+    per_token = SMALL.shape.kv_bytes_per_token
+    assert rows["KV reads, 600 tokens"].payload_bytes == -(-600 // 16) * 16 * per_token
+    assert all(row.timing is not None and row.timing.rounds == 2 for row in rows.values())
+    assert Note(gpu_split.CLAIM) in events
+    assert (tmp_path / "nodes-split.log").exists()
+
+
+def test_what_cannot_be_served_is_said_and_not_raised(tmp_path: Path) -> None:
+    """A pool for which there is no room."""
+    plan = SplitPlan(
+        shape=SMALL.shape, device="cpu", prompts=(40,), memory_mib=1 << 24, warm_ups=0, rounds=1
+    )
+    checks = [event for event in events_of(plan, tmp_path) if isinstance(event, Check)]
+    assert [check.passed for check in checks] == [None, None]
+    assert all("not served: " in check.detail for check in checks)
+    assert "does not fit" in checks[0].detail
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sections would run, for minutes")
+def test_a_section_that_fails_is_reported_and_the_next_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = gpu.chosen(["engine"])
+    report = gpu.run(gpu.Options(tmp_path, 100.0, sections), ["--only", "engine"])
+    assert [section.name for section in report.sections] == ["environment", "engine"]
+    for section in report.sections:
+        assert section.state == "failed"
+        assert "no CUDA device" in section.reason
+    assert not report.has_passed
+    written = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=GpuReport)
+    assert written == report
+    assert capsys.readouterr().out.count("**failed**") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the section would run")
+def test_a_section_that_takes_too_long_is_cut(tmp_path: Path) -> None:
+    report = gpu.run(gpu.Options(tmp_path, 0.2, ("environment",)), [])
+    assert report.sections[0].state == "cut short"
+    assert "were over" in report.sections[0].reason
