@@ -251,7 +251,7 @@ def summarise(
     answered = [measure(record) for record in good]
     span = window or Window(records[0].intended_s, max(record.end_s for record in records))
     every = [record for record in result.records if not record.warm_up]
-    lag = _of([measure(record) for record in records], "lag_ms")
+    lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
     assert lag is not None, "there is at least one request"
     met = [meets(record, bounds) for record in records] if bounds is not None else []
     chunk_ms, itl_ms, num_chunks = _gaps_ms(good)

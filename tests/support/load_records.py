@@ -56,8 +56,8 @@ def plan_of(records: Sequence[Record]) -> list[Planned]:
 def loads(draw: st.DrawFn) -> list[Record]:
     """Any requests in any order: answered and failed ones, late ones, chunks of several tokens."""
     found = []
-    for index in range(draw(st.integers(1, 12))):
-        gaps = draw(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 4)), max_size=6))
+    for index in range(draw(st.integers(1, 8))):
+        gaps = draw(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 4)), max_size=4))
         outcome = draw(st.sampled_from(Outcome)) if gaps else Outcome.TRUNCATED
         now_s, chunks = 0.0, []
         for gap_ms, count in gaps:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.bench.metrics import (
@@ -172,6 +172,7 @@ def test_a_summary_survives_being_written_as_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
 
 
+@settings(max_examples=60, deadline=None)
 @given(records=loads(), data=st.data())
 def test_no_order_of_the_records_changes_a_figure(
     records: list[Record], data: st.DataObject
@@ -181,6 +182,7 @@ def test_no_order_of_the_records_changes_a_figure(
     assert summarise(load(other), bounds=BOUNDS) == first
 
 
+@settings(max_examples=60, deadline=None)
 @given(records=loads())
 def test_every_arrival_is_in_every_share(records: list[Record]) -> None:
     summary = summarise(load(records), bounds=BOUNDS)
@@ -194,6 +196,7 @@ def test_every_arrival_is_in_every_share(records: list[Record]) -> None:
     assert good <= summary.outcomes.get("answered", 0)
 
 
+@settings(max_examples=60, deadline=None)
 @given(records=loads(), start_ms=st.integers(0, 5_000), length_ms=st.integers(1, 5_000))
 def test_windows_side_by_side_share_all_requests_out(
     records: list[Record], start_ms: int, length_ms: int
@@ -206,6 +209,7 @@ def test_windows_side_by_side_share_all_requests_out(
     assert all(start_s <= record.intended_s < end_s for record in parts[1])
 
 
+@settings(max_examples=60, deadline=None)
 @given(records=loads())
 def test_gaps_per_token_add_up_to_the_time_between_first_and_last_token(
     records: list[Record],

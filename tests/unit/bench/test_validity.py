@@ -183,6 +183,24 @@ def test_a_steady_load_and_one_burst_are_no_growth() -> None:
     assert find_growth(burst, None) is None
 
 
+def test_a_slight_rise_is_no_growth() -> None:
+    rising = [
+        request(place / 10, (0.1 + place / 1e4, 1 + place / 1e3), index=place)
+        for place in range(400)
+    ]
+    assert find_growth(rising, None) is None
+
+
+def test_requests_from_before_a_window_are_in_flight_within_it() -> None:
+    growing = [
+        request(place / 10, [place / 90 + 0.1, place * 0.08 + 10], index=place)
+        for place in range(900)
+    ]
+    growth = find_growth(growing, Window(40.0, 90.0))
+    assert growth is not None
+    assert growth.first_in_flight > 200
+
+
 def test_a_window_in_the_middle_of_a_steady_load_shows_no_growth() -> None:
     long = [request(place / 10, (0.1, 20.0), index=place) for place in range(1000)]
     assert find_growth(long, Window(40.0, 80.0)) is None
