@@ -44,11 +44,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
+_NOTHING = msgspec.Raw(b"null")
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    timeline: msgspec.Raw | None = None
-    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    timeline: msgspec.Raw = _NOTHING
+    error: msgspec.Raw = _NOTHING
     message: str | None = None  # beside "object": "error", as some servers write errors
 
 
@@ -146,18 +149,18 @@ class AnswerReader:
             text = f"an event is no JSON: {event[:80].decode(errors='replace')}"
             self.problem = Problem(Outcome.MALFORMED, one_line(text))
             return
-        if chunk.error is not msgspec.UNSET and bytes(chunk.error) != b"null":
+        if _says(chunk.error):
             self.problem = Problem(Outcome.ERROR_IN_STREAM, message_of(event))
         elif chunk.choices:
             self._on_choice(chunk.choices, chunk.usage, at_s)
         elif chunk.choices is None and chunk.message is not None:
             self.problem = Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
-        elif chunk.choices is None and chunk.usage is None and chunk.timeline is None:
+        elif chunk.choices is None and chunk.usage is None and not _says(chunk.timeline):
             text = "an event is not of this API: it has neither choices nor usage"
             self.problem = Problem(Outcome.MALFORMED, text)
         if chunk.usage is not None:
             self._usage = chunk.usage
-        if chunk.timeline is not None:
+        if _says(chunk.timeline):
             self.timeline = chunk.timeline.copy()
 
     def _on_choice(self, choices: list[_Choice], usage: _Usage | None, at_s: float) -> None:
@@ -240,7 +243,7 @@ def message_of(body: bytes) -> str:
     try:
         found: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return one_line(body[:MAX_DETAIL].decode(errors="replace"))
+        return one_line(body[: 2 * MAX_DETAIL].decode(errors="replace"))
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and name in found:
             found = found[name]
@@ -253,6 +256,10 @@ def one_line(text: str) -> str:
     """At most `MAX_DETAIL` characters that print."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 1] + "…"
+
+
+def _says(value: msgspec.Raw) -> bool:
+    return bytes(value) != b"null"
 
 
 def _differs(reported: int | None, counted: int, what: str) -> Problem | None:

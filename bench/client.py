@@ -68,6 +68,13 @@ class Session:
             problem = Problem(Outcome.TIMED_OUT, "the load was stopped before the answer ended")
             exchange.end(monotonic(), problem)
 
+    async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
+        """Fills the pool; what cannot be opened is tried again, and judged, when it is needed."""
+        opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
+        for connection in opened:
+            if not isinstance(connection, str):
+                self.pool.give_back(connection)
+
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request."""
         head = [

@@ -70,6 +70,8 @@ class ResponseParser:
         while True:
             end = data.find(b"\r\n\r\n")
             if end < 0:
+                if data.startswith(b"\x15\x03"):
+                    raise WireError("the server wants TLS: https:// instead of http://?")
                 if not b"HTTP/1.".startswith(data[:7]) or len(data) > MAX_HEAD_BYTES:
                     raise WireError("the answer is not HTTP/1.1")
                 self._rest = data

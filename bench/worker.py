@@ -40,6 +40,7 @@ from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
 
 COUNT_EVERY_S = 0.5
+OPEN_AHEAD_S = 5.0
 BATCH_BYTES = 1 << 20
 
 
@@ -95,6 +96,11 @@ class Runner:
 
     def clock(self) -> float:
         return monotonic() - self.zero_s
+
+    async def open_ahead(self, num_connections: int) -> None:
+        """All clients of a closed loop start at once, and that is crowded enough."""
+        timeout_s = min(self._share.target.timeout_s, OPEN_AHEAD_S)
+        await self._session.open_ahead(num_connections, timeout_s)
 
     async def open_loop(self, units: Sequence[Unit]) -> None:
         """Each unit at the moment of its first request."""
@@ -225,6 +231,7 @@ async def _carry_out(runner: Runner, share: Share, line: Line, tally: Tally) -> 
     if share.concurrency is not None:
         await runner.closed_loop([unit for unit in units if unit[0].warm_up], share.concurrency)
         units = [unit for unit in units if not unit[0].warm_up]
+        await runner.open_ahead(min(share.concurrency, len(units)))
     gc.collect()
     gc.freeze()
     gc.disable()  # cycles are rare here, and a collection would stop the clock for everybody
