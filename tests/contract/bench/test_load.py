@@ -1,0 +1,272 @@
+"""Loads over client processes: every planned request comes back, whatever becomes of it."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from aiohttp import web
+
+from baton.bench.load import Load, Progress, run_load
+from baton.bench.records import LoadResult, Message, Outcome, Planned
+from baton.bench.target import Target
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.clock import monotonic
+from tests.support.scripted_openai import Call, ScriptedOpenAI, answer, error, token
+
+WAIT_S = 20.0
+
+
+def requests(num: int, rate: float | None = 100.0, num_warm_up: int = 0) -> list[Planned]:
+    """Warm-up comes first, before zero."""
+    first = -num_warm_up
+    return [
+        Planned(
+            index=place,
+            at_s=None if rate is None else number / rate,
+            output_tokens=2,
+            prompt_ids=(place + 1,),
+            warm_up=number < 0,
+        )
+        for place, number in enumerate(range(first, num))
+    ]
+
+
+def outcomes(result: LoadResult) -> Counter[Outcome]:
+    return Counter(record.outcome for record in result.records)
+
+
+async def hang(call: Call) -> web.StreamResponse:
+    await call.write(token())
+    await asyncio.sleep(60.0)
+    return await call.end()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
+    seen: list[Progress] = []
+    starts: list[float] = []
+    planned = requests(20, num_warm_up=4)
+    with ScriptedOpenAI() as server:
+        load = Load(Target(server.url, "tiny"), planned, processes=processes)
+        before_s = monotonic()
+        result = run_load(load, on_progress=seen.append, on_start=starts.append)
+    assert outcomes(result) == {Outcome.ANSWERED: 24}
+    assert [record.index for record in result.records] == list(range(24))
+    for request, record in zip(planned, result.records, strict=True):
+        assert record.intended_s == pytest.approx(request.at_s)
+        assert record.intended_s <= record.sent_s <= record.end_s
+        assert record.warm_up == request.warm_up
+        assert record.text is None
+    assert len({client.pid for client in result.clients}) == processes
+    assert sum(client.num_requests for client in result.clients) == 24
+    assert sum(client.num_tokens for client in result.clients) == 48
+    assert all(client.cpu_s > 0 for client in result.clients)
+    assert result.wall_s == pytest.approx(max(record.end_s for record in result.records))
+    assert (seen[-1].sent, seen[-1].ended, seen[-1].tokens, seen[-1].in_flight) == (24, 24, 48, 0)
+    (start_s,) = starts
+    assert before_s < start_s < before_s + WAIT_S
+
+
+def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
+    running: list[int] = [0]
+
+    async def script(call: Call) -> web.StreamResponse:
+        running.append(running[-1] + 1)
+        response = await answer(call)
+        running.append(running[-1] - 1)
+        return response
+
+    planned = requests(30, rate=None, num_warm_up=3)
+    with ScriptedOpenAI(script) as server:
+        load = Load(Target(server.url, "tiny"), planned, 3, closed=True, processes=2)
+        result = run_load(load)
+    assert outcomes(result) == {Outcome.ANSWERED: 33}
+    assert max(running) <= 3
+    warm_up = [record for record in result.records if record.warm_up]
+    assert len(warm_up) == 3
+    assert all(record.end_s < 0 for record in warm_up)
+    measured = result.records[3:]
+    assert all(record.intended_s == record.sent_s >= 0 for record in measured)
+    assert sum(client.num_requests for client in result.clients) == 30
+
+
+def test_a_closed_loop_may_end_by_time() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        return await answer(call)
+
+    with ScriptedOpenAI(script) as server:
+        load = Load(
+            Target(server.url, "tiny"), requests(500, None), 1, closed=True, stop_after_s=0.35
+        )
+        result = run_load(load)
+    assert 0 < len(result.records) < 500
+    assert all(record.sent_s < 0.35 for record in result.records)
+    assert set(outcomes(result)) == {Outcome.ANSWERED}
+
+
+def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        return await answer(call)
+
+    with ScriptedOpenAI(script) as server:
+        result = run_load(Load(Target(server.url, "tiny"), requests(4), concurrency=1))
+    assert outcomes(result) == {Outcome.ANSWERED: 4}
+    ordered = sorted(result.records, key=lambda record: record.sent_s)
+    assert [record.index for record in ordered] == [0, 1, 2, 3]
+    for before, after in pairwise(ordered):
+        assert after.sent_s >= before.end_s
+        assert after.intended_s < before.end_s
+
+
+def test_failures_are_records_too() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        if call.body["prompt"] == [3]:
+            return error("full", 503, Retry_After="1")
+        return await answer(call)
+
+    with ScriptedOpenAI(script) as server:
+        seen: list[Progress] = []
+        load = Load(Target(server.url, "tiny"), requests(5), processes=2)
+        result = run_load(load, on_progress=seen.append)
+    assert outcomes(result) == {Outcome.ANSWERED: 4, Outcome.REFUSED: 1}
+    assert (result.records[2].status, result.records[2].retry_after_s) == (503, 1.0)
+    assert seen[-1].failed == 1
+
+
+def conversation(count: int, **more: object) -> list[Planned]:
+    return [
+        Planned(
+            index=number * 3 + turn,
+            at_s=number * 0.05 if turn == 0 else None,
+            output_tokens=2,
+            conversation=number,
+            turn=turn,
+            think_s=0.02 if turn else 0.0,
+            **{name: make(turn) for name, make in more.items()},  # type: ignore[operator]
+        )
+        for number in range(count)
+        for turn in range(3)
+    ]
+
+
+def test_a_chat_goes_on_with_what_the_server_said() -> None:
+    planned = conversation(2, messages=lambda turn: (Message("user", f"q{turn}"),))
+    with ScriptedOpenAI() as server:
+        target = Target(server.url, "tiny", api="chat")
+        result = run_load(Load(target, planned, processes=2, keep_text=True))
+        longest = max(server.bodies, key=lambda body: len(str(body["messages"])))
+    said = [(message["role"], message["content"]) for message in longest["messages"]]  # type: ignore[attr-defined]
+    own = ("assistant", " 0 1")
+    assert said == [("user", "q0"), own, ("user", "q1"), own, ("user", "q2")]
+    assert outcomes(result) == {Outcome.ANSWERED: 6}
+    first, second, third = result.records[:3]
+    assert second.intended_s == pytest.approx(first.end_s + 0.02)
+    assert third.intended_s == pytest.approx(second.end_s + 0.02)
+    assert first.text == " 0 1"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_token_ids_of_answers_are_appended_to_the_prompt(closed: bool) -> None:
+    planned = conversation(1, prompt_ids=lambda turn: (10 + turn,))
+    with ScriptedOpenAI() as server:
+        target = Target(server.url, "tiny", token_ids=True)
+        result = run_load(Load(target, planned, 1 if closed else None, closed=closed))
+        prompts = [body["prompt"] for body in server.bodies]
+    assert outcomes(result) == {Outcome.ANSWERED: 3}
+    assert prompts == [[10], [10, 0, 1, 11], [10, 0, 1, 11, 0, 1, 12]]
+
+
+def test_turns_that_a_failure_took_away_count_as_failed() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        return error("full", 429) if len(server.bodies) == 2 else await answer(call)
+
+    planned = conversation(1, messages=lambda turn: (Message("user", f"q{turn}"),))
+    with ScriptedOpenAI(script) as server:
+        result = run_load(Load(Target(server.url, "tiny", api="chat"), planned))
+        assert len(server.bodies) == 2
+    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.REFUSED: 2}
+    assert result.records[2].detail == "not sent: turn 1 of the conversation failed"
+
+
+def test_a_stop_brings_back_what_there_is() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        return await (answer(call) if call.body["prompt"] == [1] else hang(call))
+
+    stop = threading.Event()
+
+    def watch(progress: Progress) -> None:
+        if progress.ended == 1 and progress.in_flight == 2:
+            stop.set()
+
+    planned = [*requests(3), Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,))]
+    with ScriptedOpenAI(script) as server:
+        load = Load(Target(server.url, "tiny"), planned, processes=2)
+        result = run_load(load, on_progress=watch, stop=stop)
+    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.TIMED_OUT: 2}
+    assert [record.num_tokens for record in result.records[1:]] == [1, 1]
+
+
+def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
+    stop = threading.Event()
+    with ScriptedOpenAI(hang) as server:
+        load = Load(Target(server.url, "tiny"), requests(2, None, 1), 1, closed=True)
+        watch = threading.Thread(target=lambda: (asyncio.run(server.asked()), stop.set()))
+        watch.start()
+        result = run_load(load, stop=stop)
+        watch.join()
+    assert outcomes(result) == {Outcome.TIMED_OUT: 1}
+
+
+def test_ctrl_c_brings_back_what_there_is() -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.in_flight == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with ScriptedOpenAI(hang) as server:
+        load = Load(Target(server.url, "tiny"), requests(2), processes=2)
+        result = run_load(load, on_progress=interrupt)
+    assert outcomes(result) == {Outcome.TIMED_OUT: 2}
+
+
+def test_a_client_process_that_dies_is_an_error() -> None:
+    def kill(progress: Progress) -> None:
+        if progress.in_flight == 2:
+            children = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children"
+            with open(children) as file:
+                os.kill(int(file.read().split()[-1]), signal.SIGKILL)
+
+    with ScriptedOpenAI(hang) as server:
+        load = Load(Target(server.url, "tiny"), requests(2), processes=2)
+        with pytest.raises(BatonError, match=r"client process client-\d failed .*exit code -9"):
+            run_load(load, on_progress=kill)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"requests": []}, "no request"),
+        ({"processes": 0}, "at least one process"),
+        ({"concurrency": 0}, "room for one"),
+        ({"closed": True}, "needs a concurrency"),
+        ({"requests": requests(2, None)}, "needs an arrival time"),
+        ({"target": Target("http://a", "tiny", api="chat")}, "chat API takes none"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused_before_it_starts(
+    more: dict[str, object], words: str
+) -> None:
+    fields: dict[str, object] = {"target": Target("http://a", "tiny"), "requests": requests(2)}
+    with pytest.raises(ConfigError, match=words):
+        run_load(Load(**{**fields, **more}))  # type: ignore[arg-type]
+
+
+def test_certificates_that_cannot_be_read_are_a_mistake_of_the_user() -> None:
+    target = Target("https://127.0.0.1:1", "tiny", ca_file="no-such-file.pem")
+    with pytest.raises(ConfigError, match=r"cannot read certificates from 'no-such-file.pem'"):
+        run_load(Load(target, requests(2)))
