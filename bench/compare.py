@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from baton.bench import resolved
-from baton.bench.experiments import Asked, Bench, Case, Connected, asked, loop_of
+from baton.bench.experiments import Asked, Bench, Case, Connected, asked, loop_of, shares_prompts
 from baton.bench.metrics import Distribution, Summary
 from baton.bench.paired import MIN_ROUNDS, paired
 from baton.bench.parity import Facts, facts_of_flags, parity, warnings
@@ -71,6 +71,7 @@ def compare(settings: CompareSettings, words: list[str]) -> int:
                     concurrency=settings.arrival.concurrency,
                     load=settings.load,
                     bounds=bounds,
+                    may_be_cached=shares_prompts(settings.workload),
                     arm=name,
                     round=number + 1,
                     rate=plan.offered_rate,

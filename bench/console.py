@@ -4,11 +4,12 @@ The experiments print `shown` of every report; the pages that `--out` writes say
 Text that came from a server loses its control characters, which a terminal would obey.
 """
 
+from collections import Counter
+
 from baton.bench.metrics import Distribution, Summary
 from baton.bench.report.document import Report, Run, Table
 from baton.bench.report.sections import results
 from baton.bench.report.wording import number, quantity, share, span
-from baton.bench.validity import Severity
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 PERCENTILES = ("p50", "p90", "p99", "max")
@@ -25,13 +26,15 @@ def shown(report: Report) -> str:
             lines += ["", section.title, *section.lines]
             for table in section.tables:
                 lines += ["", *_aligned(table)]
-    lines += ["", *(f"note: {note}" for note in report.notes), *_problems(report)]
+    lines += ["", *(_noted(note) for note in report.notes), *_problems(report)]
     return "\n".join(_plain(line) for line in lines).strip("\n")
 
 
 def verdict(report: Report) -> str:
     if not report.runs:
         return "no run"
+    if report.search is not None:
+        return "CONFIRMED" if report.search.confirmed else "NOT CONFIRMED"
     if not report.invalid:
         return "VALID"
     return "INVALID: these figures are not the server's and must not be used"
@@ -79,17 +82,42 @@ def _totals(summary: Summary) -> list[str]:
     return lines
 
 
+def _noted(note: str) -> str:
+    return note if note.startswith("WARNING: ") else f"note: {note}"
+
+
 def _problems(report: Report) -> list[str]:
-    """Each problem once; of several runs those that make one invalid."""
-    lines = []
+    """Each problem once; of several runs those that make one invalid.
+
+    Invalid runs are no flaw of a search, which goes on until it knows what it can.
+    """
+    lines: list[str] = []
+    if report.search is not None:
+        return [*_shared_warnings(report.runs), verdict(report)]
     for run in report.runs:
         where = f"{run.label}: " if len(report.runs) > 1 else ""
-        for problem in run.problems:
-            if problem.severity is Severity.INVALID or not where:
-                lines.append(f"{problem.severity.upper()}: {where}{problem.text}")
+        lines += [
+            f"{problem.severity.upper()}: {where}{problem.text}"
+            for problem in run.problems
+            if problem.is_invalid or not where
+        ]
         if not where:
-            lines += [f"note: {note}" for note in run.notes]
+            lines += [_noted(note) for note in run.notes]
+    if len(report.runs) > 1:
+        lines += _shared_warnings(report.runs)
     return [*lines, verdict(report)]
+
+
+def _shared_warnings(runs: list[Run]) -> list[str]:
+    """Those that at least half of the runs have, once."""
+    counts = Counter(
+        problem.text for run in runs for problem in run.problems if not problem.is_invalid
+    )
+    return [
+        f"WARNING: {count} of {len(runs)} runs: {text}"
+        for text, count in counts.items()
+        if 2 * count >= len(runs)
+    ]
 
 
 def _aligned(table: Table) -> list[str]:

@@ -45,6 +45,12 @@ from baton.runtime.interrupts import Interrupts
 OnStart = Callable[[float], None]
 ALL_FAILED = "all_failed"
 WATCH_EVERY_S = 0.1
+# Of the tokens of prompts that share nothing; a chat template may be shared.
+MAX_CACHED_SHARE = 0.1
+CACHED = (
+    "the server had parts of these prompts cached although they share nothing: it saw them before, "
+    "so TTFT is too good; choose another --seed, or reset the cache"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +64,7 @@ class Case:
     load: LoadSettings
     bounds: Bounds | None = None
     verify: bool = False
+    may_be_cached: bool = False  # prompts share prefixes, or were sent before, on purpose
     arm: str = ""
     round: int = 0
     rate: float | None = None
@@ -268,6 +275,8 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         if error.code != ALL_FAILED:
             raise
         problems.append(Problem(Severity.INVALID, error.message))
+    if not case.may_be_cached and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
+        problems.append(Problem(Severity.WARNING, CACHED))
     return Run(
         label=case.label,
         summary=summary,
@@ -281,6 +290,12 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         clients=result.clients,
         records=result.records,
     )
+
+
+def shares_prompts(workload: WorkloadSettings) -> bool:
+    """Whether a server with a prefix cache is meant to find something in it."""
+    own = workload.workload in ("tokens", "text", "chat")
+    return not own or workload.shared_prefix > 0
 
 
 def loop_of(settings: ArrivalSettings) -> str:
@@ -321,6 +336,7 @@ def run(settings: RunSettings) -> int:
             load=settings.load,
             bounds=bounds,
             verify=settings.check.verify,
+            may_be_cached=shares_prompts(settings.workload),
             rate=plan.offered_rate,
         )
         report.title = report.title or f"{case.target.model} at {case.target.url}"

@@ -5,7 +5,7 @@ the two. Failed requests are the point here, so only a client that was at fault 
 """
 
 from baton.bench import resolved
-from baton.bench.experiments import Bench, Case, asked, loop_of
+from baton.bench.experiments import Bench, Case, asked, loop_of, shares_prompts
 from baton.bench.faults import DEFINITIONS, FaultSpec, Judgement, impact, parse_fault
 from baton.bench.injector import FaultInjector
 from baton.bench.metrics import Bounds
@@ -38,6 +38,7 @@ def fault(settings: FaultSettings) -> int:
             load=settings.load,
             bounds=bounds,
             verify=settings.check.verify,
+            may_be_cached=shares_prompts(settings.workload),
             rate=plan.offered_rate,
         )
         run = bench.measure(case, on_start=injector.begin)

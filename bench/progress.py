@@ -5,7 +5,6 @@ results alone. It decides nothing.
 """
 
 import sys
-from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -72,7 +71,7 @@ class LoadProgress:
     def _line(self, progress: Progress, now_s: float) -> str:
         elapsed_s = max(now_s - self._started_s, 1e-9)
         parts = [
-            f"{self._label}: {progress.ended}/{self._total} answered",
+            f"{self._label}: {progress.ended}/{self._total} ended",
             f"{progress.in_flight} in flight",
             f"{progress.tokens / elapsed_s:.0f} tok/s",
             f"{elapsed_s:.0f} s",
@@ -80,6 +79,3 @@ class LoadProgress:
         if progress.failed:
             parts.insert(1, f"{progress.failed} failed")
         return "  ".join(parts)
-
-
-Show = Callable[[Progress], None]

@@ -34,7 +34,14 @@ class Publisher:
         if self.out is not None:
             for path in write_all(self.report, self.out, self.secrets):
                 print(f"wrote {path}", file=sys.stderr)
-        return 1 if self.report.invalid or not self.report.runs else 0
+        return 0 if is_usable(self.report) else 1
+
+
+def is_usable(report: Report) -> bool:
+    """A search stands by what it confirmed; everything else by the runs, all of them."""
+    if report.search is not None:
+        return report.search.confirmed
+    return bool(report.runs) and not report.invalid
 
 
 def begin(

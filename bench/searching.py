@@ -14,7 +14,7 @@ from baton.bench.sweep import at_rate, repeated_prompts
 
 
 def search(settings: SearchSettings) -> int:
-    """The exit code: 0 if a rate was found and confirmed."""
+    """The exit code: 0 if a rate was confirmed."""
     bounds = resolved.needed_bounds(settings.bounds, "a search needs bounds")
     rates = RateSearch(resolved.search_limits(settings.search))
     first = rates.next_rate()
@@ -39,8 +39,7 @@ def search(settings: SearchSettings) -> int:
             observe(rates, rate, run)
             bench.progress.say(f"{case.label}: {outcome(run)}")
     report.search = rates.result()
-    publisher.finish()
-    return 0 if report.search.confirmed else 1
+    return publisher.finish()
 
 
 def observe(rates: RateSearch, rate: float, run: Run) -> None:

@@ -7,7 +7,7 @@ cache. The report then shows attainment, goodput and latencies against the rate.
 import msgspec
 
 from baton.bench import resolved
-from baton.bench.experiments import Bench, Case, Connected, asked
+from baton.bench.experiments import Bench, Case, Connected, asked, shares_prompts
 from baton.bench.metrics import Bounds
 from baton.bench.publish import begin
 from baton.bench.settings import SearchSettings, SweepSettings, WorkloadSettings
@@ -51,6 +51,7 @@ def at_rate(
         concurrency=0,
         load=settings.load,
         bounds=bounds,
+        may_be_cached=shares_prompts(settings.workload),
         rate=rate,
     )
 
