@@ -133,7 +133,9 @@ def _of_sweep(report: Report) -> list[Headline]:
         ]  # fmt: skip
     if most is not None:
         found.append(
-            Headline("Most output", number(most.summary.tokens_per_s), "tokens/s", most.label)
+            Headline(
+                "Most output", number(most.summary.tokens_per_s), "tokens/s", f"at {most.label}"
+            )
         )
     lowest = min(valid, key=lambda run: run.summary.offered_rate or 0.0, default=None)
     if lowest is not None:
@@ -174,12 +176,12 @@ def _compared(row: Compared, arm: str) -> Headline:
 
 
 def _of_impact(impact: Impact) -> Sequence[Headline]:
-    recovered = impact.time_to_recover_s is not None
+    recovered = None if impact.time_to_recover_s is not None else False
     fault, _, _ = impact.fault.partition("=")
     return [
         Headline("Time to detect", *duration(impact.time_to_detect_s), fault),
         Headline("Time to recover", *duration(impact.time_to_recover_s), "", recovered,
-                 "" if recovered else "not within the run"),
+                 "not within the run" if recovered is False else ""),
         Headline("Goodput dip", number(impact.goodput_dip), "requests",
                  f"{several(impact.num_failed, 'request')} failed from the fault on"),
     ]  # fmt: skip

@@ -298,7 +298,7 @@ def _clients(run: Run) -> Table:
         ]
         for number_, client in enumerate(run.clients, 1)
     ]
-    columns = ["process", "CPU of one core", "requests", "tokens", "longest loop lag"]
+    columns = ["process", "CPU of a core", "requests", "tokens", "loop lag"]
     return Table("The client itself", columns, rows)
 
 

@@ -93,11 +93,16 @@ footer{margin-top:3rem;color:var(--muted);font-size:.85rem}
  h1{font-size:1.5rem}}
 @page{margin:14mm}
 @media print{
- body{background:#fff;font-size:10.5px}
+ html{font-size:11.5px}
+ body{background:#fff;font-size:.85rem}
  main{max-width:none;padding:0}
  nav{display:none}
  h2{margin-top:1.4rem;break-after:avoid}
- .tile,.card,figure,tr,.invalid{break-inside:avoid}
+ .tile,figure,tr,.invalid{break-inside:avoid}
+ h3{break-after:avoid}
+ .scroll{overflow:visible}
+ .columns{columns:2 16rem}
+ .columns>.block{break-inside:auto}
  .drawings{grid-template-columns:1fr 1fr}
  .tiles{grid-template-columns:repeat(4,1fr)}
  .tile .value{font-size:1.5rem}

@@ -4,6 +4,7 @@ import ast
 import csv
 import io
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from tests.support.sources import sources, tree
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
 KEY = "sk-proj-0123456789abcdef"
+Make = Callable[[], Report]
 
 
 def report() -> Report:
@@ -82,8 +84,8 @@ def searched() -> Report:
 
 
 @pytest.mark.parametrize("make", [report, compared, faulty, searched])
-def test_a_report_comes_back_from_json_exactly_as_it_was(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    written: Report = make()
+def test_a_report_comes_back_from_json_exactly_as_it_was(make: Make, tmp_path: Path) -> None:
+    written = make()
     write_json(written, tmp_path / "report.json")
     assert read_json(tmp_path / "report.json") == written
 
@@ -113,7 +115,7 @@ def test_another_file_is_refused_in_one_line(content: str, said: str, tmp_path: 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*none.json: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
         read_json(tmp_path / "none.json")
 
 
@@ -139,9 +141,9 @@ def test_a_spreadsheet_is_given_no_formula() -> None:
 
 
 @pytest.mark.parametrize("make", [report, compared, faulty, searched])
-def test_both_pages_print_every_definition_and_where_the_figures_come_from(make) -> None:  # type: ignore[no-untyped-def]
-    found: Report = make()
-    for page in (unescaped(html(found)), markdown(found).replace("\\", "")):
+def test_both_pages_print_every_definition_and_where_the_figures_come_from(make: Make) -> None:
+    found = make()
+    for page in (unescaped(words(found)), markdown(found).replace("\\", "")):
         for text in [*DEFINITIONS, "goodput", found.provenance.commit,
                      found.provenance.config_hash, found.title]:  # fmt: skip
             assert text in page
@@ -151,7 +153,7 @@ def test_an_invalid_run_cannot_be_overlooked() -> None:
     found = report()
     reasons = ["lag p99 35.1 ms is over 5.0 ms", "a client process used 71 % of a core"]
     found.runs[0].problems = [*map(invalid, reasons), warning("9 requests failed")]
-    page, text = html(found), markdown(found)
+    page, text = words(found), markdown(found)
     banner = page[page.index('<aside class="invalid"') : page.index("</aside>")]
     assert page.index("<aside") < page.index('class="tiles"')
     assert all(reason in banner for reason in reasons)
@@ -165,8 +167,8 @@ def test_an_invalid_run_cannot_be_overlooked() -> None:
 def test_a_valid_report_has_no_banner() -> None:
     found = report()
     found.runs[0].problems = [warning("few samples for a p99")]
-    assert "<aside" not in html(found)
-    assert "INVALID" not in html(found)
+    assert "<aside" not in words(found)
+    assert "INVALID" not in words(found)
     assert "INVALID" not in markdown(found)
 
 
@@ -201,11 +203,11 @@ def test_a_rate_that_was_not_confirmed_is_no_result() -> None:
     assert headlines(found)[0].holds is False
     assert "not confirmed" in markdown(found)
     found.search = msgspec.structs.replace(found.search, rate=None, line="even 1/s is too much")
-    assert "even 1/s is too much" in html(found)
+    assert "even 1/s is too much" in words(found)
 
 
 def test_flags_that_differ_are_shown() -> None:
-    page = html(compared())
+    page = words(compared())
     assert "The arms did not run alike: block_size." in page
     assert '<td class="flag">NO</td>' in page
 
@@ -213,7 +215,7 @@ def test_flags_that_differ_are_shown() -> None:
 def test_a_table_of_another_experiment_is_on_every_page() -> None:
     found = report_of([], command="transfer", title="Transfer")
     found.tables = [Table("shm", ["block", "GiB/s"], [["64 KiB", "9.13"]], "against memcpy")]
-    for page in (html(found), markdown(found)):
+    for page in (words(found), markdown(found)):
         assert "9.13" in page
         assert "against memcpy" in page
 
@@ -250,8 +252,8 @@ def evil() -> Report:
     return found
 
 
-@pytest.mark.parametrize("make", [report, evil, faulty])
-def test_a_page_is_one_file_that_loads_and_runs_nothing(make) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("make", [report, evil])
+def test_a_page_is_one_file_that_loads_and_runs_nothing(make: Make) -> None:
     elements = Elements(html(make()))
     assert not {"script", "link", "iframe", "img", "object", "image"} & set(elements.names)
     assert not elements.handlers
@@ -268,8 +270,7 @@ def test_what_a_server_said_is_text_in_markdown_too() -> None:
     assert all(line.endswith(" |") for line in rows)
 
 
-@pytest.mark.parametrize("secrets", [(KEY,), ()])
-def test_no_key_reaches_any_file(secrets: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_key_reaches_any_file(tmp_path: Path) -> None:
     found = faulty()
     run = found.runs[0]
     run.records[3].detail = f"401: Incorrect API key provided: {KEY}"
@@ -277,7 +278,8 @@ def test_no_key_reaches_any_file(secrets: tuple[str, ...], tmp_path: Path) -> No
     run.settings = flat_settings({"target": {"api_key": KEY, "url": f"http://me:{KEY}@host/v1"}})
     found.settings = {"api_key": KEY}
     found.tables = [Table("curl", ["word"], [["-H"], [f"Authorization: Bearer {KEY}"]])]
-    written = write_all(found, tmp_path / "out", secrets)
+    assert KEY not in str(withhold(found, [KEY]))
+    written = write_all(found, tmp_path / "out")  # even if the caller does not say which it is
     assert {path.suffix for path in written} == {".json", ".csv", ".md", ".html", ".png"}
     assert not [path.name for path in written if KEY.encode() in path.read_bytes()]
     assert "(withheld)" in (tmp_path / "out" / "report.html").read_text()
@@ -297,7 +299,7 @@ def test_withholding_nothing_changes_nothing() -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write the report to .*file"):
+    with pytest.raises(ConfigError, match=r"cannot write the report to .*file"):
         write_all(report(), tmp_path / "file" / "out")
 
 
@@ -343,6 +345,11 @@ def loaded_at_import(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
+
+
+def words(report: Report) -> str:
+    """The page without its drawings, which take longer than all the rest."""
+    return html(report, [])
 
 
 def unescaped(page: str) -> str:
