@@ -41,6 +41,7 @@ class Mix(msgspec.Struct, frozen=True):
     rate: float
     seed: int
     timeout_s: float = TIMEOUT_S
+    concurrency: int | None = None  # as many at once; others wait, and that is their latency
 
 
 Shape = Callable[[random.Random], Script]

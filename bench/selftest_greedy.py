@@ -10,7 +10,7 @@ from baton.bench.load import Load, run_load
 from baton.bench.records import Message, Planned
 from baton.bench.scripted_server import ScriptedServer
 from baton.bench.scripts import MODEL, Damage, Script, steady
-from baton.bench.selftest_cases import FIRST_NUMBER, TIMEOUT_S
+from baton.bench.selftest_cases import FIRST_NUMBER
 from baton.bench.selftest_verdict import Count
 from baton.bench.target import Api, Target
 from baton.bench.verify import MismatchKind, compare_outputs, reference
@@ -39,7 +39,7 @@ def find_damage(server: ScriptedServer, *, by_ids: bool) -> list[Count]:
         }
     )
     api: Api = "completions" if by_ids else "chat"
-    target = Target(server.url, MODEL, api, timeout_s=TIMEOUT_S, token_ids=by_ids)
+    target = Target(server.url, MODEL, api, timeout_s=60.0, token_ids=by_ids)
     requests = [_planned(index, by_ids) for index in range(len(damages))]
     records = run_load(Load(target=target, requests=requests, keep_text=not by_ids)).records
     found = {

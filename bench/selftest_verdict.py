@@ -13,7 +13,7 @@ import msgspec
 from baton.bench.metrics import Distribution, summarise
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.scripts import Answer, answer_ids
-from baton.bench.selftest_cases import FIRST_NUMBER, Case, Counting
+from baton.bench.selftest_cases import FIRST_NUMBER, Case, Counting, Mix
 from baton.bench.truth import METRICS, PERCENTILES, Range, Truth, percentile_of, truth_of
 
 SLACK_S = 1e-6  # of differences between clock readings that are rounded
@@ -50,7 +50,7 @@ class Count(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """Of one load. `wrong` has a line per request that is, `doubts` per reason to trust no figure.
 
-    What is wrong is wrong on any machine; a busy one is enough for doubts and figures off the truth.
+    What is wrong is so on any machine; doubts, and figures off the truth, a busy one can cause.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Played(msgspec.Struct, frozen=True):
     """A load that ran: case, answer and record `i` belong together by their number."""
 
     name: str
-    counting: Counting
+    mix: Mix
     cases: Sequence[Case]
     planned: Sequence[Planned]
     answers: Sequence[Answer]
@@ -102,17 +102,17 @@ class Played(msgspec.Struct, frozen=True):
 def judge(played: Played, tolerance_ms: float) -> Verdict:
     """Everything at once; `tolerance_ms` is what a percentile may be off the truth."""
     records = {one.index: one for one in played.result.records if not one.warm_up}
-    wrong = _asked_once(played)
+    wrong = [*_asked_once(played), *_crowding(played)]
     wrong += [f"request {i}: no record" for i in range(len(played.cases)) if i not in records]
     answers = {(one.number or 0) - FIRST_NUMBER: one for one in played.answers}
     for index, case in enumerate(played.cases):
         if index in records and index in answers:
-            wrong += _differences(index, case, answers[index], records[index], played.counting)
+            wrong += _differences(index, case, answers[index], records[index], played.mix.counting)
     summary = summarise(played.result)
     truths = [
         truth_of(answers[index], played.start_s + planned_s)
         for index, planned_s in played.good()
-        if index in answers and index in records
+        if index in records and _has_tokens(answers.get(index))
     ]
     seen = {name: getattr(summary, name) for name in METRICS}
     start = possible_start(answers, records)
@@ -128,6 +128,11 @@ def judge(played: Played, tolerance_ms: float) -> Verdict:
         wrong=wrong,
         doubts=doubts,
     )
+
+
+def _has_tokens(answer: Answer | None) -> bool:
+    """A client that leaves too early may have seen none."""
+    return answer is not None and any(write.num_tokens for write in answer.writes)
 
 
 def possible_start(answers: dict[int, Answer], records: dict[int, Record]) -> Range:
@@ -168,6 +173,20 @@ def _asked_once(played: Played) -> list[str]:
         for number in numbers
         if asked[number] != 1
     ]
+
+
+def _crowding(played: Played) -> list[str]:
+    """A request may come only after the last byte of one that it waited for."""
+    moments = [(one.received_s, 1) for one in played.answers if one.writes]
+    moments += [(one.writes[-1].at_s, -1) for one in played.answers if one.writes]
+    num_now = num_most = 0
+    for _, change in sorted(moments):
+        num_now += change
+        num_most = max(num_most, num_now)
+    limit = played.mix.concurrency
+    if limit is None or num_most <= limit:
+        return []
+    return [f"{num_most} requests were under way at once, not {limit} at most"]
 
 
 def _differences(
