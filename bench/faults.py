@@ -1,12 +1,10 @@
 """Faults of a run: how they are written, and what one did to the requests around it.
 
-`injector.py` carries faults out; `impact` reads the records of the load meanwhile. Pure. All of it
-is seen from the client, so it holds for any server (in full: DEFINITIONS):
-
-detect: a request failed, or waited for tokens longer than any before and than 10 x the usual wait.
-resume: the last stream that the fault interrupted went on.
-recover: start of the first 1-s bin from which on attainment stays at 90 % of that before the fault.
-dip: requests that would have met their bounds if attainment had stayed as before.
+`injector.py` carries faults out; `impact` reads the records of the load meanwhile: pure, and seen
+from the client, so it holds for any server. In short (in full: DEFINITIONS), from the fault until
+detect: a request failed, or waited longer than any before and than 10 x the usual wait for tokens;
+recover: the 1-s bin from which on attainment stays at 90 % of that before, and nobody still waits.
+dip: the requests that would have met their bounds had attainment stayed as before.
 """
 
 import math
@@ -42,8 +40,9 @@ DEFINITIONS = {
     "attainment_before": "share of the requests that ended before the fault which met all bounds",
     "bin": "bin_s seconds from the fault on; a request counts where it arrived, one in flight at "
     "the fault counts at the fault; an empty bin is as good as the one before it",
-    "time_to_recover": "fault - start of the first bin from which on attainment stays at "
-    "recovered_share of that before: in this bin, and over every num_steady_bins from it on",
+    "time_to_recover": "fault - start of the first bin, not before time_to_resume, from which on "
+    "attainment stays at recovered_share of that before: in this bin, and over every "
+    "num_steady_bins from it on",
     "goodput_dip": "requests: those from the fault until the recovery (or the end) times "
     "attainment_before, less those that met all bounds",
     "goodput_before": "requests that ended before the fault and met all bounds, per second "
@@ -169,7 +168,8 @@ def impact(
     share = num_good / len(before) if before else None
     bins = _bins(asked, met, at_s, judgement.bin_s)
     after = [entry for entry in bins if entry.start_s >= at_s]
-    recovered = _recovered(after, share * judgement.recovered_share, judgement) if share else None
+    whole = [entry.start_s >= max(resumed, default=at_s) for entry in after]
+    recovered = _recovered(after, whole, share, judgement) if share else None
     first_s = min((record.intended_s for record in asked), default=at_s)
     return Impact(
         fault=str(fault.spec),
@@ -273,13 +273,19 @@ def _bins(
     ]
 
 
-def _recovered(after: Sequence[Bin], at_least: float, judgement: Judgement) -> int | None:
-    """The bin from which on attainment stays; None if it never does."""
-    num_steady = judgement.num_steady_bins
+def _recovered(
+    after: Sequence[Bin], whole: Sequence[bool], share: float, judgement: Judgement
+) -> int | None:
+    """The bin from which on attainment stays; None if it never does.
+
+    `whole`: whether no stream that the fault interrupted still waits when the bin begins.
+    """
+    at_least, num_steady = share * judgement.recovered_share, judgement.num_steady_bins
     found, level = None, 0.0
     for number, entry in enumerate(after):
         level = _attainment([entry], level)
-        found = number if found is None and level >= at_least else found
+        if found is None and whole[number] and level >= at_least:
+            found = number
         # No window reaches beyond the end: the last bins would be judged by a few requests alone.
         window = after[number : number + num_steady]
         is_whole = len(window) == num_steady or found == number

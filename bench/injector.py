@@ -42,6 +42,7 @@ class FaultInjector:
         self._restarted: list[_Restarted] = []
         self._injected: list[Injected] = []
         self._stop_read, self._stop_write = -1, -1
+        self.has_begun = False
         self._thread = threading.Thread(target=self._run, name="fault injector", daemon=True)
         self._error: BaseException | None = None
 
@@ -68,7 +69,7 @@ class FaultInjector:
 
     def begin(self, start_s: float) -> None:
         """The schedule starts, or started, at `start_s`. To be called once, from any thread."""
-        self._start_s = start_s
+        self._start_s, self.has_begun = start_s, True
         self._thread.start()
 
     @property

@@ -142,6 +142,15 @@ def test_recovery_begins_with_the_first_bin_from_which_attainment_stays() -> Non
     assert found.goodput_before == pytest.approx(38 / 10)
 
 
+def test_it_is_not_over_while_an_interrupted_stream_still_waits() -> None:
+    records = load()
+    # One of five at the fault: too few to bring attainment under 0.7 of that before.
+    records[39] = stream(39, 9.75, stall=(FAULT_S, 12.5))
+    found = impact(records, killed(), BOUNDS, Judgement(recovered_share=0.7))
+    assert found.time_to_resume_s == pytest.approx(2.5, abs=STEP_S)
+    assert found.time_to_recover_s == 3.0
+
+
 def test_a_relapse_puts_the_recovery_off() -> None:
     records = [
         refused(record.index, record.intended_s)
