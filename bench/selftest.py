@@ -36,13 +36,15 @@ LOADS: tuple[tuple[Api, Counting, int, int | None], ...] = (
 NUM_UNREACHABLE = 3
 MAX_LINES = 20
 BUSY = (
-    "Every answer was counted right, so this may be the machine: try again when it has nothing "
-    "else to do, or with real-time priority (chrt -f 10 baton bench selftest)"
+    "Every answer was counted right. If few reads were late, that was the machine: try again when "
+    "it has nothing else to do, or with real-time priority (chrt -f 10 baton bench selftest)."
 )
 DESCRIPTION = "Measure a scripted server whose token times are known, and compare."
 HELP = {
-    "requests": "good answers per load, of three loads (%(default)s)",
+    "requests": "good answers per load, of four loads (%(default)s)",
     "rate": "requests per second (%(default)s)",
+    "tolerance": "what a percentile may be off the truth (%(default)s)",
+    "seed": "of arrivals and scripts (%(default)s)",
 }
 
 Say = Callable[[str], None]
@@ -128,6 +130,8 @@ def ask_nobody() -> Count:
 def show(report: SelfTestReport, console: Console) -> None:
     """The whole report as tables."""
     for verdict in report.verdicts:
+        for line in _heading(verdict):
+            console.print(line, markup=False, highlight=False)
         console.print(_figures(verdict))
         console.print(_counts(verdict.counts))
         lines = [*verdict.doubts, *verdict.wrong]
@@ -150,12 +154,24 @@ def show(report: SelfTestReport, console: Console) -> None:
     )
 
 
+def _heading(verdict: Verdict) -> list[str]:
+    reads = verdict.reads
+    lines = [
+        "",
+        f"{verdict.name}: {verdict.num_requests} requests",
+        f"  lag p99 {verdict.lag_p99_ms:.2f} ms; {reads.count} reads p50 {reads.p50_ms:.3f}, "
+        f"p99 {reads.p99_ms:.3f}, max {reads.max_ms:.3f} ms after their writes",
+    ]
+    if reads.num_late or reads.num_merged:
+        lines.append(
+            f"  {reads.num_late} reads were late, and in {reads.num_merged} answers several writes "
+            "were read at once"
+        )
+    return lines
+
+
 def _figures(verdict: Verdict) -> Table:
-    title = (
-        f"{verdict.name}: {verdict.num_requests} requests, lag p99 {verdict.lag_p99_ms:.2f} ms, "
-        f"start known to {verdict.start_width_ms:.3f} ms"
-    )
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for heading in ("ms", "written", "+-", "measured", "off by", ""):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
     for figure in verdict.figures:
@@ -189,8 +205,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("baton bench selftest", description=DESCRIPTION)
     parser.add_argument("--requests", type=int, default=default.num_good, help=HELP["requests"])
     parser.add_argument("--rate", type=float, default=default.rate, help=HELP["rate"])
-    parser.add_argument("--tolerance-ms", type=float, default=default.tolerance_ms)
-    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument(
+        "--tolerance-ms", type=float, default=default.tolerance_ms, help=HELP["tolerance"]
+    )
+    parser.add_argument("--seed", type=int, default=default.seed, help=HELP["seed"])
     parser.add_argument("--json", type=Path, help="write the verdicts here")
     parsed = parser.parse_args(arguments)
     if parsed.requests < 1 or parsed.rate <= 0 or parsed.tolerance_ms < 0:

@@ -47,6 +47,17 @@ class Count(msgspec.Struct, frozen=True):
         return self.num_scripted == self.num_counted
 
 
+class Reads(msgspec.Struct, frozen=True):
+    """How long after their writes tokens were read: the client's part of all deviations."""
+
+    count: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    num_late: int  # beyond the tolerance
+    num_merged: int  # answers of which several writes were read at once; not among the others
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """Of one load. `wrong` has a line per request that is, `doubts` per reason to trust no figure.
 
@@ -60,6 +71,7 @@ class Verdict(msgspec.Struct, frozen=True):
     outcomes: list[Count]  # over all kinds: nothing may be counted that was not scripted
     start_width_ms: float  # of what the client's stamps say about its start
     lag_p99_ms: float
+    reads: Reads
     wrong: list[str]
     doubts: list[str]
 
@@ -125,6 +137,7 @@ def judge(played: Played, tolerance_ms: float) -> Verdict:
         outcomes=_outcomes(played.cases, summary.outcomes),
         start_width_ms=1e3 * start.width,
         lag_p99_ms=summary.lag.p99,
+        reads=_reads(played, answers, records, tolerance_ms),
         wrong=wrong,
         doubts=doubts,
     )
@@ -162,6 +175,26 @@ def _clock_doubts(start: Range, played: Played, tolerance_ms: float) -> list[str
     if held := sum(answer.held_writes for answer in played.answers):
         lines.append(f"the server could not write at once, {held} times: its stamps mean nothing")
     return lines
+
+
+def _reads(
+    played: Played, answers: dict[int, Answer], records: dict[int, Record], tolerance_ms: float
+) -> Reads:
+    late_ms: list[float] = []
+    num_merged = 0
+    for index, _ in played.good():
+        if index not in records or index not in answers:
+            continue
+        written = [write.at_s for write in answers[index].writes if write.num_tokens]
+        read = [played.start_s + arrival.at_s for arrival in records[index].arrivals]
+        if len(written) == len(read):
+            late_ms += [1e3 * (b - a) for a, b in zip(written, read, strict=True)]
+        else:
+            num_merged += 1
+    ranges = [Range(one, one) for one in late_ms or [0.0]]
+    p50, p99, most = (percentile_of(ranges, percent).low for percent in (50, 99, 100))
+    num_late = sum(one > tolerance_ms for one in late_ms)
+    return Reads(len(late_ms), p50, p99, most, num_late, num_merged)
 
 
 def _asked_once(played: Played) -> list[str]:
@@ -246,7 +279,8 @@ def _counts(cases: Sequence[Case], records: dict[int, Record]) -> list[Count]:
     counted = Counter(
         (case.name, records[index].outcome) for index, case in enumerate(cases) if index in records
     )
-    return [Count(*key, num, counted[key]) for key, num in scripted.items()]
+    in_order = sorted(scripted, key=lambda key: (key[1] is not Outcome.ANSWERED, key[1], key[0]))
+    return [Count(*key, scripted[key], counted[key]) for key in in_order]
 
 
 def _outcomes(cases: Sequence[Case], seen: dict[str, int]) -> list[Count]:
