@@ -13,7 +13,9 @@ from baton.bench.report.series import (
     MAX_CURVES,
     Curve,
     Group,
+    Histogram,
     Mark,
+    Stack,
     by_rate,
     cdf,
     groups,
@@ -31,13 +33,14 @@ def drawings(report: Report) -> list[Drawing]:
     """In the order of the page; what the records cannot show is left out."""
     found = groups(report)
     bounds = report.bounds or Bounds()
-    halves = [
-        *_against_rate(report),
-        *_cdfs(found, bounds, len(report.runs)),
-        *_itl(found, bounds),
-    ]
-    # A page has two columns: what is left over fills a row of its own.
-    return [*halves, *_stages(found, wide=len(halves) % 2 == 0), *_timelines(report)]
+    narrow = [*_against_rate(report), *_cdfs(found, bounds, len(report.runs))]
+    gaps, stack = itl_histogram(found), stage_stack(found)
+    # A page has two columns: what would be alone in a row fills it.
+    if gaps is not None:
+        narrow.append(_itl(gaps, bounds, wide=stack is None and len(narrow) % 2 == 0))
+    if stack is not None:
+        narrow.append(_stages(stack, len(found), wide=len(narrow) % 2 == 0))
+    return [*narrow, *_timelines(report)]
 
 
 def _against_rate(report: Report) -> list[Drawing]:
@@ -92,25 +95,19 @@ def _marks(bound_ms: float | None) -> list[Mark]:
     return [] if bound_ms is None else [Mark(f"bound {limit(bound_ms)}", bound_ms)]
 
 
-def _itl(found: list[Group], bounds: Bounds) -> list[Drawing]:
-    shown = itl_histogram(found)
-    if shown is None:
-        return []
+def _itl(gaps: Histogram, bounds: Bounds, *, wide: bool) -> Drawing:
     caption = "All gaps between tokens; the rare long ones are what a reader of a stream notices."
     marks = [Mark(f"gap_max {mark.label}", mark.at) for mark in _marks(bounds.gap_max_ms)]
-    inside = [mark for mark in marks if mark.at <= 3 * shown.edges[-1]]
-    figure = plots.histogram(shown, x_label="ITL, ms", marks=inside)
-    return [Drawing("itl", "Gaps between tokens", caption, figure)]
+    inside = [mark for mark in marks if mark.at <= 3 * gaps.edges[-1]]
+    figure = plots.histogram(gaps, x_label="ITL, ms", marks=inside, wide=wide)
+    return Drawing("itl", "Gaps between tokens", caption, figure, wide=wide)
 
 
-def _stages(found: list[Group], *, wide: bool) -> list[Drawing]:
-    stack = stage_stack(found)
-    if stack is None:
-        return []
-    of = "by how long the requests took" if len(found) == 1 else "for each run"
+def _stages(stack: Stack, num_groups: int, *, wide: bool) -> Drawing:
+    of = "by how long the requests took" if num_groups == 1 else "for each run"
     caption = f"Mean time in each stage, {of}. The stages sum to e2e."
     figure = plots.stages(stack, wide=wide)
-    return [Drawing("stages", "Where the time goes", caption, figure, wide=wide)]
+    return Drawing("stages", "Where the time goes", caption, figure, wide=wide)
 
 
 def _timelines(report: Report) -> list[Drawing]:

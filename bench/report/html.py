@@ -80,7 +80,7 @@ def _head(report: Report) -> Iterator[str]:
         yield from map(_tile, shown)
         yield "</div>"
     if report.notes:
-        yield _lines(report.notes)
+        yield f'<div class="notes">{_lines(report.notes)}</div>'
 
 
 def _banner(report: Report) -> Iterator[str]:

@@ -91,9 +91,11 @@ def cdf(curves: Sequence[Curve], *, x_label: str, bounds: Sequence[Mark]) -> Fig
 
 
 @styled
-def histogram(shown: Histogram, *, x_label: str, marks: Sequence[Mark]) -> Figure:
+def histogram(
+    shown: Histogram, *, x_label: str, marks: Sequence[Mark], wide: bool = False
+) -> Figure:
     """How often each gap occurred; counts on a logarithmic axis, since the rare ones matter."""
-    figure, axes = _one()
+    figure, axes = _one(HEIGHT, (1 + wide) * WIDTH)
     axes.stairs(shown.counts, shown.edges, fill=True, color=CATEGORIES[0], alpha=0.85)
     if shown.logarithmic:
         _log_scale(axes)
@@ -254,10 +256,18 @@ def svg(figure: Figure, *, name: str, title: str) -> str:
 
 
 @styled
-def png(figure: Figure, path: Path) -> None:
-    """An image on white, for slides and comments."""
+def png(drawing: Drawing, path: Path, *, usable: bool = True) -> None:
+    """An image on white, which says by itself what it shows, and if it is not to be used."""
+    figure = drawing.figure
     FigureCanvasAgg(figure)
-    figure.savefig(path, format="png", dpi=PNG_DPI, facecolor="white")
+    title = figure.suptitle(
+        drawing.title if usable else f"INVALID: {drawing.title}",
+        x=0.01, ha="left", fontsize=11, weight="bold", color=INK if usable else SERIOUS,
+    )  # fmt: skip
+    figure.savefig(
+        path, format="png", dpi=PNG_DPI, facecolor="white", bbox_inches="tight", pad_inches=0.15
+    )
+    title.remove()
 
 
 @styled

@@ -106,12 +106,18 @@ def groups(report: Report) -> list[Group]:
     if ordered:
         together.sort(key=lambda runs: runs[0].rate or 0.0)
     by_arm = repeated and len(found) == len(arms)
-    made = [Group((runs[0].arm if by_arm else "") or runs[0].label, runs, ordered)
-            for runs in together]  # fmt: skip
+    made = [
+        Group(_marked((runs[0].arm if by_arm else "") or runs[0].label, runs), runs, ordered)
+        for runs in together
+    ]
     if len(made) <= MAX_CURVES:
         return made
     step = (len(made) - 1) / (MAX_CURVES - 1)
     return [made[round(index * step)] for index in range(MAX_CURVES)]
+
+
+def _marked(label: str, runs: Sequence[Run]) -> str:
+    return f"INVALID {label}" if any(run.invalid for run in runs) else label
 
 
 def cdf(group: Group, figure: Callable[[Timing], float | None]) -> Curve | None:

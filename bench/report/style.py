@@ -72,6 +72,7 @@ details.card>.inside{padding:.2rem 1.25rem 1.25rem}
 .columns>.block:last-child{padding-bottom:0}
 .lines{margin:0;padding-left:1.15rem}
 .lines li{overflow-wrap:anywhere}
+.notes{margin-top:1.2rem;color:var(--muted);font-size:.9rem}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.88rem}
 th{text-align:left;font-weight:550;color:var(--muted);border-bottom:1px solid var(--grid);

@@ -27,7 +27,8 @@ COLUMNS = (
     "intended_s", "sent_s", "end_s", *_TIMINGS, "met_bounds", "arrived_tokens", "forced_tokens",
     "output_tokens", "prompt_tokens", "cached_tokens", "conversation", "turn",
 )  # fmt: skip
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~$])")
+# Within a word an underscore is none, and before anything but a name `<` opens no tag.
+_MARKUP = re.compile(r"([\\`*{}\[\]>#|~$]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?]))")
 
 
 def write_csv(report: Report, path: Path) -> None:

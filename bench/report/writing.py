@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.bench.report.document import Report, withhold, write_json
+from baton.bench.report.headlines import usable
 from baton.bench.report.html import html
 from baton.bench.report.tables import markdown, write_csv
 from baton.protocol.errors import ConfigError
@@ -33,7 +34,7 @@ def write_all(report: Report, folder: Path, secrets: Sequence[str] = ()) -> list
         (folder / "report.md").write_text(markdown(report), encoding="utf-8")
         (folder / "report.html").write_text(html(report, drawn), encoding="utf-8")
         for drawing in drawn:
-            png(drawing.figure, folder / f"{drawing.name}.png")
+            png(drawing, folder / f"{drawing.name}.png", usable=usable(report))
     except OSError as error:
         raise ConfigError(f"cannot write the report to {folder}: {error.strerror}") from error
     names = ("report.json", "report.csv", "report.md", "report.html")

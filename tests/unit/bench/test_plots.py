@@ -155,6 +155,7 @@ def test_points_are_in_the_order_of_their_rates_and_know_if_they_are_valid() -> 
     (points,) = by_rate(report, lambda run: run.summary.attainment)
     assert points.notes == ["1/s", "2/s", "4/s"]
     assert points.valid == [True, True, False]
+    assert [group.label for group in groups(report)] == ["1/s", "2/s", "INVALID 4/s"]
 
 
 def test_a_report_has_the_drawings_that_its_records_allow() -> None:
@@ -215,10 +216,23 @@ def test_equal_reports_give_equal_drawings() -> None:
     assert first == second
 
 
-def test_an_image_is_a_png(tmp_path: Path) -> None:
+def test_an_image_says_if_it_is_not_to_be_used(tmp_path: Path) -> None:
     (drawing, *_) = drawings(report_of([scene_run(SHORT, "one")]))
-    png(drawing.figure, tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG\r\n")
+    before = svg(drawing.figure, name="one", title="one")
+    images = []
+    for usable in (True, False):
+        png(drawing, tmp_path / "one.png", usable=usable)
+        images.append((tmp_path / "one.png").read_bytes())
+    assert all(image.startswith(b"\x89PNG\r\n") for image in images)
+    assert images[0] != images[1]
+    assert svg(drawing.figure, name="one", title="one") == before
+
+
+def test_no_drawing_is_alone_in_half_a_row() -> None:
+    bare = scene_run(Scene(duration_s=10.0, stages=False), "one")
+    for report in (report_of([bare]), report_of([scene_run(SHORT, "one")]), sweep(2.0, 4.0)):
+        halves = [drawing.name for drawing in drawings(report) if not drawing.wide]
+        assert len(halves) % 2 == 0
 
 
 def test_long_labels_leave_room_for_the_drawing(tmp_path: Path) -> None:
@@ -227,7 +241,7 @@ def test_long_labels_leave_room_for_the_drawing(tmp_path: Path) -> None:
         run.label = "a very long label " * 20
     for drawing in drawings(report):
         if drawing.name in ("stages", "ttft-cdf"):
-            png(drawing.figure, tmp_path / "one.png")  # matplotlib's warnings are errors
+            png(drawing, tmp_path / "one.png")  # matplotlib's warnings are errors
 
 
 def test_both_schemes_have_every_colour_and_no_two_are_equal() -> None:
