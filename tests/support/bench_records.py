@@ -15,7 +15,6 @@ from baton.bench.records import Arrival, ClientProcess, LoadResult, Outcome, Rec
 from baton.bench.report.document import Report, Run
 from baton.bench.validity import Problem, Severity
 
-
 PROVENANCE = Provenance(
     created_at="2026-03-01T12:00:00+00:00",
     command_line=["baton", "bench", "run", "--arrivals", "poisson:6", "--preset", "chat"],
