@@ -232,13 +232,17 @@ class Exchange:
 
 
 async def ask(session: Session, target: Target, planned: Planned, clock: Clock) -> Record:
-    """Sends `planned` at its `at_s` on `clock` (None: at once) and reads the answer.
+    """`ask_from` for a caller with a clock that counts from the start of its schedule."""
+    return await ask_from(session, target, planned, monotonic() - clock())
 
-    `clock` is the monotonic one, counted from the start of the schedule; all stamps are on it. The
+
+async def ask_from(session: Session, target: Target, planned: Planned, zero_s: float) -> Record:
+    """Sends `planned` at its `at_s` (None: at once) and reads the answer.
+
+    The schedule starts at `zero_s` on the monotonic clock, and all stamps count from there. The
     whole prompt is in `planned`: a later turn of a conversation brings the turns before. Raises
     `Stopped` if the session ended before the moment came.
     """
-    zero_s = monotonic() - clock()
     path = session.base_path + PATHS[target.api]
     request = session.request("POST", path, body_of(target, planned))
     if planned.at_s is None:
@@ -259,6 +263,9 @@ async def ask(session: Session, target: Target, planned: Planned, clock: Clock) 
         turn=planned.turn,
         warm_up=planned.warm_up,
     )
+    if not isinstance(found, str) and not found.is_idle:
+        session.pool.discard(found)
+        found = "the server closed the connection at once"
     if isinstance(found, str):
         record.end_s, record.detail = monotonic() - zero_s, found
         return record

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.client import LEAD_S, Session, Stopped, ask
+from baton.bench.client import LEAD_S, Session, Stopped, ask_from
 from baton.bench.pacing import LoopLag, new_loop
 from baton.bench.records import Arrival, ClientProcess, Outcome, Planned, Record
 from baton.bench.turns import Unit, lost_turn, next_turn, units_of
@@ -86,16 +86,13 @@ class Tally:
 
 
 class Runner:
-    """Sends units, on a clock that counts from `zero_s`."""
+    """Sends units; their moments and all stamps count from `zero_s`."""
 
     def __init__(self, session: Session, share: Share, tally: Tally) -> None:
         self.zero_s = monotonic()  # until the start of the schedule is known
         self._session, self._share, self._tally = session, share, tally
         limit = share.max_concurrency
         self._room = None if limit is None else asyncio.Semaphore(limit)
-
-    def clock(self) -> float:
-        return monotonic() - self.zero_s
 
     async def open_ahead(self, num_connections: int) -> None:
         """All clients of a closed loop start at once, and that is crowded enough."""
@@ -117,7 +114,7 @@ class Runner:
 
         async def client() -> None:
             while waiting and not self._session.waits.ended:
-                if stop_after_s is not None and self.clock() >= stop_after_s:
+                if stop_after_s is not None and monotonic() - self.zero_s >= stop_after_s:
                     return
                 await self._follow([_at_once(planned) for planned in waiting.popleft()])
 
@@ -155,7 +152,7 @@ class Runner:
         async with self._room or contextlib.nullcontext():
             self._tally.sent += 1
             try:
-                return await ask(self._session, self._share.target, planned, self.clock)
+                return await ask_from(self._session, self._share.target, planned, self.zero_s)
             except Stopped:
                 self._tally.sent -= 1
                 return None

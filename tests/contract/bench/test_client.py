@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from baton.bench.client import Session, Stopped, ask
+from baton.bench.client import Session, Stopped, ask_from
 from baton.bench.records import Outcome, Planned, Record
 from baton.bench.target import Target
 from baton.runtime.clock import monotonic
@@ -40,10 +40,7 @@ def put(url: str, *requests: Planned, **more: object) -> list[Record]:
         target = Target(url, "tiny", **{"timeout_s": TIMEOUT_S, **more})  # type: ignore[arg-type]
         start_s = monotonic()
         async with Session(target) as session:
-            return [
-                await ask(session, target, request, lambda: monotonic() - start_s)
-                for request in requests
-            ]
+            return [await ask_from(session, target, request, start_s) for request in requests]
 
     return asyncio.run(run())
 
@@ -232,7 +229,7 @@ def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
         target = Target(url, "tiny")
         async with Session(target) as session:
             asked = [
-                asyncio.ensure_future(ask(session, target, planned(at_s=at_s), monotonic))
+                asyncio.ensure_future(ask_from(session, target, planned(at_s=at_s), 0.0))
                 for at_s in (None, monotonic() + 60.0)
             ]
             await server.asked()
