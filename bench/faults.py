@@ -187,7 +187,11 @@ def impact(
         num_resumed=len(resumed),
         num_failed=sum(_failed(record) for record in since),
         bins=bins,
-        notes=[fault.problem] * bool(fault.problem) + _notes(before, share, after, recovered),
+        notes=[
+            *([fault.problem] if fault.problem else []),
+            *([] if noticed else ["no request noticed the fault"]),
+            *_notes(before, share, after, recovered),
+        ],
     )
 
 

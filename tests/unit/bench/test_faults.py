@@ -113,7 +113,7 @@ def test_a_fault_that_nobody_noticed_has_no_times_and_no_dip() -> None:
     assert found.goodput_dip == 0.0
     assert found.attainment_before == 1.0
     assert (found.num_failed, found.num_interrupted) == (0, 0)
-    assert found.notes == []
+    assert found.notes == ["no request noticed the fault"]
 
 
 def test_a_stall_is_noticed_at_its_limit_and_over_when_the_last_stream_goes_on() -> None:
