@@ -120,7 +120,7 @@ def parser(
         groups[field.section].add_argument(
             _flag(field),
             dest=field.name,
-            help=field.help,
+            help=field.help.replace(" (default: empty)", "").replace(" (default: none)", ""),
             default=None,
             **how,  # type: ignore[arg-type]
         )

@@ -94,6 +94,12 @@ class Connected(msgspec.Struct, frozen=True):
     workload: WorkloadSettings  # with the vocabulary settled
     described: str  # one line on what it is
 
+    def plan(self, draft: Asked, load: LoadSettings, arrivals: ArrivalProcess | None) -> Plan:
+        """What is to be sent; the draft, if nothing had to be changed for this server."""
+        if self.workload == draft.workload:
+            return draft.plan
+        return resolved.plan_of(self.workload, load, arrivals)
+
 
 def asked(
     target: TargetSettings,
@@ -327,7 +333,7 @@ def run(settings: RunSettings) -> int:
     report.bounds = bounds
     with Bench() as bench:
         server = bench.connect(wanted)
-        plan = resolved.plan_of(server.workload, settings.load, arrivals)
+        plan = server.plan(wanted, settings.load, arrivals)
         case = Case(
             label=settings.report.label or loop_of(settings.arrival),
             target=server.target,

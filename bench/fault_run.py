@@ -29,7 +29,7 @@ def fault(settings: FaultSettings) -> int:
         server = bench.connect(wanted)
         report.title = report.title or f"{server.target.model} at {server.target.url}, with faults"
         report.notes.append(server.described)
-        plan = resolved.plan_of(server.workload, settings.load, arrivals)
+        plan = server.plan(wanted, settings.load, arrivals)
         case = Case(
             label=loop_of(settings.arrival),
             target=server.target,

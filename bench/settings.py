@@ -111,7 +111,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
         int, Meta(ge=0, description="requests before, with other prompts; not counted")
     ] = 4
     window: Annotated[
-        str, Meta(description="FROM-TO: counts only requests that arrive then", extra=SECONDS)
+        str, Meta(description="FROM-TO in seconds: counts only requests that arrive then")
     ] = ""
     max_concurrency: Annotated[
         int, Meta(ge=0, description="of an open loop; waiting counts into TTFT; 0 is no limit")

@@ -1,0 +1,202 @@
+"""`baton bench` as a stranger uses it, on a cluster of real processes.
+
+Loads are closed loops: whether an open one is valid depends on the machine that runs the tests.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.bench.console import shown
+from baton.bench.records import Outcome
+from baton.bench.report.document import Report, read_json
+from baton.bench.resolved import plan_of
+from baton.bench.settings import LoadSettings, WorkloadSettings
+from baton.bench.stages import sum_error_s
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from tests.support.checkpoints import model_folder
+from tests.support.cluster import Cluster
+
+SECRET = "a-key-that-must-not-be-written"
+NUM_REQUESTS, NUM_TOKENS = 6, 12
+WORKLOAD = WorkloadSettings(prompt="uniform:20-90", output=str(NUM_TOKENS), vocabulary="300-1000")
+LOAD = LoadSettings(requests=NUM_REQUESTS, warm_up=2)
+# The same as flags.
+ASKED = ("--prompt", WORKLOAD.prompt, "--output", WORKLOAD.output, "--warm-up", "2",
+         "--vocabulary", WORKLOAD.vocabulary, "--requests", str(NUM_REQUESTS))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = ClusterConfig(
+        model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
+        cache=CacheConfig(num_blocks=700, prefix=False),
+        engine=EngineConfig(chunk_tokens=64),
+        router=RouterConfig(local_prefill="never"),
+    )
+    with Cluster(tmp_path_factory.mktemp("bench"), config) as running:
+        yield running
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "baton", "bench", *words]
+
+
+def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "BATON_BENCH_API_KEY": SECRET}
+    done = subprocess.run(
+        command(*words), cwd=folder, env=env, capture_output=True, text=True, check=False,
+        timeout=100,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    return done
+
+
+def test_a_run_is_measured_verified_and_reported(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("run", "--url", cluster.url(""), "--concurrency", "2", "--ttft-ms", "60000")
+    done = bench(*words, *ASKED, "--verify", "--out", "report", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("VALID")
+    assert (
+        "6 outputs were compared with those of the requests alone, token by token: all equal"
+        in (done.stdout)
+    )
+    written = {path.name for path in (tmp_path / "report").iterdir()}
+    assert {"report.json", "report.csv", "report.md", "report.html", "ttft-cdf.png"} <= written
+    for path in (tmp_path / "report").iterdir():
+        assert SECRET.encode() not in path.read_bytes()
+    report = read_json(tmp_path / "report" / "report.json")
+    run = report.runs[0]
+    assert run.summary.num_requests == NUM_REQUESTS
+    assert run.summary.outcomes == {"answered": NUM_REQUESTS}
+    assert run.summary.attainment == 1.0
+    assert sum(record.warm_up for record in run.records) == 2
+    check_tokens(report, cluster)
+    for record in run.records:
+        assert record.stages
+        assert abs(sum_error_s(record)) < 1e-3
+    again = bench("report", "report/report.json", "--out", "again", folder=tmp_path)
+    assert again.returncode == 0
+    assert again.stdout == done.stdout
+    for name in ("report.json", "report.csv", "report.md", "report.html"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "report" / name).read_text()
+
+
+def check_tokens(report: Report, cluster: Cluster) -> None:
+    """Every token that the report holds is the one that the server gives without a load."""
+    plan = plan_of(WORKLOAD, LOAD, None)
+    prompts = {planned.index: planned.prompt_ids for planned in plan.requests}
+    for record in report.runs[0].records:
+        answer = cluster.complete(
+            model="tiny", prompt=prompts[record.index], max_tokens=NUM_TOKENS, temperature=0,
+            ignore_eos=True, return_token_ids=True,
+        )  # fmt: skip
+        assert record.token_ids == answer["choices"][0]["token_ids"]  # type: ignore[index]
+        assert record.num_tokens == NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (("--model", "other"), 2, "does not serve the model 'other'; it serves tiny"),
+        (("--url", "http://127.0.0.1:9"), 2, "cannot reach http://127.0.0.1:9"),
+        (("--api", "chat"), 2, "the chat API takes none"),
+        (("--out", "/proc/nowhere"), 2, "--out /proc/nowhere"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    words: tuple[str, ...], code: int, hint: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    asked = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, *words)
+    done = bench(*asked, folder=tmp_path)
+    assert done.returncode == code
+    lines = [line for line in done.stderr.splitlines() if line.startswith("baton: ")]
+    assert len(lines) == 1
+    assert hint in lines[0]
+    assert not done.stdout
+
+
+def test_a_storm_of_refusals_ends_early_with_the_servers_words(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--give-up-after", "3")
+    asked = (*words, "--requests", "5000", "--vocabulary", "70000-70100", "--out", "report")
+    done = bench(*asked, folder=tmp_path)
+    assert done.returncode == 1
+    assert "stopped early: the first 3 requests all failed: token ids must be" in done.stdout
+    report = read_json(tmp_path / "report" / "report.json")
+    assert report.invalid
+    assert {record.outcome for record in report.runs[0].records} <= {
+        Outcome.CLIENT_ERROR,
+        Outcome.TIMED_OUT,
+    }
+    assert len(report.runs[0].records) < 5000
+
+
+def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--out", "report")
+    running = subprocess.Popen(
+        command(*words, "--requests", "3000", "--prompt", "20"), cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert running.stderr is not None
+        # The first line says that the server was reached, the second comes from the load itself.
+        assert "serves tiny" in running.stderr.readline()
+        assert "ended" in running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        said, _ = running.communicate(timeout=60.0)
+    finally:
+        running.kill()
+        running.wait()
+    assert running.returncode == 1
+    assert "INVALID: interrupted: " in said
+    report = read_json(tmp_path / "report" / "report.json")
+    assert report.runs[0].summary.outcomes["answered"] > 0
+    assert shown(report) in said
+
+
+def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_path: Path) -> None:
+    arms = (f"a={cluster.url('')}", f"b={cluster.url('')}#tiny")
+    flags = ("--flags", "a=--dtype bf16 --threads 1", "--flags", "b=dtype: float32")
+    words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)
+    done = bench(*words, "--out", "report", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING: the arms differ in dtype (a: bfloat16, b: float32)" in done.stdout
+    report = read_json(tmp_path / "report" / "report.json")
+    assert [run.round for run in report.runs] == [1, 1, 2, 2]
+    tokens = {
+        (run.arm, run.round): [record.token_ids for record in run.records] for run in report.runs
+    }
+    assert tokens["a", 1] == tokens["b", 1]
+    assert tokens["a", 2] == tokens["b", 2]
+    assert tokens["a", 1] != tokens["a", 2]
+    assert {row.name for row in report.comparison} >= {"tokens/s", "TTFT p50", "TPOT p50"}
+    assert all(row.ratios["b"].rounds == 2 for row in report.comparison)
+
+
+def test_a_stopped_node_is_seen_by_the_clients(cluster: Cluster, tmp_path: Path) -> None:
+    stop = f"stop:{cluster.children['decode-0'].pid}@1.5+1"
+    words = ("fault", "--url", cluster.url(""), "--fault", stop, "--concurrency", "1", *ASKED)
+    done = bench(*words, "--requests", "10000", "--duration-s", "5", "--out", "report",
+                 folder=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = read_json(tmp_path / "report" / "report.json").runs[0]
+    assert len(run.impacts) == 1
+    assert run.impacts[0].longest_wait_s > 0.9
+    assert run.impacts[0].time_to_detect_s is not None
+    assert run.faults[0].resumed_s is not None
+    assert f"fault {stop}: detected after" in done.stdout
+    assert run.summary.outcomes == {"answered": run.summary.num_requests}
