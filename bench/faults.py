@@ -151,26 +151,22 @@ def impact(
     `until_s`: where the next fault begins; without it, the last arrival is the end.
     """
     judgement, at_s = judgement or Judgement(), fault.at_s
-    asked = [
-        record
-        for record in records
-        if not record.warm_up and (until_s is None or record.intended_s < until_s)
-    ]
-    met = {record.index: meets(record, bounds) for record in asked}
-    before = [record for record in asked if record.end_s < at_s]
-    since = [record for record in asked if record.end_s >= at_s]
-    in_flight = [record for record in since if record.intended_s <= at_s]
-    limits = _WaitLimits(asked, at_s, judgement.stall_factor)
-    noticed = [moment_s for record in since for moment_s in limits.noticed(record)]
+    seen = _Seen(records, at_s, until_s)
+    limits = _WaitLimits(seen.asked, at_s, judgement.stall_factor)
+    noticed = [moment_s for record in seen.since for moment_s in limits.noticed(record)]
     noticed = [moment_s for moment_s in noticed if until_s is None or moment_s < until_s]
-    resumed = [end_s for record in in_flight if (end_s := limits.resumed_s(record)) is not None]
-    num_good = sum(met[record.index] for record in before)
-    share = num_good / len(before) if before else None
-    bins = _bins(asked, met, at_s, judgement.bin_s)
+    resumed = [
+        end_s for record in seen.in_flight if (end_s := limits.resumed_s(record)) is not None
+    ]
+    met = {record.index: meets(record, bounds) for record in seen.asked}
+    num_good = sum(met[record.index] for record in seen.before)
+    share = num_good / len(seen.before) if seen.before else None
+    bins = _bins(seen.asked, met, at_s, judgement.bin_s)
     after = [entry for entry in bins if entry.start_s >= at_s]
     whole = [entry.start_s >= max(resumed, default=at_s) for entry in after]
     recovered = _recovered(after, whole, share, judgement) if share else None
-    first_s = min((record.intended_s for record in asked), default=at_s)
+    notes = [fault.problem] if fault.problem else []
+    notes += [] if noticed else ["no request noticed the fault"]
     return Impact(
         fault=str(fault.spec),
         at_s=at_s,
@@ -178,21 +174,32 @@ def impact(
         time_to_detect_s=min(noticed) - at_s if noticed else None,
         time_to_resume_s=max(resumed) - at_s if resumed else None,
         time_to_recover_s=None if recovered is None else recovered * judgement.bin_s,
-        longest_wait_s=max((_longest(record, at_s) for record in in_flight), default=0.0),
+        longest_wait_s=max((_longest(record, at_s) for record in seen.in_flight), default=0.0),
         attainment_before=share,
-        goodput_before=num_good / (at_s - first_s) if at_s > first_s else 0.0,
+        goodput_before=num_good / (at_s - seen.first_s) if at_s > seen.first_s else 0.0,
         goodput_dip=_dip(after[:recovered], share or 0.0),
-        num_in_flight=len(in_flight),
-        num_interrupted=sum(bool(limits.noticed(record)) for record in in_flight),
+        num_in_flight=len(seen.in_flight),
+        num_interrupted=sum(bool(limits.noticed(record)) for record in seen.in_flight),
         num_resumed=len(resumed),
-        num_failed=sum(_failed(record) for record in since),
+        num_failed=sum(_failed(record) for record in seen.since),
         bins=bins,
-        notes=[
-            *([fault.problem] if fault.problem else []),
-            *([] if noticed else ["no request noticed the fault"]),
-            *_notes(before, share, after, recovered),
-        ],
+        notes=notes + _notes(seen.before, share, after, recovered),
     )
+
+
+class _Seen:
+    """The requests that count, by when they were there. Warm-up and a later fault's do not."""
+
+    def __init__(self, records: Sequence[Record], at_s: float, until_s: float | None) -> None:
+        self.asked = [
+            record
+            for record in records
+            if not record.warm_up and (until_s is None or record.intended_s < until_s)
+        ]
+        self.before = [record for record in self.asked if record.end_s < at_s]
+        self.since = [record for record in self.asked if record.end_s >= at_s]
+        self.in_flight = [record for record in self.since if record.intended_s <= at_s]
+        self.first_s = min((record.intended_s for record in self.asked), default=at_s)
 
 
 class _Wait(msgspec.Struct, frozen=True):
