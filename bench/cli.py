@@ -168,7 +168,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def _run(rest: list[str]) -> int:
-    from baton.bench.experiments import run
+    from baton.bench.one_load import run
 
     return run(parse("run", RunSettings, rest)[0])
 
@@ -210,7 +210,7 @@ def _selftest(rest: list[str]) -> int:
 
 
 def _report(rest: list[str]) -> int:
-    from baton.bench.experiments import write_again
+    from baton.bench.publish import write_again
 
     return write_again(*parse("report", ReportAgainSettings, rest, FILE))
 

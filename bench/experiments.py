@@ -1,36 +1,29 @@
 """One load from its plan to a judged run, and the frame in which every experiment runs them.
 
-`run` is the command of that name; sweep, search, compare and fault use `Bench` to do the same many
-times over. Ctrl-C ends the load that is running and leaves a report that is marked as interrupted.
+The commands use `Bench` to find out about servers and to run loads, one after the other. Ctrl-C
+ends the load that is running and leaves a report that is marked as interrupted.
 """
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
 from baton.bench import resolved
 from baton.bench.arrivals import ArrivalProcess
-from baton.bench.console import shown
 from baton.bench.load import Load, Progress, run_load
 from baton.bench.metrics import Bounds, Window, summarise
 from baton.bench.probe import Probed, probe
 from baton.bench.progress import LoadProgress
-from baton.bench.publish import begin
 from baton.bench.records import LoadResult, Outcome
-from baton.bench.report.document import Run, read_json
-from baton.bench.report.writing import write_all
+from baton.bench.report.document import Run
 from baton.bench.settings import (
     ArrivalSettings,
     LoadSettings,
-    ReportAgainSettings,
-    RunSettings,
     TargetSettings,
     WorkloadSettings,
 )
@@ -39,7 +32,7 @@ from baton.bench.validity import Problem, Severity, check
 from baton.bench.verify import Mismatch, MismatchKind, compare_outputs, reference
 from baton.bench.vocabulary import AUTO, accepted
 from baton.bench.workloads import Plan
-from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError
 from baton.runtime.interrupts import Interrupts
 
 OnStart = Callable[[float], None]
@@ -321,43 +314,3 @@ def _described(probed: Probed, target: Target) -> str:
     found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
     server = " ".join(part for part in (probed.server, probed.version) if part)
     return f"{target.url}: {server or 'a server'} with {target.model}, giving {found}"
-
-
-def run(settings: RunSettings) -> int:
-    """`baton bench run`; the exit code."""
-    arrivals = resolved.arrivals_of(settings.arrival, settings.workload)
-    bounds = resolved.bounds_of(settings.bounds)
-    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
-    publisher = begin("run", settings, settings.report, api_key=wanted.target.api_key)
-    report = publisher.report
-    report.bounds = bounds
-    with Bench() as bench:
-        server = bench.connect(wanted)
-        plan = server.plan(wanted, settings.load, arrivals)
-        case = Case(
-            label=settings.report.label or loop_of(settings.arrival),
-            target=server.target,
-            plan=plan,
-            concurrency=settings.arrival.concurrency,
-            load=settings.load,
-            bounds=bounds,
-            verify=settings.check.verify,
-            may_be_cached=shares_prompts(settings.workload),
-            rate=plan.offered_rate,
-        )
-        report.title = report.title or f"{case.target.model} at {case.target.url}"
-        report.notes.append(server.described)
-        report.runs.append(bench.measure(case))
-    return publisher.finish()
-
-
-def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
-    """`baton bench report`: the pages of a report that was written before."""
-    if len(files) != 1:
-        raise ConfigError("name one file: baton bench report report.json --out FOLDER")
-    report = read_json(Path(files[0]))
-    print(shown(report))
-    if settings.report.out:
-        for path in write_all(report, Path(settings.report.out)):
-            print(f"wrote {path}", file=sys.stderr)
-    return 0

@@ -14,9 +14,9 @@ import msgspec
 
 from baton.bench.console import shown
 from baton.bench.provenance import collect, complete
-from baton.bench.report.document import Report, flat_settings, withhold
+from baton.bench.report.document import Report, flat_settings, read_json, withhold
 from baton.bench.report.writing import write_all
-from baton.bench.settings import ReportSettings
+from baton.bench.settings import ReportAgainSettings, ReportSettings
 from baton.protocol.errors import ConfigError
 
 
@@ -64,6 +64,19 @@ def begin(
         out,
         secrets,
     )
+
+
+def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
+    """`baton bench report`: shows a report that was written before, and makes its pages anew."""
+    if len(files) != 1:
+        raise ConfigError("name one file: baton bench report report.json --out FOLDER")
+    out = _folder(settings.report.out)
+    report = read_json(Path(files[0]))
+    print(shown(report), flush=True)
+    if out is not None:
+        for path in write_all(report, out):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
 
 
 def _command_line() -> Sequence[str]:

@@ -164,6 +164,12 @@ class CheckSettings(msgspec.Struct, frozen=True):
     ] = False
 
 
+class RepeatSettings(msgspec.Struct, frozen=True):
+    runs: Annotated[
+        int, Meta(ge=1, description="the same load so many times, each with its own prompts")
+    ] = 1
+
+
 class SweepOptions(msgspec.Struct, frozen=True):
     rates: Annotated[str, Meta(description="requests/s, as 1,2,4,8")] = ""
 
@@ -204,8 +210,9 @@ class FaultOptions(msgspec.Struct, frozen=True):
 
 
 class RunSettings(msgspec.Struct, frozen=True):
-    """One load."""
+    """One load, or the same several times."""
 
+    again: RepeatSettings = RepeatSettings()
     target: TargetSettings = TargetSettings()
     workload: WorkloadSettings = WorkloadSettings()
     arrival: ArrivalSettings = ArrivalSettings()

@@ -1,0 +1,230 @@
+"""What experiments make of runs: paired rounds, verdicts, and what is said on the terminal."""
+
+import msgspec
+import pytest
+
+from baton.bench.compare import Arm, arms_of, finish, flags_of, whole_rounds
+from baton.bench.console import shown
+from baton.bench.experiments import (
+    ALL_FAILED,
+    CACHED,
+    Case,
+    judge,
+    loop_of,
+    shares_prompts,
+    verification,
+)
+from baton.bench.metrics import PRESETS
+from baton.bench.one_load import spread
+from baton.bench.publish import is_usable
+from baton.bench.records import LoadResult, Outcome, Planned
+from baton.bench.report.document import Report, Run
+from baton.bench.search import Ending, Found, RateSearch
+from baton.bench.searching import observe
+from baton.bench.settings import ArrivalSettings, LoadSettings, WorkloadSettings
+from baton.bench.target import Target
+from baton.bench.validity import Severity
+from baton.bench.verify import Mismatch, MismatchKind
+from baton.bench.workloads import Plan
+from baton.protocol.errors import BatonError, ConfigError
+from tests.support.bench_records import (
+    Scene,
+    answered,
+    failed,
+    invalid,
+    report_of,
+    scene_run,
+)
+
+
+def case(num_requests: int, **changes: object) -> Case:
+    plan = Plan([Planned(index, None, 2, (1,)) for index in range(num_requests)], ["a note"])
+    made = Case(
+        label="a load", target=Target("http://a", "m"), plan=plan, concurrency=1,
+        load=LoadSettings(), bounds=PRESETS["chat"],
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def result(*outcomes: Outcome) -> LoadResult:
+    records = [
+        answered(index, float(index), [0.1, 0.11])
+        if outcome is Outcome.ANSWERED
+        else failed(index, float(index), outcome, "the server's words")
+        for index, outcome in enumerate(outcomes)
+    ]
+    return LoadResult(records, [], float(len(outcomes)), "2026-03-01T12:00:00+00:00")
+
+
+def arm_run(arm: str, number: int, *, is_invalid: bool = False, seed: int = 1) -> Run:
+    run = scene_run(Scene(duration_s=5.0, seed=seed), f"{arm} {number}")
+    run.arm, run.round = arm, number
+    run.problems = [invalid("late")] if is_invalid else []
+    return run
+
+
+def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
+    run = judge(case(2), result(Outcome.ANSWERED, Outcome.ANSWERED), "")
+    assert not run.invalid
+    assert run.summary.attainment == 1.0
+    assert run.notes == ["a note"]
+
+
+def test_a_load_of_which_nothing_was_answered_is_an_invalid_run() -> None:
+    run = judge(case(2), result(Outcome.REFUSED, Outcome.REFUSED), "")
+    assert run.invalid
+    assert any("the server's words" in problem.text for problem in run.problems)
+    assert run.summary.attainment == 0.0
+
+
+def test_a_load_that_was_stopped_says_so_once() -> None:
+    run = judge(case(5), result(Outcome.ANSWERED), "interrupted: 1 of 5 requests had been sent")
+    texts = [problem.text for problem in run.problems if problem.is_invalid]
+    assert texts == ["interrupted: 1 of 5 requests had been sent"]
+
+
+def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
+    ended = case(5, load=LoadSettings(duration_s=1.0))
+    assert not judge(ended, result(Outcome.ANSWERED), "").invalid
+    assert judge(case(5), result(Outcome.ANSWERED), "").invalid
+
+
+def test_a_load_without_any_record_is_a_failure() -> None:
+    with pytest.raises(BatonError, match="no request arrived") as caught:
+        judge(case(1), result(), "")
+    assert caught.value.code != ALL_FAILED
+
+
+def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
+    load = result(Outcome.ANSWERED)
+    load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
+    assert CACHED in [problem.text for problem in judge(case(1), load, "").problems]
+    meant = judge(case(1, may_be_cached=True), load, "")
+    assert CACHED not in [problem.text for problem in meant.problems]
+
+
+def test_shared_prompts_are_meant_to_be_cached() -> None:
+    assert not shares_prompts(WorkloadSettings())
+    assert shares_prompts(WorkloadSettings(shared_prefix=16))
+    assert shares_prompts(WorkloadSettings(workload="conversation"))
+
+
+def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
+    found = verification(
+        9,
+        [
+            Mismatch(3, MismatchKind.LOST, 5, "token", "1 2", "2 3"),
+            Mismatch(4, MismatchKind.WRONG, 0, "token", "1", "2"),
+            Mismatch(5, MismatchKind.WRONG, 0, "token", "1", "2"),
+        ],
+    )
+    assert [problem.severity for problem in found] == [Severity.INVALID, Severity.WARNING]
+    assert found[0].text.startswith("1 of 9 outputs differ from those of the requests alone (lost)")
+    assert "request 3: lost at token 5: expected 1 2, got 2 3" in found[0].text
+    assert found[1].text.startswith("2 of 9 outputs")
+
+
+def test_a_loop_is_named_by_what_drives_it() -> None:
+    assert loop_of(ArrivalSettings(concurrency=4)) == "concurrency 4"
+    assert loop_of(ArrivalSettings(arrivals="poisson:2")) == "poisson:2"
+
+
+def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:
+    arms = arms_of(["a=http://a:1", "b=http://b:2/v1#org/m"], "common")
+    assert arms == [Arm("a", "http://a:1", "common"), Arm("b", "http://b:2/v1", "org/m")]
+
+
+def test_flags_are_for_an_arm_that_exists() -> None:
+    arms = [Arm("a", "http://a"), Arm("b", "http://b")]
+    flags = flags_of(("a=--dtype half", "a=--tp 2"), arms)
+    assert flags == {"a": {"dtype": "float16", "tensor parallel": "2"}, "b": {}}
+    with pytest.raises(ConfigError, match="one of a, b"):
+        flags_of(("c=--tp 2",), arms)
+
+
+def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
+    runs = [
+        arm_run("a", 1), arm_run("b", 1), arm_run("a", 2, is_invalid=True), arm_run("b", 2),
+        arm_run("a", 3),
+    ]  # fmt: skip
+    assert list(whole_rounds(runs, ["a", "b"])) == [1]
+    report = report_of(runs)
+    finish(report, ["a", "b"], "poisson:6")
+    assert any("2 rounds are not compared" in note for note in report.notes)
+    assert all(row.ratios["b"].rounds == 1 for row in report.comparison)
+
+
+def test_ratios_are_to_the_first_arm() -> None:
+    runs = [arm_run(arm, number, seed=number) for number in range(1, 8) for arm in ("a", "b")]
+    for run in runs:
+        if run.arm == "b":
+            faster = msgspec.structs.replace(run.summary, tokens_per_s=run.summary.tokens_per_s * 2)
+            run.summary = faster
+    report = report_of(runs)
+    finish(report, ["a", "b"], "poisson:6")
+    rows = {row.name: row for row in report.comparison}
+    assert rows["tokens/s"].ratios["b"].median == pytest.approx(2.0)
+    assert rows["tokens/s"].ratios["b"].is_conclusive
+    assert rows["TTFT p50"].ratios["b"].median == 1.0
+    assert not rows["TTFT p50"].ratios["b"].is_conclusive
+
+
+def test_a_search_stands_by_what_it_confirmed() -> None:
+    bad = arm_run("", 0, is_invalid=True)
+    report = report_of([bad])
+    assert not is_usable(report)
+    report.search = Found(2.0, True, Ending.FOUND, 3.0, "2/s holds", [])
+    assert is_usable(report)
+    assert shown(report).endswith("CONFIRMED")
+    report.search = Found(2.0, False, Ending.PROBES_SPENT, 3.0, "no result", [])
+    assert not is_usable(report)
+    assert shown(report).endswith("NOT CONFIRMED")
+
+
+def test_a_report_without_a_run_is_of_no_use() -> None:
+    assert not is_usable(report_of([]))
+
+
+def test_a_run_that_the_server_failed_says_something_of_the_server() -> None:
+    search = RateSearch()
+    rate = search.next_rate()
+    assert rate is not None
+    observe(search, rate, judge(case(1), result(Outcome.REFUSED), ""))
+    assert search.probes[0].is_valid
+    assert search.probes[0].attainment == 0.0
+
+
+def test_the_terminal_shows_latencies_attainment_and_the_verdict() -> None:
+    run = scene_run(Scene(duration_s=20.0), "poisson:6")
+    text = shown(report_of([run]))
+    lines = text.splitlines()
+    assert lines[0].split() == ["poisson:6", "(ms)", "p50", "p90", "p99", "max", "samples"]
+    assert any(line.startswith("ttft ") for line in lines)
+    assert "attainment " in text
+    assert lines[-1] == "VALID"
+
+
+def test_the_terminal_says_why_figures_must_not_be_used() -> None:
+    run = scene_run(Scene(duration_s=5.0), "poisson:6")
+    run.problems = [invalid("the client sent late")]
+    lines = shown(report_of([run])).splitlines()
+    assert "INVALID: the client sent late" in lines
+    assert lines[-1] == "INVALID: these figures are not the server's and must not be used"
+
+
+def test_a_server_cannot_command_the_terminal() -> None:
+    run = scene_run(Scene(duration_s=5.0), "poisson:6")
+    run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J")]
+    assert "\x1b" not in shown(report_of([run]))
+
+
+def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
+    runs = [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2, 3)]
+    table = spread(runs)
+    assert table.rows[0][0] == "tokens/s"
+    assert {"ttft p50, ms", "itl p99, ms"} <= {row[0] for row in table.rows}
+    report: Report = report_of(runs)
+    report.tables.append(table)
+    assert "Over the runs" in shown(report)
