@@ -6,7 +6,6 @@ itself. Both roles share one GPU here, so neither isolation nor throughput is me
 What the engine refuses on this machine is reported with its reason.
 """
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -14,9 +13,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 from baton.bench.gpu_cases import HANDOVER_PROMPTS, handover_key
 from baton.bench.gpu_floors import Shape, Work
@@ -24,6 +20,7 @@ from baton.bench.gpu_rows import Check, Measured, Note
 from baton.bench.gpu_section import Desk
 from baton.bench.gpu_timing import timing_of
 from baton.bench.handover import Handover, handovers
+from baton.bench.random_model import write_model
 from baton.deploy.local import LocalCluster
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import (
@@ -43,9 +40,7 @@ from baton.runtime.process import Relay
 
 # Layers as narrow as those of 0.6B, but 36 of them: a token's KV then has the 144 KiB of an 8B.
 THIN_8B = Shape("36 layers of 0.6B", 1024, 3072, 36, 16, 8, 128, 640, is_tied=True)
-MAX_POSITIONS = 8192
 LOWEST_ID = 3
-WEIGHT_SCALE, EMBEDDING_SCALE = 0.03, 0.5
 START_S = 60.0
 CLAIM = (
     "Both roles share one GPU's multiprocessors and memory here: neither latency isolation nor "
@@ -222,57 +217,3 @@ def _settings(
         node=NodeConfig(start_timeout_s=START_S),
         log=LogConfig(level="warning", records=str(records) if records else ""),
     )
-
-
-def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
-    """A Hugging Face folder of a random Qwen3 of this shape, and a tokenizer for its ids."""
-    folder.mkdir(parents=True)
-    torch.manual_seed(0)
-    save_file(_weights(shape, device), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim, "max_position_embeddings": MAX_POSITIONS,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": shape.is_tied,
-        "dtype": "bfloat16", "eos_token_id": 0,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = alphabet + [f"w{number}" for number in range(shape.vocab_size - len(alphabet))]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text("{}")
-
-
-def _weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim
-
-    def matrix(rows: int, columns: int, scale: float = WEIGHT_SCALE) -> Tensor:
-        drawn = torch.randn(rows, columns, device=device) * scale
-        return drawn.to(torch.bfloat16).cpu()
-
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    found = {
-        "model.embed_tokens.weight": matrix(shape.vocab_size, hidden, EMBEDDING_SCALE),
-        "model.norm.weight": ones(hidden),
-    }
-    linear = {
-        "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden,
-             "self_attn.q_norm": dim, "self_attn.k_norm": dim}  # fmt: skip
-    for number in range(shape.num_layers):
-        prefix = f"model.layers.{number}."
-        found |= {f"{prefix}{name}.weight": matrix(*size) for name, size in linear.items()}
-        found |= {f"{prefix}{name}.weight": ones(size) for name, size in norms.items()}
-    return found

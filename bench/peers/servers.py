@@ -1,0 +1,138 @@
+"""Servers of any make as child processes: started with a log, waited for, pinned, ended by id.
+
+`compare` and `agreement` start vLLM and baton through it. Every server leads a process group of its
+own; ending it ends the group, and nothing is ever looked up by name.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.protocol.errors import NodeError
+
+READY_POLL_S = 0.2
+GRACE_S = 15.0
+
+
+class ServerCommand(msgspec.Struct, frozen=True):
+    """`ready_url` answers 200 as soon as it serves; empty: it serves through another one."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = {}
+    ready_url: str = ""
+    cpus: tuple[int, ...] = ()  # every thread of it, once it is ready
+
+
+class Server:
+    """One server. Starts at once."""
+
+    def __init__(self, command: ServerCommand, logs: Path) -> None:
+        self.command = command
+        self.log = logs / f"{command.name}.log"
+        with self.log.open("wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command.argv, env=os.environ | command.env, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=subprocess.STDOUT, cwd=logs, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise NodeError(f"{command.name} cannot be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self, deadline_s: float) -> None:
+        """Raises `NodeError` with the end of its log when it dies or the deadline passes."""
+        while self.command.ready_url and not _answers(self.command.ready_url):
+            if self._process.poll() is not None:
+                raise NodeError(f"{self.command.name} ended while starting: {self.last_line()}")
+            if time.monotonic() > deadline_s:
+                raise NodeError(f"{self.command.name} is not ready in time: {self.last_line()}")
+            time.sleep(READY_POLL_S)
+        if self.command.cpus:
+            self.pin()
+
+    def pin(self) -> None:
+        """Bind all threads of the group: what a server sets itself holds for some of them only."""
+        for pid in group(self.pid):
+            for thread in _threads(pid):
+                with contextlib.suppress(OSError):  # it ended meanwhile
+                    os.sched_setaffinity(thread, self.command.cpus)
+
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"{lines[-1][:300] if lines else 'it wrote nothing'} (all of it in {self.log})"
+
+    def stop(self) -> None:
+        """Ask the leader, give the group some time, then end what is left of it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> Iterator[None]:
+    """All of them, in order and each ready before this goes on; ended however this ends."""
+    logs.mkdir(parents=True, exist_ok=True)
+    servers: list[Server] = []
+    try:
+        servers += [Server(command, logs) for command in commands]
+        deadline_s = time.monotonic() + timeout_s
+        for server in servers:
+            server.wait_until_ready(deadline_s)
+        yield
+    finally:
+        for server in reversed(servers):
+            server.stop()
+
+
+def group(leader: int) -> list[int]:
+    """The processes of a group, by its leader's id."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                # The second field is a name in parentheses that may hold anything.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == leader:
+                    found.append(int(entry.name))
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens at now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [int(taken.getsockname()[1]) for taken in sockets]
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
