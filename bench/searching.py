@@ -6,11 +6,14 @@ What is tried next and what is known in the end is decided there; this runs the 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, asked
 from baton.bench.publish import begin
+from baton.bench.records import Outcome
 from baton.bench.report.document import Run
 from baton.bench.saturation import find_growth
 from baton.bench.search import RateSearch
 from baton.bench.settings import SearchSettings
 from baton.bench.sweep import at_rate, repeated_prompts
+from baton.bench.validity import MAX_WRONG_LENGTHS
+from baton.protocol.errors import BatonError
 
 
 def search(settings: SearchSettings) -> int:
@@ -33,6 +36,8 @@ def search(settings: SearchSettings) -> int:
             case = at_rate(settings, server, bounds, rate, len(report.runs))
             case.label = f"{rate:g}/s, {purpose}"
             run = bench.measure(case)
+            if run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0) == run.summary.num_requests:
+                raise BatonError(f"no answer has the length asked for: {outcome(run)}")
             report.runs.append(run)
             if bench.interrupted:
                 break
@@ -43,11 +48,24 @@ def search(settings: SearchSettings) -> int:
 
 
 def observe(rates: RateSearch, rate: float, run: Run) -> None:
-    """A run in which every request failed says something of the server, not of the client."""
     attainment = run.summary.attainment or 0.0
-    answered = run.summary.outcomes.get("answered", 0)
     saturated = find_growth(run.records, None) is not None
-    rates.observe(rate, attainment, not run.invalid or not answered, saturated=saturated)
+    valid = not run.invalid or is_servers_fault(run)
+    rates.observe(rate, attainment, valid, saturated=saturated)
+
+
+def is_servers_fault(run: Run) -> bool:
+    """Whether an invalid run says something of the server at this rate, not of the client.
+
+    So it is if every request failed, or if answers of a wrong length are all that is wrong; both
+    count as failed requests.
+    """
+    outcomes = run.summary.outcomes
+    num_invalid = sum(problem.is_invalid for problem in run.problems)
+    wrong_length = outcomes.get(Outcome.WRONG_LENGTH, 0) > MAX_WRONG_LENGTHS * sum(
+        outcomes.values()
+    )
+    return not outcomes.get(Outcome.ANSWERED) or (wrong_length and num_invalid == 1)
 
 
 def outcome(run: Run) -> str:

@@ -20,7 +20,7 @@ from baton.bench.publish import is_usable
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.report.document import Report, Run
 from baton.bench.search import Ending, Found, RateSearch
-from baton.bench.searching import observe
+from baton.bench.searching import is_servers_fault, observe
 from baton.bench.settings import ArrivalSettings, LoadSettings, WorkloadSettings
 from baton.bench.target import Target
 from baton.bench.validity import Severity
@@ -194,6 +194,15 @@ def test_a_run_that_the_server_failed_says_something_of_the_server() -> None:
     observe(search, rate, judge(case(1), result(Outcome.REFUSED), ""))
     assert search.probes[0].is_valid
     assert search.probes[0].attainment == 0.0
+
+
+def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
+    outcomes = [Outcome.ANSWERED] * 3 + [Outcome.WRONG_LENGTH]
+    run = judge(case(4), result(*outcomes), "")
+    assert run.invalid
+    assert is_servers_fault(run)
+    run.problems.append(invalid("the client sent late"))
+    assert not is_servers_fault(run)
 
 
 def test_the_terminal_shows_latencies_attainment_and_the_verdict() -> None:
