@@ -92,8 +92,20 @@ class AnswerReader:
 
     @property
     def has_running_usage(self) -> bool:
-        """Whether events with a choice said how many tokens there were so far."""
-        return any(piece.total is not None for piece in self._pieces)
+        """Whether each event with text said how many tokens there were so far.
+
+        Some servers put the usage of the whole answer into the last of them, and only there.
+        """
+        told = [bool(piece.total) for piece in self._pieces if piece.has_text]
+        return all(told) if told else any(piece.total for piece in self._pieces)
+
+    @property
+    def _has_ids_in_time(self) -> bool:
+        """Whether token ids came with the text, not all of them after it."""
+        for piece in self._pieces:
+            if piece.num_ids or piece.has_text:
+                return bool(piece.num_ids)
+        return self.token_ids is not None
 
     def feed(self, data: bytes, at_s: float) -> bool:
         """Whether the answer ended, well or not; what follows is not read."""
@@ -199,7 +211,7 @@ class AnswerReader:
         """Tokens of each piece; how the server contradicts itself; a note on how they were found"""
         pieces, usage = self._pieces, self._usage
         reported = None if usage is None else usage.completion_tokens
-        if self.token_ids is not None:
+        if self._has_ids_in_time:
             counts = [piece.num_ids or 0 for piece in pieces]
             return counts, _differs(reported, sum(counts), "token ids arrived"), ""
         if self.has_running_usage:
@@ -208,6 +220,8 @@ class AnswerReader:
                 problem = Problem(Outcome.WRONG_USAGE, "the running usage goes backwards")
                 return counts, problem, ""
             return counts, _differs(reported, sum(counts), "tokens were counted on the way"), ""
+        if reported is None and self.token_ids is not None:
+            reported = len(self.token_ids)
         return self._count_texts(reported, num_forced)
 
     def _count_texts(

@@ -203,3 +203,25 @@ def test_cached_tokens_and_the_timeline_are_kept() -> None:
 )
 def test_the_message_of_an_error_is_one_short_line(body: bytes, message: str) -> None:
     assert message_of(body) == message
+
+
+def test_usage_in_the_last_chunk_of_text_is_no_running_usage() -> None:
+    last = token("c", end="length", usage=usage_body(3))
+    record = read(token("a"), token("b"), last, DONE, forced=3)
+    assert record.outcome is Outcome.ANSWERED
+    assert counts(record) == [(1.0, 1), (2.0, 1), (3.0, 1)]
+
+
+def test_running_usage_that_is_behind_the_text_is_not_counted_by() -> None:
+    pieces = [token("a", usage=usage_body(0)), token("b", usage=usage_body(0))]
+    record = read(*pieces, usage(2), DONE, forced=2)
+    assert record.outcome is Outcome.ANSWERED
+    assert counts(record) == [(1.0, 1), (2.0, 1)]
+
+
+def test_token_ids_that_come_after_the_text_do_not_move_its_tokens() -> None:
+    pieces = [token("a"), token("b"), token("c", [1, 2, 3], end="length")]
+    record = read(*pieces, usage(3), DONE, forced=3)
+    assert record.outcome is Outcome.ANSWERED
+    assert counts(record) == [(1.0, 1), (2.0, 1), (3.0, 1)]
+    assert record.token_ids == [1, 2, 3]
