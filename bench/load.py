@@ -200,6 +200,12 @@ class Workers:
         for end in self._ends:
             end.send(message)
 
+    def stop(self) -> None:
+        """Tells those that still listen. Of one that is gone, `poll` finds out what it left."""
+        for end in self._ends:
+            if not end.finished:
+                end.stop()
+
     def poll(self, timeout_s: float) -> None:
         """Takes in what comes within `timeout_s`; raises `BatonError` if a process failed."""
         for key, _ in self._selector.select(timeout_s):
@@ -248,6 +254,10 @@ class _End:
             self.socket.sendall(frame(message))
         except OSError as error:
             raise self._gone(str(error)) from None
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.sendall(frame(Stop()))
 
     def receive(self) -> list[FromWorker]:
         """What is complete of it; to be called when there is something."""
@@ -312,7 +322,7 @@ class _Overseer:
         if not self.stopping:
             self.stopping = True
             self._deadline_s = monotonic() + STOP_TIMEOUT_S
-            self._workers.tell(Stop())
+            self._workers.stop()
 
 
 def _warm_up_s(load: Load) -> float:

@@ -212,6 +212,34 @@ def test_a_stop_brings_back_what_there_is() -> None:
     assert [record.num_tokens for record in result.records[1:]] == [1, 1]
 
 
+def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        return await (answer(call) if call.body["prompt"] == [1] else hang(call))
+
+    stop = threading.Event()
+    shown: list[Progress] = []
+
+    def watch(progress: Progress) -> None:
+        shown.append(progress)
+        children = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children"
+        with open(children) as file:
+            states = [_state(int(pid)) for pid in file.read().split()]
+        if progress.ended == 1 and "Z" in states:
+            stop.set()
+
+    with ScriptedOpenAI(script) as server:
+        load = Load(Target(server.url, "tiny", timeout_s=15.0), requests(2), processes=2)
+        result = run_load(load, on_progress=watch, stop=stop)
+    assert stop.is_set()
+    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.TIMED_OUT: 1}
+
+
+def _state(pid: int) -> str:
+    """Z once it has ended."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
 def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
     stop = threading.Event()
     with ScriptedOpenAI(hang) as server:
