@@ -26,6 +26,8 @@ from baton.runtime.clock import Clock, monotonic
 LEAD_S = 0.05  # before its moment a request is made ready
 MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
 DRAIN_S = 1.0  # from [DONE] to the end of the body; longer costs the connection
+# Of this the sender of the next request is made to wait, so that it finds the connection.
+DRAIN_FIRST_S = 0.004
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 
@@ -122,20 +124,24 @@ class Session:
             timer.cancel()
             self._exchanges.discard(exchange)
             if exchange.reader.done and connection.is_open and not connection.is_idle:
-                self._drain(connection, exchange)
+                await self._drain(connection, exchange)
             else:
                 self.pool.give_back(connection)
 
-    def _drain(self, connection: Connection, exchange: "Exchange") -> None:
-        """The answer is done, but the end of its body is still to come."""
+    async def _drain(self, connection: Connection, exchange: "Exchange") -> None:
+        """The answer is done, but the end of its body is still to come, most likely at once."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(DRAIN_S, self.pool.discard, connection)
+        is_over = loop.create_future()
 
         def drained() -> None:
             timer.cancel()
             self.pool.give_back(connection)
+            if not is_over.done():
+                is_over.set_result(None)
 
         exchange.on_body_end = drained
+        await asyncio.wait({is_over}, timeout=DRAIN_FIRST_S)
 
 
 class Exchange:
@@ -246,9 +252,9 @@ async def ask_from(session: Session, target: Target, planned: Planned, zero_s: f
     path = session.base_path + PATHS[target.api]
     request = session.request("POST", path, body_of(target, planned))
     if planned.at_s is None:
-        began_s = monotonic()
+        # As below: opening a connection is the server's time.
+        intended_s = sent_s = monotonic()
         found = session.pool.take() or await session.open(target.timeout_s)
-        intended_s = sent_s = began_s if isinstance(found, str) else monotonic()
     else:
         intended_s = planned.at_s + zero_s
         sent_s, found = await _at_its_moment(session, intended_s, target.timeout_s)

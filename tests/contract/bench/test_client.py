@@ -1,6 +1,7 @@
 """What a client makes of every way in which a server can answer, over real connections."""
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
@@ -284,7 +285,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_with_what_to_do(
     assert refused.outcome is Outcome.UNREACHABLE
     assert "self-signed" in refused.detail
     assert "--ca-file" in refused.detail
-    assert "--insecure" in refused.detail
+    assert "--verify-tls false" in refused.detail
     assert trusted.outcome is unchecked.outcome is Outcome.ANSWERED
     assert plain.outcome is not Outcome.ANSWERED
 
@@ -294,3 +295,40 @@ def test_tls_with_a_server_that_has_none_is_told() -> None:
         (record,) = put(server.url.replace("http", "https"), planned())
     assert record.outcome is Outcome.UNREACHABLE
     assert "http:// instead of https://" in record.detail
+
+
+def test_waiting_for_a_connection_counts_in_a_closed_loop_too(certificate: Path) -> None:
+    waited_s = 0.3
+
+    async def run(port: int) -> Record:
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(waited_s)
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+            pumps = (_pump(reader, to_server), _pump(from_server, writer))
+            await asyncio.gather(*pumps)
+            over.set()
+
+        over = asyncio.Event()
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as slow:
+            url = f"https://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+            target = Target(url, "tiny", verify_tls=False, timeout_s=TIMEOUT_S)
+            async with Session(target) as session:
+                record = await ask_from(session, target, planned(), monotonic())
+            await over.wait()
+            return record
+
+    with ScriptedOpenAI(tls=tls(certificate)) as server:
+        record = asyncio.run(run(int(server.url.rpartition(":")[2])))
+    assert record.outcome is Outcome.ANSWERED
+    assert record.intended_s == record.sent_s
+    assert record.arrivals[0].at_s - record.intended_s >= waited_s
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until either end is gone."""
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
