@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from baton.bench.redaction import is_secret_name
 from baton.bench.report.document import Parity
 from baton.protocol.errors import ConfigError
 
@@ -74,11 +75,15 @@ def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity
     """A row per setting: what the arms were started with, and what their servers say.
 
     A server's own word counts, and a flag where the server is silent. Decisive settings come first,
-    then those in which arms differ.
+    then those in which arms differ. Keys are no settings: some servers tell them to who has one.
     """
     arms = list(flags)
     seen = {arm: flags[arm] | said.get(arm, {}) for arm in arms}
-    names = list(dict.fromkeys(name for arm in arms for name in seen[arm]))
+    names = [
+        name
+        for name in dict.fromkeys(name for arm in arms for name in seen[arm])
+        if not is_secret_name(name)
+    ]
     rows = [
         Parity(name, {arm: seen[arm].get(name, UNKNOWN) for arm in arms})
         for name in [*DECISIVE, *(name for name in names if name not in DECISIVE)]

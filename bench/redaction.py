@@ -19,7 +19,16 @@ _NAME = re.compile(
 )
 _SHAPES = (
     # The user and password of an address.
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@\"']+@", re.IGNORECASE), r"\1"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s\"']+@", re.IGNORECASE), r"\1"),
+    # In JSON, where a value may hold spaces.
+    (
+        re.compile(
+            r"(\"[\w.-]*(?:api[_-]?key|authorization|passw(?:or)?d|secret|credentials?|cookie|token)"
+            r"\"\s*:\s*)\"(?:[^\"\\]|\\.)*\"",
+            re.IGNORECASE,
+        ),
+        rf'\1"{WITHHELD}"',
+    ),
     (
         re.compile(
             r"(authorization[\"']?\s*[:=]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"',;]+", re.IGNORECASE
@@ -27,7 +36,13 @@ _SHAPES = (
         rf"\1{WITHHELD}",
     ),
     (re.compile(r"(\bbearer\s+)[^\s\"',;]+", re.IGNORECASE), rf"\1{WITHHELD}"),
-    (re.compile(r"(--[\w.-]*(?:api[_-]key|password|secret|token)[ =])\S+"), rf"\1{WITHHELD}"),
+    (
+        re.compile(
+            r"(--[\w.-]*(?:api[_-]key|password|secret|token)[ =])(?:\"[^\"]*\"|'[^']*'|\S+)"
+        ),
+        rf"\1{WITHHELD}",
+    ),
+    (re.compile(r"((?:\b|_)token=)[^\s\"'&,;]+", re.IGNORECASE), rf"\1{WITHHELD}"),
     (re.compile(r"\bsk-[\w-]{8,}|\bhf_\w{8,}"), WITHHELD),
     (
         re.compile(

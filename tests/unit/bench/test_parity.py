@@ -95,3 +95,10 @@ def test_arms_that_are_known_to_be_alike_need_no_warning() -> None:
     text = "--dtype half --kv-cache-dtype half --quantization none --block-size 1 --threads 1"
     facts = facts_of_flags(text + " --enforce-eager")
     assert warnings(parity({"a": facts, "b": facts}, {})) == []
+
+
+def test_keys_are_no_settings_to_compare() -> None:
+    flags = {arm: facts_of_flags(f"HF_TOKEN={arm} serve --api-key {arm}") for arm in ("one", "two")}
+    said = {arm: facts_of_json({"admin_api_key": arm, "name": arm}) for arm in flags}
+    different = [row.name for row in parity(flags, said) if not row.same]
+    assert different == ["name"]

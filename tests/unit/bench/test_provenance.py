@@ -92,6 +92,22 @@ def test_a_command_line_is_told_without_its_secrets(words: list[str]) -> None:
     assert told[-2:] == ["--rate", "5"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"token": "HIDDEN"}',
+        '{"headers": {"X-Auth-Token":"none, but HIDDEN"}}',
+        '{"password": "say \\"HIDDEN\\""}',
+        "split=SERVER_TOKEN=HIDDEN serve --port 1",
+        "split=serve --api-key 'two HIDDEN' --port 1",
+        "restart:4711@20=env TOKEN=HIDDEN serve",
+        "http://someone:with@HIDDEN@127.0.0.1:8000/v1",
+    ],
+)
+def test_a_secret_is_known_by_its_name_within_a_text(text: str) -> None:
+    assert "HIDDEN" not in clean_text(text)
+
+
 def test_a_secret_of_no_known_shape_is_withheld_by_its_value() -> None:
     assert clean_words(["--note", "hunter2-hunter2"], ["hunter2-hunter2"]) == ["--note", WITHHELD]
     assert cut("use EMPTY-KEY here", ["EMPTY-KEY"]) == f"use {WITHHELD} here"
@@ -123,6 +139,7 @@ def test_text_that_looks_like_a_credential_is_withheld(text: str) -> None:
         "max_tokens=64 and 512 output tokens",
         "http://127.0.0.1:8000/v1",
         "the token at 17 differs",
+        '{"token_ids": [1], "max_tokens": 5, "key": "one"}',
         "normal:512,sd=100",
     ],
 )
