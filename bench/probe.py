@@ -9,7 +9,7 @@ import asyncio
 
 import msgspec
 
-from baton.bench.answer_reader import message_of
+from baton.bench.answer_reader import message_of, one_line
 from baton.bench.client import Exchange, Session
 from baton.bench.records import Outcome, Planned
 from baton.bench.target import PATHS, Target, body_of, check
@@ -90,7 +90,7 @@ async def _probe(target: Target) -> Probed:
         version = await _get(session, target, session.base_path.removesuffix("/v1") + "/version")
         return Probed(
             model=model,
-            server=asked.headers.get("server", ""),
+            server=one_line(asked.headers.get("server", "")),
             version=_version(version),
             **returned,
         )
@@ -135,13 +135,15 @@ def _model(target: Target, asked: Exchange) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         text = "is no server with OpenAI's API: its list of models is not JSON of that form"
         raise ConfigError(f"{target.url} {text}") from None
-    shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+    shown = ", ".join(map(one_line, names[:MAX_NAMES])) + (", ..." if names[MAX_NAMES:] else "")
     if target.model and target.model not in names:
         text = f"does not serve the model {target.model!r}; it serves {shown or 'none'}"
         raise ConfigError(f"{target.url} {text}")
     if not target.model and len(names) != 1:
         text = f"serves {shown or 'no model'}: name one with --model"
         raise ConfigError(f"{target.url} {text}")
+    if not target.model and not names[0].isprintable():
+        raise ConfigError(f"{target.url} serves {shown!r}, which is no name to print")
     return target.model or names[0]
 
 
@@ -179,6 +181,6 @@ def _has(name: str, asked: Exchange) -> bool:
 
 def _version(asked: Exchange) -> str:
     try:
-        return msgspec.json.decode(asked.body, type=_Version).version
+        return one_line(msgspec.json.decode(asked.body, type=_Version).version)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""

@@ -16,7 +16,9 @@ from baton.protocol.errors import ConfigError
 Api = Literal["completions", "chat"]
 PATHS: dict[Api, str] = {"completions": "/completions", "chat": "/chat/completions"}
 # The client decides about these, and reads the answer accordingly.
-OWN_FIELDS = ("prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens")
+OWN_FIELDS = (
+    "model", "prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens",
+)  # fmt: skip
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ class Place(msgspec.Struct, frozen=True):
 
 def place_of(url: str) -> Place:
     """Raises `ConfigError`. The path may end in /v1 or not."""
-    shown = repr(url)
+    shown = repr(url.rpartition("@")[2])  # what stands before it may be a password
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -123,6 +123,8 @@ def test_one_of_several_models_has_to_be_named() -> None:
         (web.Response(text="key?", status=401), ConfigError, "wants an API key, and it is missing"),
         (web.Response(text="starting", status=503), BatonError, r"\(status 503\): starting"),
         ({"data": []}, ConfigError, "serves no model"),
+        ({"data": [{"id": "\x1b[2Jm"}]}, ConfigError, r"serves '\[2Jm', which is no name"),
+        ({"data": [{"id": "\x1b[2Jm"}, {"id": "n"}]}, ConfigError, r"serves \[2Jm, n: name one"),
     ],
 )
 def test_a_list_of_models_that_is_none_is_told(

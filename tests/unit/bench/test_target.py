@@ -95,6 +95,7 @@ def test_a_prompt_of_text_is_a_chat_of_one_message() -> None:
         ({}, {"messages": (Message("user", "hi"),)}, "completions API takes none"),
         ({}, {"prompt_ids": (1,), "turn": 1}, "returns token ids"),
         ({"extra_body": {"stream": False}}, {}, "must not set stream"),
+        ({"extra_body": {"model": "other"}}, {}, "must not set model"),
         ({"api_key": "a\nb"}, {}, "printable"),
         ({"url": "nowhere"}, {}, "http://host:port"),
         ({}, {"output_tokens": 0}, "no output token"),
@@ -112,3 +113,10 @@ def test_a_load_that_cannot_be_asked_for_is_refused(
 def test_the_key_is_not_for_reports() -> None:
     target = Target(url="http://a", model="tiny", api_key="secret")
     assert "secret" not in str(target.public())
+
+
+@pytest.mark.parametrize("url", ["http://me:hidden@a:port", "me:hidden@a:8000", "http://me:hid@a"])
+def test_a_password_in_an_address_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        place_of(url)
+    assert "hid" not in refused.value.message
