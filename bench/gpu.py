@@ -100,7 +100,6 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
     """All sections, one after the other; prints and writes after each."""
     settings = {"total_s": options.total_s, "sections": options.sections}
     report = GpuReport(collect(settings, [MODULE, *words]))
-    print(heading(report), flush=True)
     deadline_s = clock() + options.total_s
     waiting = [entry for entry in SECTIONS if entry[0] in options.sections]
     while waiting:

@@ -57,7 +57,11 @@ def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> 
             for case in model:
                 desk.emit(Note(f"{case.key}: {lacking or 'no time was left'}"))
             continue
-        runner = build(shape, num_blocks, desk.device)
+        try:
+            runner = build(shape, num_blocks, desk.device)
+        except torch.OutOfMemoryError as error:
+            desk.emit(Note(f"{shape.name} with {num_blocks} blocks: {str(error)[:200]}"))
+            continue
         for case in model:
             _measure(desk, runner, case, rounds)
         del runner  # its memory goes before the next is taken
