@@ -8,11 +8,17 @@ absolute and given.
 import asyncio
 import select
 import selectors
+import time
+from collections import deque
 from collections.abc import Callable
+
+from baton.runtime.clock import Clock, monotonic
 
 TICK_S = 0.01
 # epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
 COARSE_S = 0.003
+CPU_EVERY_S = 0.5
+CPU_SPAN_S = 5.0
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -62,6 +68,29 @@ class LoopLag:
     def _schedule(self, now_s: float) -> None:
         self._due_s = now_s + TICK_S
         self._timer = self._loop.call_at(self._due_s, self._tick)
+
+
+class CpuShare:
+    """How much of a core this process used while it used most, over `CPU_SPAN_S` seconds."""
+
+    def __init__(self) -> None:
+        self.busiest = 0.0  # 0 until there was a whole span
+        self._samples: deque[tuple[float, float]] = deque()  # clock, time of the processor
+
+    async def watch(self, clock: Clock = monotonic) -> None:
+        """Until it is cancelled."""
+        while True:
+            self.sample(clock(), time.process_time())
+            await asyncio.sleep(CPU_EVERY_S)
+
+    def sample(self, now_s: float, cpu_s: float) -> None:
+        self._samples.append((now_s, cpu_s))
+        # The newest one that is a whole span old, and all after it.
+        while len(self._samples) > 1 and now_s - self._samples[1][0] >= CPU_SPAN_S:
+            self._samples.popleft()
+        first_s, first_cpu_s = self._samples[0]
+        if now_s - first_s >= CPU_SPAN_S:
+            self.busiest = max(self.busiest, (cpu_s - first_cpu_s) / (now_s - first_s))
 
 
 class Waits:

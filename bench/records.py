@@ -105,6 +105,7 @@ class ClientProcess(msgspec.Struct, frozen=True):
     num_requests: int
     num_tokens: int
     max_loop_lag_s: float  # the longest its event loop was late for a 10 ms tick
+    busiest_cpu: float = 0.0  # of a core, in the busiest 5 s; 0 if it ran for less
 
 
 class LoadResult(msgspec.Struct):

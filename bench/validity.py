@@ -22,6 +22,8 @@ MAX_RATE_LOSS = 0.02
 MAX_WRONG_LENGTHS = 0.01  # of all requests
 MIN_FOR_P99 = 1000
 MERGING = 1.05  # mean tokens per chunk
+# So much of a window without an arrival is no chance.
+MANY_GAPS, EMPTY_SHARE = 10, 0.05
 
 
 class Severity(StrEnum):
@@ -59,10 +61,12 @@ def check(
     _refuse_if_all_failed(records)
     found = [
         *_missing(result, planned),
-        *_lag(result, summary, max_concurrency),
+        *_lag(result, summary, planned, max_concurrency),
         *_cpu(result.clients),
         *(_rate(result, planned) if max_concurrency is None else []),
         *_lengths(records),
+        *_prompts(records, planned),
+        *_empty_end(records, summary.window),
         *_failures(records),
         *_warm_up(result, summary),
         *_merging(summary),
@@ -107,15 +111,26 @@ def _missing(result: LoadResult, planned: Sequence[Planned]) -> list[Problem]:
     return [_invalid(text)]
 
 
-def _lag(result: LoadResult, summary: Summary, max_concurrency: int | None) -> list[Problem]:
+def _lag(
+    result: LoadResult,
+    summary: Summary,
+    planned: Sequence[Planned],
+    max_concurrency: int | None,
+) -> list[Problem]:
     gate_ms = lag_gate_ms(summary)
-    if max_concurrency is not None:
+    is_closed = all(one.at_s is None for one in planned if not one.warm_up)
+    if is_closed or max_concurrency is not None:
         worst_ms = 1e3 * max((client.max_loop_lag_s for client in result.clients), default=0.0)
         if worst_ms <= gate_ms:
             return []
+        why = (
+            "in a closed loop nothing is sent late"
+            if is_closed
+            else f"requests wait for one of {max_concurrency} slots"
+        )
         text = (
-            f"requests wait for one of {max_concurrency} slots, so lag cannot judge the client; "
-            f"its event loop was late by up to {worst_ms:.1f} ms"
+            f"{why}, so lag cannot judge the client; its event loop was late by up to "
+            f"{worst_ms:.1f} ms"
         )
         return [_warning(text)]
     if summary.lag.p99 <= gate_ms:
@@ -128,7 +143,12 @@ def _lag(result: LoadResult, summary: Summary, max_concurrency: int | None) -> l
 
 
 def _cpu(clients: Sequence[ClientProcess]) -> list[Problem]:
-    used = [client.cpu_s / client.wall_s for client in clients if client.wall_s > 0]
+    # A load that ends with a long wait is idle on average, and may have been busy all the same.
+    used = [
+        max(client.cpu_s / client.wall_s, client.busiest_cpu)
+        for client in clients
+        if client.wall_s > 0
+    ]
     over = [share for share in used if share > MAX_CLIENT_CPU]
     if not over:
         return []
@@ -175,6 +195,38 @@ def _lengths(records: Sequence[Record]) -> list[Problem]:
     )
     share = len(wrong) / len(records)
     return [_invalid(text) if share > MAX_WRONG_LENGTHS else _warning(text)]
+
+
+def _prompts(records: Sequence[Record], planned: Sequence[Planned]) -> list[Problem]:
+    """Later turns are longer than what was planned of them."""
+    asked = {one.index: len(one.prompt_ids) for one in planned if not one.turn}
+    cut = [
+        (record.prompt_tokens, asked[record.index])
+        for record in records
+        if record.prompt_tokens is not None and record.prompt_tokens < asked.get(record.index, 0)
+    ]
+    if not cut:
+        return []
+    text = (
+        f"{len(cut)} of {len(records)} prompts were shorter for the server (the first: "
+        f"{cut[0][0]} tokens of {cut[0][1]}): does it cut what is too long?"
+    )
+    return [_warning(text)]
+
+
+def _empty_end(records: Sequence[Record], window: Window) -> list[Problem]:
+    if window.end_s == max(record.end_s for record in records):
+        return []  # nobody asked for a window
+    last_s = records[-1].intended_s
+    gap_s = (last_s - records[0].intended_s) / max(1, len(records) - 1)
+    empty_s = window.end_s - last_s
+    if empty_s <= max(MANY_GAPS * gap_s, EMPTY_SHARE * window.duration_s):
+        return []
+    text = (
+        f"nothing arrived in the last {empty_s:.1f} s of the window, so its rates are too low: "
+        "it should end with the load"
+    )
+    return [_warning(text)]
 
 
 def _failures(records: Sequence[Record]) -> list[Problem]:

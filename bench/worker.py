@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.bench.client import LEAD_S, Session, Stopped, ask_from
-from baton.bench.pacing import LoopLag, new_loop
+from baton.bench.pacing import CpuShare, LoopLag, new_loop
 from baton.bench.records import Arrival, ClientProcess, Outcome, Planned, Record
 from baton.bench.turns import Unit, lost_turn, next_turn, units_of
 from baton.bench.worker_messages import (
@@ -237,6 +237,8 @@ async def _carry_out(runner: Runner, share: Share, line: Line, tally: Tally) -> 
     tally.start(0.0 if start_s is None else start_s - runner.zero_s)
     lag = LoopLag(asyncio.get_running_loop())
     lag.start()
+    share_of_core = CpuShare()
+    watcher = asyncio.create_task(share_of_core.watch())
     ended, tokens = tally.ended, tally.tokens
     cpu_s, wall_s = time.process_time(), monotonic()
     if start_s is not None:
@@ -247,6 +249,7 @@ async def _carry_out(runner: Runner, share: Share, line: Line, tally: Tally) -> 
             await asyncio.sleep(start_s - monotonic())
             await runner.closed_loop(units, share.concurrency)
     lag.stop()
+    watcher.cancel()
     return ClientProcess(
         pid=os.getpid(),
         cpu_s=time.process_time() - cpu_s,
@@ -254,6 +257,7 @@ async def _carry_out(runner: Runner, share: Share, line: Line, tally: Tally) -> 
         num_requests=tally.ended - ended,
         num_tokens=tally.tokens - tokens,
         max_loop_lag_s=lag.max_lag_s,
+        busiest_cpu=share_of_core.busiest,
     )
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Coroutine
 from typing import TypeVar
 
-from baton.bench.pacing import COARSE_S, TICK_S, LoopLag, Waits, new_loop
+from baton.bench.pacing import COARSE_S, CPU_SPAN_S, TICK_S, CpuShare, LoopLag, Waits, new_loop
 
 T = TypeVar("T")
 
@@ -67,3 +67,18 @@ def test_a_loop_that_was_blocked_was_late() -> None:
         return lag.max_lag_s
 
     assert run(main()) >= 4 * TICK_S
+
+
+def test_the_busiest_seconds_are_found_among_idle_ones() -> None:
+    share, cpu_s = CpuShare(), 0.0
+    for second in range(60):
+        share.sample(float(second), cpu_s)
+        cpu_s += 0.9 if 20 <= second < 20 + CPU_SPAN_S else 0.1
+    assert round(share.busiest, 6) == 0.9
+
+
+def test_less_than_a_span_has_no_busiest_seconds() -> None:
+    share = CpuShare()
+    share.sample(0.0, 0.0)
+    share.sample(CPU_SPAN_S - 0.1, 4.0)
+    assert share.busiest == 0.0

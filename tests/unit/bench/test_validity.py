@@ -72,6 +72,44 @@ def test_a_busy_client_makes_a_run_invalid() -> None:
     assert problems_of(load(steady(1000), at_limit)) == []
 
 
+def test_a_client_that_was_busy_for_a_while_is_not_saved_by_a_long_wait() -> None:
+    busy = msgspec.structs.replace(IDLE, cpu_s=20.0, busiest_cpu=0.9)
+    text = only(problems_of(load(steady(1000), busy)), Severity.INVALID)
+    assert "1 of 1 client processes used up to 90% of a core" in text
+
+
+def test_a_late_event_loop_of_a_closed_loop_is_mentioned() -> None:
+    records = steady(1000)
+    plan = [msgspec.structs.replace(one, at_s=None) for one in plan_of(records)]
+    assert problems_of(load(records, IDLE), plan) == []
+    late = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)
+    text = only(problems_of(load(records, late), plan), Severity.WARNING)
+    assert "in a closed loop nothing is sent late" in text
+    assert "late by up to 200.0 ms" in text
+    assert problems_of(load(records, late)) == []  # there the lag itself says it
+
+
+def test_a_window_in_which_nothing_arrived_any_more_is_mentioned() -> None:
+    records = steady(1100)  # until 110 s
+    assert problems_of(load(records, IDLE), window=Window(0.0, 110.5)) == []
+    text = only(problems_of(load(records, IDLE), window=Window(0.0, 270.0)), Severity.WARNING)
+    assert text == (
+        "nothing arrived in the last 160.1 s of the window, so its rates are too low: it should "
+        "end with the load"
+    )
+
+
+def test_prompts_that_the_server_cut_are_mentioned() -> None:
+    records = steady(1000)
+    plan = [msgspec.structs.replace(one, prompt_ids=tuple(range(8))) for one in plan_of(records)]
+    for record in records:
+        record.prompt_tokens = 9  # with the token that opens a text
+    assert problems_of(load(records, IDLE), plan) == []
+    records[3].prompt_tokens = 4
+    text = only(problems_of(load(records, IDLE), plan), Severity.WARNING)
+    assert "1 of 1000 prompts were shorter for the server (the first: 4 tokens of 8)" in text
+
+
 def test_a_rate_that_the_client_did_not_reach_makes_a_run_invalid() -> None:
     records = steady(1000)
     plan = plan_of(records)
