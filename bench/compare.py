@@ -19,10 +19,12 @@ from baton.bench.metrics import Distribution, Summary
 from baton.bench.paired import MIN_ROUNDS, paired
 from baton.bench.parity import Facts, facts_of_flags, parity, warnings
 from baton.bench.publish import begin
+from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run
 from baton.bench.said import facts_said
 from baton.bench.settings import CompareSettings, TargetSettings, WorkloadSettings
-from baton.bench.sweep import repeated_prompts, reseeded
+from baton.bench.sweep import add_run, mark_unfinished, repeated_prompts, reseeded
+from baton.bench.target import Place, place_of
 from baton.bench.vocabulary import range_of
 from baton.protocol.errors import ConfigError
 
@@ -53,7 +55,7 @@ def compare(settings: CompareSettings, words: list[str]) -> int:
     with Bench() as bench:
         servers = connect(bench, wanted)
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
-        report.notes += repeated_prompts(settings.workload)
+        report.notes += [*repeated_prompts(settings.workload), *same_servers(arms)]
         said = {name: facts_said(server.target) for name, server in servers.items()}
         report.parity = parity(flags, said)
         report.notes += warnings(report.parity)
@@ -76,8 +78,10 @@ def compare(settings: CompareSettings, words: list[str]) -> int:
                     round=number + 1,
                     rate=plan.offered_rate,
                 )
-                report.runs.append(bench.measure(case))
+                add_run(bench, report, case)
     finish(report, [arm.name for arm in arms], loop_of(settings.arrival))
+    # Last: a run that is whole stays in the comparison of the rounds that are.
+    mark_unfinished(report, len(arms) * settings.compare.rounds)
     return publisher.finish()
 
 
@@ -154,8 +158,14 @@ def _percentile(field: str, percentile: str) -> Figure:
     return figure
 
 
+def _answered(summary: Summary) -> float | None:
+    """Latencies are of these, so one arm's must not be better by answering fewer."""
+    return summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
+
+
 # What is compared: name, unit, the better direction, and where it stands in a summary.
 FIGURES: tuple[tuple[str, str, str, Figure], ...] = (
+    ("answered", "share", "higher", _answered),
     ("tokens/s", "tokens/s", "higher", lambda summary: summary.tokens_per_s),
     ("TTFT p50", "ms", "lower", _percentile("ttft", "p50")),
     ("TTFT p99", "ms", "lower", _percentile("ttft", "p99")),
@@ -187,6 +197,7 @@ def finish(report: Report, arms: list[str], loop: str) -> None:
             for arm, found in values.items()
         }
         if not rounds or any(len(found) != len(rounds) for found in plain.values()):
+            report.notes += _left_out(name, values)
             continue
         report.comparison.append(
             Compared(
@@ -197,6 +208,31 @@ def finish(report: Report, arms: list[str], loop: str) -> None:
                 ratios={arm: paired(plain[arm], plain[arms[0]]) for arm in arms[1:]},
             )
         )
+
+
+def _left_out(name: str, values: Mapping[str, list[float | None]]) -> list[str]:
+    """That a figure is missing in a round of some arm must not look as if nobody had asked."""
+    lacking = {
+        arm: sum(not value for value in found) for arm, found in values.items() if any(found)
+    }
+    if not lacking:
+        return []
+    lacking |= {arm: len(found) for arm, found in values.items() if not any(found)}
+    shown = ", ".join(f"{arm} in {count}" for arm, count in lacking.items() if count)
+    return [f"WARNING: {name} is not compared: rounds without it, or with 0: {shown}"]
+
+
+def same_servers(arms: list[Arm]) -> list[str]:
+    """Arms of one server ask it the same twice, and a prefix cache answers the second."""
+    names: dict[Place, list[str]] = {}
+    for arm in arms:
+        names.setdefault(place_of(arm.url), []).append(arm.name)
+    return [
+        f"WARNING: {' and '.join(found)} are one server: it is asked the same by each of them, and "
+        "a prefix cache may know it the second time"
+        for found in names.values()
+        if len(found) > 1
+    ]
 
 
 def whole_rounds(runs: list[Run], arms: list[str]) -> dict[int, dict[str, Run]]:

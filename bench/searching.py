@@ -11,7 +11,7 @@ from baton.bench.report.document import Run
 from baton.bench.saturation import find_growth
 from baton.bench.search import RateSearch
 from baton.bench.settings import SearchSettings
-from baton.bench.sweep import at_rate, repeated_prompts
+from baton.bench.sweep import add_run, at_rate, repeated_prompts
 from baton.bench.validity import MAX_WRONG_LENGTHS
 from baton.protocol.errors import BatonError
 
@@ -35,10 +35,10 @@ def search(settings: SearchSettings) -> int:
             purpose = rates.purpose
             case = at_rate(settings, server, bounds, rate, len(report.runs))
             case.label = f"{rate:g}/s, {purpose}"
-            run = bench.measure(case)
+            if (run := add_run(bench, report, case)) is None:
+                break
             if run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0) == run.summary.num_requests:
                 raise BatonError(f"no answer has the length asked for: {outcome(run)}")
-            report.runs.append(run)
             if bench.interrupted:
                 break
             observe(rates, rate, run)

@@ -10,7 +10,10 @@ from baton.bench import resolved
 from baton.bench.experiments import Bench, Case, Connected, asked, shares_prompts
 from baton.bench.metrics import Bounds
 from baton.bench.publish import begin
+from baton.bench.report.document import Report, Run
 from baton.bench.settings import SearchSettings, SweepSettings, WorkloadSettings
+from baton.bench.validity import Problem, Severity
+from baton.protocol.errors import BatonError
 
 SAME_PROMPTS = "a file has the same prompts in every run: a prefix cache may know them"
 
@@ -29,10 +32,30 @@ def sweep(settings: SweepSettings) -> int:
         report.title = report.title or f"{server.target.model} at {server.target.url}, by rate"
         report.notes += [server.described, *repeated_prompts(settings.workload)]
         for place, rate in enumerate(rates):
-            report.runs.append(bench.measure(at_rate(settings, server, bounds, rate, place)))
+            add_run(bench, report, at_rate(settings, server, bounds, rate, place))
             if bench.interrupted:
                 break
+    mark_unfinished(report, len(rates))
     return publisher.finish()
+
+
+def add_run(bench: Bench, report: Report, case: Case) -> Run | None:
+    """None if Ctrl-C came before the first request: then the report has the runs before it."""
+    try:
+        run = bench.measure(case)
+    except BatonError:
+        if bench.interrupted and report.runs:
+            return None
+        raise
+    report.runs.append(run)
+    return run
+
+
+def mark_unfinished(report: Report, num_wanted: int) -> None:
+    """Ctrl-C between two loads spoils none of them, but what they were for is not whole."""
+    if report.runs and len(report.runs) < num_wanted and not report.invalid:
+        text = f"interrupted: {len(report.runs)} of {num_wanted} loads were run"
+        report.runs[-1].problems.insert(0, Problem(Severity.INVALID, text))
 
 
 def at_rate(
