@@ -165,7 +165,6 @@ def _answered(summary: Summary) -> float | None:
 
 # What is compared: name, unit, the better direction, and where it stands in a summary.
 FIGURES: tuple[tuple[str, str, str, Figure], ...] = (
-    ("answered", "share", "higher", _answered),
     ("tokens/s", "tokens/s", "higher", lambda summary: summary.tokens_per_s),
     ("TTFT p50", "ms", "lower", _percentile("ttft", "p50")),
     ("TTFT p99", "ms", "lower", _percentile("ttft", "p99")),
@@ -176,6 +175,7 @@ FIGURES: tuple[tuple[str, str, str, Figure], ...] = (
     ("E2E p50", "ms", "lower", _percentile("e2e", "p50")),
     ("E2E p99", "ms", "lower", _percentile("e2e", "p99")),
     ("goodput", "requests/s", "higher", lambda summary: summary.goodput),
+    ("answered", "share", "higher", _answered),
 )
 
 

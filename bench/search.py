@@ -139,6 +139,12 @@ class RateSearch:
         )  # fmt: skip
         failing = high if high in self._failed else None
         line = _line(self._ending, low, high, self.options)
+        if self._ending is Ending.NO_VALID_RUN and self._failed:
+            goal, lowest = self.options.attainment, min(self._failed)
+            line = (
+                f"no run at {high:g}/s was valid, and {lowest:g}/s does not hold an attainment of "
+                f"{goal:.0%}"
+            )
         return Found(low, confirmed, self._ending, failing, line, list(self.probes))
 
     def _judge(self, rate: float, known: _Rate, is_attained: bool) -> None:
@@ -160,7 +166,8 @@ class RateSearch:
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
             if high <= self.options.min_rate:
-                self._ending = Ending.NEVER_ATTAINED if self._failed else Ending.NO_VALID_RUN
+                is_measured = high in self._failed
+                self._ending = Ending.NEVER_ATTAINED if is_measured else Ending.NO_VALID_RUN
                 return None
             return max(_rounded(high / 2), self.options.min_rate), Purpose.DOWN
         if high is None and (limit is None or low < limit):

@@ -233,3 +233,14 @@ def test_whatever_a_server_does_only_confirmed_rates_are_reported_as_confirmed(
 def test_options_that_cannot_work_are_refused(options: SearchOptions) -> None:
     with pytest.raises(ConfigError):
         RateSearch(options)
+
+
+def test_a_rate_that_was_never_run_validly_is_not_said_to_be_out_of_reach() -> None:
+    search = RateSearch(SearchOptions(start_rate=2.0, min_rate=1.0))
+    search.observe(2.0, 0.0, True)
+    for _ in range(2):
+        search.observe(1.0, 0.0, False)
+    found = search.result()
+    assert search.next_rate() is None
+    assert found.ending is Ending.NO_VALID_RUN
+    assert found.line == "no run at 1/s was valid, and 2/s does not hold an attainment of 90%"
