@@ -174,7 +174,12 @@ class TraceSource:
         return self._replay.rows[place % len(self._replay.rows)]
 
     def notes(self, num_arrivals: int) -> list[str]:
-        return replay(self._recorded, self._options, limit=num_arrivals).notes
+        notes = replay(self._recorded, self._options, limit=num_arrivals).notes
+        again = range(len(self._replay.rows), num_arrivals)
+        if repeated := sum(bool(self._row(place).hash_ids) for place in again):
+            shown = f"{repeated} of {num_arrivals} prompts come again, as a prefix cache knows them"
+            notes.append(f"the trace starts over: {shown}")
+        return notes
 
 
 class FileSource:

@@ -166,6 +166,16 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert make_plan(workload, None).requests[2].at_s is None
 
 
+def test_a_trace_that_starts_over_says_which_prompts_come_again(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 512, "output_length": 2, "hash_ids": [%d]}\n'
+    path = written(tmp_path, row % 1 + row % 2)
+    workload = Workload(kind="trace", path=path, repeat=True)
+    assert "come again" not in said(make_plan(workload, Poisson(5), count=2))
+    plan = make_plan(workload, Poisson(5), count=5)
+    assert plan.requests[0].prompt_ids == plan.requests[2].prompt_ids
+    assert "the trace starts over: 3 of 5 prompts come again, as a prefix cache knows" in said(plan)
+
+
 def test_a_trace_scales_and_says_so(tmp_path: Path) -> None:
     options = TraceOptions(length_scale=1 / 64, max_input=9)
     workload = Workload(kind="trace", path=written(tmp_path, TRACE), trace=options)
