@@ -28,11 +28,12 @@ from baton.bench.settings import (
     WorkloadSettings,
 )
 from baton.bench.target import Target
+from baton.bench.turns import units_of
 from baton.bench.validity import Problem, Severity, check
 from baton.bench.verify import Mismatch, MismatchKind, compare_outputs, reference
 from baton.bench.vocabulary import AUTO, accepted
 from baton.bench.workloads import Plan
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.interrupts import Interrupts
 
 OnStart = Callable[[float], None]
@@ -175,7 +176,12 @@ class Bench:
         """Asks each prompt alone, and marks the records whose output was another under load."""
         self.progress.say("asking each prompt alone, to compare the outputs")
         with self._stopped_by_interrupt() as stop:
-            references = reference(case.target, case.plan.requests, stop)
+            try:
+                references = reference(case.target, case.plan.requests, stop)
+            except ConfigError:
+                raise
+            except BatonError as error:  # what was measured is kept, but not as verified
+                return [Problem(Severity.INVALID, f"not verified: {error.message}")], []
         known = [record for record in result.records if record.index in references]
         mismatches = compare_outputs(references, known)
         marks = {mismatch.index: str(mismatch) for mismatch in mismatches}
@@ -187,7 +193,11 @@ class Bench:
         note = f"{count} outputs were compared with those of the requests alone, {what}"
         if not mismatches:
             note += ": all equal"
-        return verification(count, mismatches), [note]
+        found = verification(count, mismatches)
+        if stop.is_set():
+            text = f"interrupted: only {len(references)} of the requests were asked alone"
+            found.append(Problem(Severity.INVALID, text))
+        return found, [note]
 
     @contextmanager
     def _stopped_by_interrupt(self) -> Iterator[threading.Event]:
@@ -261,6 +271,8 @@ def verification(num_compared: int, mismatches: list[Mismatch]) -> list[Problem]
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """The figures of a load, and whether they may be used."""
+    if why_stopped and all(record.warm_up for record in result.records):
+        raise BatonError(f"nothing was measured: {why_stopped}")
     summary = summarise(result, window=case.window, bounds=case.bounds)
     problems = [Problem(Severity.INVALID, why_stopped)] if why_stopped else []
     planned = case.plan.requests
@@ -274,6 +286,10 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         if error.code != ALL_FAILED:
             raise
         problems.append(Problem(Severity.INVALID, error.message))
+    num_units = len(units_of([one for one in case.plan.requests if not one.warm_up]))
+    if num_units < case.concurrency:
+        text = f"{num_units} requests cannot keep {case.concurrency} clients busy"
+        problems.append(Problem(Severity.WARNING, text))
     if not case.may_be_cached and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         problems.append(Problem(Severity.WARNING, CACHED))
     return Run(

@@ -10,7 +10,7 @@ from baton.bench.publish import begin
 from baton.bench.report.document import Run, Table
 from baton.bench.report.wording import number
 from baton.bench.settings import RunSettings
-from baton.bench.sweep import repeated_prompts, reseeded
+from baton.bench.sweep import add_run, mark_unfinished, repeated_prompts, reseeded
 
 
 def run(settings: RunSettings) -> int:
@@ -43,9 +43,10 @@ def run(settings: RunSettings) -> int:
                 round=place + 1 if num_runs > 1 else 0,
                 rate=plan.offered_rate,
             )
-            report.runs.append(bench.measure(case))
+            add_run(bench, report, case)
             if bench.interrupted:
                 break
+    mark_unfinished(report, num_runs)
     if len(report.runs) > 1:
         report.notes += repeated_prompts(settings.workload)
         report.tables.append(spread(report.runs))

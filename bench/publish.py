@@ -76,7 +76,7 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
     if out is not None:
         for path in write_all(report, out):
             print(f"wrote {path}", file=sys.stderr)
-    return 0
+    return 0 if is_usable(report) else 1
 
 
 def _command_line() -> Sequence[str]:

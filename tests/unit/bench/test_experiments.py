@@ -1,5 +1,7 @@
 """What experiments make of runs: paired rounds, verdicts, and what is said on the terminal."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -16,12 +18,17 @@ from baton.bench.experiments import (
 )
 from baton.bench.metrics import PRESETS
 from baton.bench.one_load import spread
-from baton.bench.publish import is_usable
+from baton.bench.publish import is_usable, write_again
 from baton.bench.records import LoadResult, Outcome, Planned
-from baton.bench.report.document import Report, Run
+from baton.bench.report.document import Report, Run, write_json
 from baton.bench.search import Ending, Found, RateSearch
 from baton.bench.searching import is_servers_fault, observe
-from baton.bench.settings import ArrivalSettings, LoadSettings, WorkloadSettings
+from baton.bench.settings import (
+    ArrivalSettings,
+    LoadSettings,
+    ReportAgainSettings,
+    WorkloadSettings,
+)
 from baton.bench.target import Target
 from baton.bench.validity import Severity
 from baton.bench.verify import Mismatch, MismatchKind
@@ -95,6 +102,27 @@ def test_a_load_without_any_record_is_a_failure() -> None:
     with pytest.raises(BatonError, match="no request arrived") as caught:
         judge(case(1), result(), "")
     assert caught.value.code != ALL_FAILED
+
+
+def test_a_load_that_was_stopped_before_it_began_says_why() -> None:
+    warm = result(Outcome.REFUSED)
+    warm.records[0].warm_up = True
+    with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
+        judge(case(1), warm, "the first 1 failed")
+
+
+def test_clients_that_have_nothing_to_ask_are_no_concurrency() -> None:
+    run = judge(case(2, concurrency=3), result(Outcome.ANSWERED, Outcome.ANSWERED), "")
+    assert any("2 requests cannot keep 3 clients busy" in one.text for one in run.problems)
+    run = judge(case(2, concurrency=2), result(Outcome.ANSWERED, Outcome.ANSWERED), "")
+    assert not any("clients busy" in one.text for one in run.problems)
+
+
+def test_pages_of_an_invalid_report_are_no_success(tmp_path: Path) -> None:
+    for name, is_invalid in (("good", False), ("bad", True)):
+        write_json(report_of([arm_run("", 0, is_invalid=is_invalid)]), tmp_path / name)
+    assert write_again(ReportAgainSettings(), [str(tmp_path / "good")]) == 0
+    assert write_again(ReportAgainSettings(), [str(tmp_path / "bad")]) == 1
 
 
 def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
