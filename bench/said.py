@@ -35,7 +35,9 @@ def _get(target: Target, page: str) -> str:
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     request = urllib.request.Request(f"{scheme}://{place.authority}{root}{page}", headers=headers)
     opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_context(target))
+        urllib.request.ProxyHandler({}),
+        urllib.request.HTTPSHandler(context=_context(target)),
+        _Stay(),
     )
     try:
         with opener.open(request, timeout=TIMEOUT_S) as reply:
@@ -43,6 +45,13 @@ def _get(target: Target, page: str) -> str:
     except (OSError, ValueError):
         return ""
     return content.decode(errors="replace")
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows nobody: the key is for this server, and so are the answers."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 def _context(target: Target) -> ssl.SSLContext:

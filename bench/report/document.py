@@ -57,6 +57,8 @@ class Run(msgspec.Struct, kw_only=True):
     @property
     def counted(self) -> list[Record]:
         """Of the measured records those that the summary is about."""
+        if len(self.measured) == self.summary.num_requests:
+            return self.measured  # also one that ended as it arrived, where the window ends
         return counted(self.records, self.summary.window)
 
     @property

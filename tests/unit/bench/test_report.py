@@ -12,14 +12,15 @@ import msgspec
 import pytest
 
 from baton.bench.faults import FaultSpec, Injected, impact
-from baton.bench.metrics import DEFINITIONS, PRESETS
+from baton.bench.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.paired import Ratio
-from baton.bench.records import Outcome
+from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import (
     SCHEMA,
     Compared,
     Parity,
     Report,
+    Run,
     Table,
     flat_settings,
     read_json,
@@ -33,7 +34,15 @@ from baton.bench.report.wording import duration, number, share
 from baton.bench.report.writing import write_all
 from baton.bench.search import Ending, Found, Probe, Purpose
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, failed, invalid, report_of, scene_run, warning
+from tests.support.bench_records import (
+    Scene,
+    answered,
+    failed,
+    invalid,
+    report_of,
+    scene_run,
+    warning,
+)
 from tests.support.sources import sources, tree
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
@@ -356,3 +365,11 @@ def unescaped(page: str) -> str:
     for entity, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#x27;", "'")):
         page = page.replace(entity, character)
     return page.replace("&amp;", "&")
+
+
+def test_a_last_request_that_ended_as_it_arrived_is_counted() -> None:
+    records = [answered(0, 0.0, [0.1, 0.2]), failed(1, 5.0, Outcome.REFUSED)]
+    records[1].end_s = 5.0
+    run = Run(label="a", summary=summarise(LoadResult(records, [], 5.0, "")), records=records)
+    assert run.summary.num_requests == 2
+    assert run.counted == records
