@@ -2,11 +2,13 @@
 
 Starts one server and puts the same load on it with `vllm bench serve` and with `baton bench run`,
 in turn, round by round: the same file of prompts, as many clients, the same output length. Prints
-both figures, their ratio, and where the two define a figure differently. The server keeps no
-prefixes, or the second client would find the prompts of the first one cached.
+both figures, their ratio, and where the two define a figure differently. A real server keeps no
+prefixes, or the second client would find the prompts of the first one cached. The arm `scripted` is
+the self-test's server, whose times do not depend on how busy the machine is.
 """
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -14,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +27,9 @@ from baton.bench.peers.arms import MODEL_NAME, PORTS_PER_ARM, Place, commands, p
 from baton.bench.peers.compare import START_TIMEOUT_S, check_installed, home
 from baton.bench.peers.servers import free_ports, running
 from baton.bench.report.document import read_json
+from baton.bench.scripted_server import ScriptedServer
+from baton.bench.scripts import MODEL as SCRIPTED
+from baton.bench.scripts import Script, paced
 from baton.protocol.errors import BatonError, ConfigError, NodeError
 
 MODULE = "baton.bench.peers.agreement"
@@ -41,13 +46,21 @@ class Load(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
+class Served(msgspec.Struct, frozen=True):
+    """The server of a measurement, and the folder with its tokenizer."""
+
+    url: str
+    name: str
+    model: Path
+
+
 class Metric(msgspec.Struct, frozen=True):
-    """A figure by vLLM's name and by ours. `definition`: how they differ; empty, not at all."""
+    """A figure by vLLM's name and by ours. `definition`: how they differ."""
 
     name: str
     theirs: str
     ours: Callable[[Summary], float | None]
-    definition: str = ""
+    definition: str
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -94,7 +107,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_latencies("TTFT", "ttft", "ttft_from_sent", "theirs is the first event with a choice, even "
                 "without text; ours the first bytes with a token"),
-    *_latencies("TPOT", "tpot", "tpot", ""),
+    *_latencies("TPOT", "tpot", "tpot", "of n tokens theirs divides by n - 1, ours by those that "
+                "came after the first chunk: the same where that had one"),
     *_latencies("ITL as it came", "itl", "chunk_gap", "theirs has one gap per event; this is our "
                 "chunk_gap"),
     *_latencies("ITL", "itl", "itl", "ours counts a chunk of k tokens as k gaps"),
@@ -107,7 +121,9 @@ PERCENTILES = "Percentiles: theirs interpolate between samples, ours are samples
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
-    parser.add_argument("--arm", default="vllm", help="the server: vllm, vllm-pair, baton, ...")
+    parser.add_argument(
+        "--arm", default="vllm", help="the server: scripted, vllm, vllm-pair, baton, ..."
+    )
     parser.add_argument("--requests", type=int, default=64, help="of a run")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -133,36 +149,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> list[Line]:
     """Both tools on one server; raises `BatonError` when either fails."""
-    arm = msgspec.structs.replace(parse_arm(arm_text), keeps_prefixes=False)
     check_installed(parse_arm("vllm"))  # its bench is what is compared with
     if not (model / "tokenizer.json").is_file():
         raise ConfigError(f"{model} has no tokenizer.json")
     out.mkdir(parents=True, exist_ok=True)
     found: list[tuple[Theirs, Summary]] = []
-    with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
-        place = Place(model, tuple(free_ports(PORTS_PER_ARM)), Path(folder), home())
-        with running(commands(arm, place), out / "logs", START_TIMEOUT_S):
-            for number in range(rounds + 1):  # the first one warms everything up
-                prompts = out / f"prompts-{number}.jsonl"
-                write_prompts(model, prompts, load, seed=number)
-                tools = (theirs_run, ours_run) if number % 2 else (ours_run, theirs_run)
-                results = {tool: tool(place, prompts, load, out) for tool in tools}
-                if number:
-                    found.append((results[theirs_run], results[ours_run]))  # type: ignore[arg-type]
-                    print(f"round {number} of {rounds} is done", file=sys.stderr, flush=True)
+    with serving(model, arm_text, load, out) as served:
+        for number in range(rounds + 1):  # the first one warms everything up
+            prompts = out / f"prompts-{number}.jsonl"
+            write_prompts(model, prompts, load, seed=number)
+            if number % 2:
+                theirs, ours = theirs_run(served, prompts, load), ours_run(served, prompts, load)
+            else:
+                ours, theirs = ours_run(served, prompts, load), theirs_run(served, prompts, load)
+            if number:
+                found.append((theirs, ours))
+                print(f"round {number} of {rounds} is done", file=sys.stderr, flush=True)
     return compare(found)
 
 
+@contextlib.contextmanager
+def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Served]:
+    if arm_text == SCRIPTED:
+        with ScriptedServer() as server:
+            server.play(scripts(load))
+            yield Served(server.url, SCRIPTED, model)
+        return
+    arm = msgspec.structs.replace(parse_arm(arm_text), keeps_prefixes=False)
+    with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
+        place = Place(model, tuple(free_ports(PORTS_PER_ARM)), Path(folder), home())
+        with running(commands(arm, place), out / "logs", START_TIMEOUT_S):
+            yield Served(place.url, MODEL_NAME, model)
+
+
+def scripts(load: Load) -> dict[int, list[Script]]:
+    """An answer per prompt of a file; every fourth sends its tokens in pairs."""
+    dice = random.Random("scripts")
+    made: dict[int, list[Script]] = {}
+    for number in range(load.requests):
+        size = 2 if number % 4 == 3 else 1
+        count = -(-load.output_tokens // size)
+        sizes = [size] * (count - 1) + [load.output_tokens - size * (count - 1)]
+        gaps = [size * dice.uniform(10, 30) for _ in range(count - 1)]
+        made[number] = [Script(chunks=paced(dice.uniform(80, 300), gaps, sizes))]
+    return made
+
+
 def write_prompts(model: Path, path: Path, load: Load, seed: int) -> None:
-    """Random words of `prompt_tokens` tokens, or a few less where a word has several."""
+    """Random words of `prompt_tokens` tokens, or a few less where a word has several.
+
+    Each says its number first, by which the scripted server knows it.
+    """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     dice = random.Random(f"prompts {seed}")
     lines = []
-    for _ in range(load.requests):
-        text = ""
+    for number in range(load.requests):
+        text = f"script {number}"
         while True:
-            word = "".join(dice.choices(LETTERS, k=dice.randint(2, 8)))
-            longer = f"{text} {word}" if text else word
+            longer = f"{text} {''.join(dice.choices(LETTERS, k=dice.randint(2, 8)))}"
             if len(tokenizer.encode(longer).ids) > load.prompt_tokens:
                 break
             text = longer
@@ -171,14 +215,15 @@ def write_prompts(model: Path, path: Path, load: Load, seed: int) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def theirs_run(place: Place, prompts: Path, load: Load, out: Path) -> Theirs:
+def theirs_run(served: Served, prompts: Path, load: Load) -> Theirs:
     """`vllm bench serve`; the figures of its result file."""
+    out = prompts.parent
     result = out / f"vllm-{prompts.stem}.json"
     result.unlink(missing_ok=True)
     words = (
-        str(place.home / "venvs/vllm/bin/vllm"), "bench", "serve", "--backend", "openai",
-        "--base-url", place.url, "--endpoint", "/v1/completions",
-        "--model", str(place.model), "--served-model-name", MODEL_NAME,
+        str(home() / "venvs/vllm/bin/vllm"), "bench", "serve", "--backend", "openai",
+        "--base-url", served.url, "--endpoint", "/v1/completions",
+        "--model", str(served.model), "--served-model-name", served.name,
         "--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template",
         "--disable-shuffle", "--custom-output-len", str(load.output_tokens), "--ignore-eos",
         "--num-prompts", str(load.requests), "--max-concurrency", str(load.concurrency),
@@ -199,11 +244,12 @@ def theirs_run(place: Place, prompts: Path, load: Load, out: Path) -> Theirs:
     return numbers
 
 
-def ours_run(place: Place, prompts: Path, load: Load, out: Path) -> Summary:
+def ours_run(served: Served, prompts: Path, load: Load) -> Summary:
     """`baton bench run`; the summary of its report."""
+    out = prompts.parent
     folder = out / f"baton-{prompts.stem}"
     words = (
-        sys.executable, "-m", "baton", "bench", "run", "--url", place.url, "--model", MODEL_NAME,
+        sys.executable, "-m", "baton", "bench", "run", "--url", served.url, "--model", served.name,
         "--workload", "file", "--path", str(prompts), "--requests", str(load.requests),
         "--output", str(load.output_tokens), "--concurrency", str(load.concurrency),
         "--out", str(folder),
