@@ -74,12 +74,15 @@ class Server:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"{lines[-1][:300] if lines else 'it wrote nothing'} (all of it in {self.log})"
 
-    def stop(self) -> None:
-        """Ask the leader, give the group some time, then end what is left of it."""
+    def ask_to_stop(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
+
+    def stop(self) -> None:
+        """Ask the leader, give the group some time, then end what is left of it."""
+        self.ask_to_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -87,17 +90,18 @@ class Server:
 
 @contextlib.contextmanager
 def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> Iterator[None]:
-    """All of them, in order and each ready before this goes on; ended however this ends."""
+    """All of them, each within `timeout_s` of the one before; ended however this ends."""
     logs.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
     try:
         servers += [Server(command, logs) for command in commands]
-        deadline_s = time.monotonic() + timeout_s
         for server in servers:
-            server.wait_until_ready(deadline_s)
+            server.wait_until_ready(time.monotonic() + timeout_s)
         yield
     finally:
-        for server in reversed(servers):
+        for server in servers:
+            server.ask_to_stop()
+        for server in servers:
             server.stop()
 
 
