@@ -6,10 +6,8 @@ not be used, and 2 for misuse.
 """
 
 import argparse
-import difflib
-import shlex
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +21,7 @@ from baton.bench.settings import (
 )
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of
+from baton.runtime.flag_parser import FlagParser, did_you_mean
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -50,7 +49,7 @@ EXAMPLES = {
     "report": "baton bench report report/report.json --out again",
 }
 ARMS: Words = ("NAME=URL", "*", "an arm: its name, its server, and its model as URL#MODEL")
-FILE: Words = ("FILE", "*", "a report.json")
+FILE: Words = ("FILE", "*", "the report.json")
 
 
 def main(words: Sequence[str]) -> int:
@@ -60,7 +59,8 @@ def main(words: Sequence[str]) -> int:
         print(overview())
         return 0 if name else 2
     if name not in _COMMANDS:
-        raise ConfigError(f"unknown command bench {name}{_nearest(name, list(_COMMANDS))}")
+        near = did_you_mean(name, _COMMANDS) or f": {', '.join(_COMMANDS)}"
+        raise ConfigError(f"unknown command bench {name}{near}")
     return _COMMANDS[name](rest)
 
 
@@ -97,12 +97,11 @@ def parser(
     name: str, settings: type[msgspec.Struct], words: Words | None = None
 ) -> argparse.ArgumentParser:
     """The parser of `baton bench name`, with a flag per setting; flags carry no section."""
-    built = _Parser(
+    built = FlagParser(
         prog=f"baton bench {name}",
         usage=" ".join(["baton bench", name, *([f"{words[0]} ..."] if words else []), "[flags]"]),
         description=DESCRIPTIONS[name],
         epilog=f"example: {EXAMPLES[name]}",
-        allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
     if words:
@@ -144,27 +143,6 @@ def _value(field: Field, given: str | list[str]) -> object:
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=100)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes become a `ConfigError`, unknown flags with the nearest known one."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown == message:
-            raise ConfigError(f"{message}; see {self.prog} --help")
-        word = shlex.split(unknown)[0].partition("=")[0]
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        if not word.startswith("-"):
-            raise ConfigError(f"{self.prog} takes no word like {word!r}; see {self.prog} --help")
-        raise ConfigError(f"unknown flag {word}{_nearest(word, known)}")
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return "" if len(known) > 12 else f": {', '.join(known)}"
 
 
 def _run(rest: list[str]) -> int:

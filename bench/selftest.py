@@ -6,7 +6,6 @@ scripted. Without a deviation the exit code is 0. Meant for a machine that has n
 a client that the kernel keeps waiting is late, and this says so.
 """
 
-import argparse
 import socket
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from baton.bench.selftest_greedy import find_damage
 from baton.bench.selftest_verdict import Count, Played, Verdict, judge
 from baton.bench.target import Api, Target
 from baton.protocol.errors import ConfigError
+from baton.runtime.flag_parser import FlagParser
 
 # (API, what tokens are counted by, client processes, requests at once)
 LOADS: tuple[tuple[Api, Counting, int, int | None], ...] = (
@@ -202,7 +202,7 @@ def _counts(counts: list[Count]) -> Table:
 def main(arguments: list[str]) -> int:
     """0 without a deviation, else 1."""
     default = SelfTest()
-    parser = argparse.ArgumentParser("baton bench selftest", description=DESCRIPTION)
+    parser = FlagParser("baton bench selftest", description=DESCRIPTION)
     parser.add_argument("--requests", type=int, default=default.num_good, help=HELP["requests"])
     parser.add_argument("--rate", type=float, default=default.rate, help=HELP["rate"])
     parser.add_argument(
@@ -213,6 +213,8 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.requests < 1 or parsed.rate <= 0 or parsed.tolerance_ms < 0:
         raise ConfigError("selftest: --requests and --rate must be positive")
+    if parsed.json and not parsed.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {parsed.json}: there is no such folder")
     settings = SelfTest(parsed.requests, parsed.rate, parsed.tolerance_ms, parsed.seed)
     report = selftest(settings, lambda line: print(line, file=sys.stderr, flush=True))
     show(report, Console(width=100))

@@ -4,15 +4,15 @@ Read by `transfer.py`; written into its reports. Help and units are in the annot
 written `64 256` or `64,256`.
 """
 
-import argparse
 from collections.abc import Sequence
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of
+from baton.runtime.flag_parser import FlagParser
 
 MIB = 1 << 20
 Pattern = Literal["run", "gather", "scattered"]
@@ -55,19 +55,9 @@ def command_line(settings: TransferSettings) -> list[str]:
     return words
 
 
-class _Parser(argparse.ArgumentParser):
-    """Mistakes become a `ConfigError`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def parse(arguments: Sequence[str]) -> TransferSettings:
     """Flags from the settings; a list is written `64 256` or `64,256`."""
-    parser = _Parser(
-        prog="baton bench transfer", description="Measure the transports of KV blocks.",
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = FlagParser("baton bench transfer", description="Measure the transports of KV blocks.")
     fields = {field.key: field for field in fields_of(TransferSettings)}
     for key, field in fields.items():
         nargs = "+" if field.is_list else None
@@ -86,7 +76,7 @@ def _value(field: Field, given: str | list[str]) -> object:
         return msgspec.convert(parts, field.annotation, strict=False)
     except msgspec.ValidationError as error:
         what = field.meta.description
-        raise ConfigError(f"{_flag(field.key)} cannot be {' '.join(given)}: {what}") from error
+        raise ConfigError(f"{_flag(field.key)} cannot be {' '.join(given)!r}: {what}") from error
 
 
 def _flag(key: str) -> str:

@@ -57,7 +57,7 @@ class Field(msgspec.Struct, frozen=True):
     @property
     def metavar(self) -> str:
         if self.choices:
-            return "{" + ",".join(self.choices) + "}"
+            return "{" + ",".join(filter(None, self.choices)) + "}"
         if self.is_bool:
             return "true|false"
         if self.is_list:
@@ -102,7 +102,7 @@ class Field(msgspec.Struct, frozen=True):
             return msgspec.convert(value, self.annotation, strict=strict)
         except msgspec.ValidationError as error:
             if self.choices:
-                why = f"it is one of {', '.join(self.choices)}"
+                why = f"it is one of {', '.join(filter(None, self.choices))}"
             else:
                 why = _in_words(str(error))
             raise ConfigError(f"setting {self.name} cannot be {value!r}: {why}") from error

@@ -6,10 +6,8 @@ Every mistake is a `ConfigError` that names the setting and says what to do.
 """
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import yaml
@@ -17,6 +15,7 @@ import yaml
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of
+from baton.runtime.flag_parser import FlagParser, did_you_mean
 
 # Settings that have a short flag besides `--section-field`.
 SHORT_FLAGS = {
@@ -93,11 +92,10 @@ def checked(config: ClusterConfig) -> ClusterConfig:
 
 def parser(command: Command) -> argparse.ArgumentParser:
     """The parser of `baton command`, with a flag per setting of its sections."""
-    built = _Parser(
+    built = FlagParser(
         prog=f"baton {command.name}",
         usage=f"baton {command.name} [--config FILE] [flags] [--set A.B=C ...]",
         description=command.description,
-        allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
     built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
@@ -141,18 +139,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         return f"{', '.join(action.option_strings)} {action.metavar}"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes become a `ConfigError`, unknown flags with the nearest known one."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            flag = unknown.split()[0].partition("=")[0]
-            known = [name for name in self._option_string_actions if name.startswith("--")]
-            raise _unknown(flag, flag, known)
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def _merge_file(tree: Tree, path: Path) -> None:
@@ -199,6 +185,4 @@ def _put(tree: Tree, field: Field, value: object) -> None:
 
 
 def _unknown(shown: str, name: str, known: Sequence[str] | Mapping[str, Field]) -> ConfigError:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"unknown setting {shown}{hint}")
+    return ConfigError(f"unknown setting {shown}{did_you_mean(name, known)}")

@@ -71,7 +71,7 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--blok-size", "8"], "unknown setting --blok-size; did you mean --block-size?"),
+        (["--blok-size", "8"], "unknown flag --blok-size; did you mean --block-size?"),
         (["--set", "cache.block_sise=8"], "did you mean cache.block_size?"),
         (["--set", "block_size=8"], "did you mean cache.block_size?"),
         (["--set", "cache.block_size"], "write it as section.field=value"),
@@ -82,7 +82,7 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
         (["--log-json", "maybe"], "expected true or false"),
         (["--dtype", "fp7"], "it is one of auto, float32, bfloat16"),
         (["--port"], "--port"),
-        (["stray"], "unknown setting stray"),
+        (["stray"], "takes no word like 'stray'"),
         (["--prefill", "0", "--local-prefill", "never"], "nobody could compute a prompt"),
         (["--set", "node.routers="], "name the router's control endpoint"),
     ],
