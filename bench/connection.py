@@ -155,7 +155,7 @@ def reason_of(error: BaseException) -> str:
         why = error.verify_message or "certificate not trusted"
         return (
             f"TLS: the server's certificate is refused ({why}): name its authority with "
-            "--ca-file FILE, or do not check it (--verify-tls false)"
+            "--ca-file FILE, or do not check it (--insecure)"
         )
     if isinstance(error, ssl.SSLError):
         why = (error.reason or str(error)).replace("_", " ").lower()

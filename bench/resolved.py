@@ -41,7 +41,7 @@ def target_of(settings: TargetSettings, requests: Sequence[Planned]) -> Target:
         model=settings.model,
         api=api,
         api_key=api_key(settings),
-        verify_tls=settings.verify_tls,
+        verify_tls=not settings.insecure,
         ca_file=settings.ca_file,
         timeout_s=settings.timeout_s,
         extra_body=_extra_body(settings.extra_body),

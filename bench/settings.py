@@ -29,7 +29,9 @@ class TargetSettings(msgspec.Struct, frozen=True):
         str, Meta(description=f"bearer token; better in {API_KEY_VARIABLE}; never reported")
     ] = ""
     ca_file: Annotated[str, Meta(description="PEM of the authority that signed the server")] = ""
-    verify_tls: Annotated[bool, Meta(description="check the server's certificate")] = True
+    insecure: Annotated[
+        bool, Meta(description="trust any certificate of an https server, as curl's flag does")
+    ] = False
     timeout_s: Annotated[
         float, Meta(gt=0, description="longest answer; beyond it timed_out", extra=SECONDS)
     ] = 300.0
@@ -154,13 +156,15 @@ class BoundSettings(msgspec.Struct, frozen=True):
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
-    out: Annotated[str, Meta(description="folder for report.json, .csv, .md, .html and PNGs")] = ""
+    out: Annotated[
+        str, Meta(description="folder for report.json, .csv, .md, .html and PNGs; a new one")
+    ] = ""
     label: Annotated[str, Meta(description="the run's name in the report")] = ""
 
 
 class CheckSettings(msgspec.Struct, frozen=True):
     verify: Annotated[
-        bool, Meta(description="ask each prompt alone first, and compare greedy outputs")
+        bool, Meta(description="then ask each prompt alone, and compare the outputs")
     ] = False
 
 

@@ -285,7 +285,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_with_what_to_do(
     assert refused.outcome is Outcome.UNREACHABLE
     assert "self-signed" in refused.detail
     assert "--ca-file" in refused.detail
-    assert "--verify-tls false" in refused.detail
+    assert "--insecure" in refused.detail
     assert trusted.outcome is unchecked.outcome is Outcome.ANSWERED
     assert plain.outcome is not Outcome.ANSWERED
 

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.bench import cli
+from baton.bench.resolved import target_of
 from baton.bench.settings import (
     CompareSettings,
     FaultSettings,
@@ -42,6 +43,14 @@ def test_a_switch_needs_no_value() -> None:
     assert not run("--ignore-eos", "false").target.ignore_eos
 
 
+def test_a_certificate_is_checked_unless_the_flag_that_curl_has_is_given() -> None:
+    assert target_of(run("--url", "https://a").target, []).verify_tls
+    assert not target_of(run("--url", "https://a", "--insecure").target, []).verify_tls
+    flags = {"--" + field.key.replace("_", "-") for field in fields_of(RunSettings)}
+    assert {"--insecure", "--ca-file"} <= flags  # those that a refused certificate names
+    assert "verify" not in " ".join(flags - {"--verify"})
+
+
 def test_words_and_flags_may_be_mixed() -> None:
     words = ("a=http://a", "--rounds", "7", "b=http://b#name", "--flags", "a=--x 1,2")
     settings, arms = cli.parse("compare", CompareSettings, words, cli.ARMS)
@@ -68,6 +77,7 @@ def test_help_names_every_flag_and_an_example(name: str) -> None:
     text = cli.parser(name, ALL[name], words).format_help()
     for field in fields_of(ALL[name]):
         assert "--" + field.key.replace("_", "-") in text
+    assert "{," not in text  # no choice without a name
     assert cli.EXAMPLES[name] in " ".join(text.split())
 
 
@@ -102,6 +112,13 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         (["run", "--requests", "many"], "--requests cannot be 'many': expected a whole number"),
         (["run", "--requests", "-1"], "--requests cannot be"),
         (["run", "--workload", "poem"], "one of tokens, text, chat"),
+        (["run", "--preset", "x"], "it is one of chat, tight, long-32k"),
+        (["run", "it's"], 'takes no word like "it\'s"'),
+        (["run", " "], "takes no word like ' '"),
+        (["run", "--xyzzy"], "unknown flag --xyzzy; see baton bench run --help"),
+        (["selftest", "--seeed", "1"], "unknown flag --seeed; did you mean --seed?"),
+        (["selftest", "--json", "/not/there.json"], "--json /not/there.json: there is no such"),
+        (["transfer", "--blok"], "unknown flag --blok; did you mean --blocks?"),
         (["run", "--url"], "see baton bench run --help"),
         (["run", "http://a"], "takes no word like 'http://a'"),
         (["search", "--attainment", "90"], "--attainment cannot be '90'"),
