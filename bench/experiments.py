@@ -41,6 +41,7 @@ ALL_FAILED = "all_failed"
 WATCH_EVERY_S = 0.1
 # Of the tokens of prompts that share nothing; a chat template may be shared.
 MAX_CACHED_SHARE = 0.1
+STOPPING = "stopping: the report keeps what there is; Ctrl-C again ends at once, without one"
 CACHED = (
     "the server had parts of these prompts cached although they share nothing: it saw them before, "
     "so TTFT is too good; choose another --seed, or reset the cache"
@@ -112,7 +113,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.progress = LoadProgress()
-        self._interrupts = Interrupts(lambda: None)
+        self._interrupts = Interrupts(self.progress.abandon)
 
     def __enter__(self) -> "Bench":
         self._interrupts.__enter__()
@@ -134,7 +135,7 @@ class Bench:
 
     def connect(self, asked: Asked) -> Connected:
         """Finds out what the server can be asked; raises `ConfigError` or `BatonError`."""
-        probed = probe(asked.target)
+        probed = probe(asked.target, self._interrupts.fileno())
         target, workload = probed.fit(asked.target), asked.workload
         if workload.vocabulary == AUTO and any(one.prompt_ids for one in asked.plan.requests):
             low, high = accepted(target)
@@ -234,6 +235,8 @@ class _Watch:
         self._bench.progress.show(progress)
         enough = 0 < self._give_up_after <= progress.ended
         if self._bench.interrupted:
+            if not self.stop.is_set():
+                self._bench.progress.say(STOPPING)
             self.stop.set()
         elif enough and progress.ended == progress.failed and not self.stop.is_set():
             self._gave_up = True
@@ -241,7 +244,7 @@ class _Watch:
 
     def why_stopped(self, result: LoadResult) -> str:
         """Empty if it ran to its end."""
-        if self._gave_up:
+        if self._gave_up and len(result.records) < self._num_planned:
             first = next((record.detail for record in result.records if record.detail), "")
             return f"stopped early: the first {self._give_up_after} requests all failed: {first}"
         if self._bench.interrupted:

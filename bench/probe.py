@@ -12,12 +12,13 @@ import msgspec
 from baton.bench.answer_reader import message_of, one_line
 from baton.bench.client import Exchange, Session
 from baton.bench.records import Outcome, Planned
-from baton.bench.target import PATHS, Target, body_of, check
+from baton.bench.target import PATHS, Target, body_of, check, place_of
 from baton.protocol.errors import BatonError, ConfigError
 
 TIMEOUT_S = 60.0  # the first answer of a server may wait for a compiler
 NUM_TOKENS = 2
 MAX_NAMES = 8
+PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
 # Fields of `Target` that ask for an extension.
 EXTENSIONS = ("ignore_eos", "token_ids", "timeline", "continuous_usage")
 
@@ -63,10 +64,25 @@ class _Version(msgspec.Struct):
     version: str
 
 
-def probe(target: Target) -> Probed:
-    """Raises `ConfigError` for what the user can mend, `BatonError` for a server that fails."""
+def probe(target: Target, stop_fd: int | None = None) -> Probed:
+    """Raises `ConfigError` for what the user can mend, `BatonError` for a server that fails.
+
+    It gives up when `stop_fd` becomes readable.
+    """
     check(target, [])
-    return asyncio.run(_probe(target))
+    return asyncio.run(_probe(target) if stop_fd is None else _until(stop_fd, target))
+
+
+async def _until(stop_fd: int, target: Target) -> Probed:
+    loop = asyncio.get_running_loop()
+    asking = asyncio.ensure_future(_probe(target))
+    loop.add_reader(stop_fd, asking.cancel)
+    try:
+        return await asking
+    except asyncio.CancelledError:
+        raise BatonError(f"interrupted while {target.url} was asked what it can do") from None
+    finally:
+        loop.remove_reader(stop_fd)
 
 
 async def _probe(target: Target) -> Probed:
@@ -111,6 +127,9 @@ async def _send(session: Session, target: Target, request: bytes) -> Exchange:
     connection = session.pool.take() or await session.open(timeout_s)
     if isinstance(connection, str):
         raise ConfigError(f"cannot reach {target.url}: {connection}")
+    if not connection.is_idle:
+        text = "spoke or hung up before it was asked: is another program listening there?"
+        raise ConfigError(f"{target.url} {text}")
     exchange = Exchange(target.api)
     await session.exchange(connection, request, exchange, timeout_s)
     return exchange
@@ -121,12 +140,16 @@ def _model(target: Target, asked: Exchange) -> str:
     status = asked.status
     if status is None:
         why = asked.problem.detail if asked.problem is not None else ""
-        raise ConfigError(f"{target.url} gives no answer: {why}")
+        hint = "" if target.url.startswith("https:") else "; https:// instead of http://?"
+        raise ConfigError(f"{target.url} gives no answer: {why}{hint}")
     if status in (401, 403):
         why = "wrong" if target.api_key else "missing"
         raise ConfigError(f"{target.url} wants an API key, and it is {why} (status {status})")
     if status == 404 and target.model:
         return target.model  # a server without the list; the first request will tell
+    if status == 404:
+        text = f"has no {place_of(target.url).base_path}/models (status 404): {PATH_OR_MODEL}"
+        raise ConfigError(f"{target.url} {text}")
     if status != 200:
         why = message_of(bytes(asked.body))
         raise BatonError(f"{target.url} does not list its models (status {status}): {why}")
@@ -156,8 +179,11 @@ def _check_streams(target: Target, asked: Exchange) -> None:
     if (problem := asked.problem) is None:
         return
     kind = ConfigError if problem.outcome in _MENDABLE else BatonError
-    status = "" if asked.status in (None, 200) else f", status {asked.status}"
-    text = f"{target.url} does not stream an answer ({problem.outcome}{status}): {problem.detail}"
+    status = "" if asked.status in (None, 200) else f" (status {asked.status})"
+    text = f"{target.url} does not stream an answer{status}: {problem.detail}"
+    if asked.status == 404:
+        asked_for = place_of(target.url).base_path + PATHS[target.api]
+        text += f"; it was asked for {asked_for}: is the path of --url right?"
     raise kind(text)
 
 

@@ -4,6 +4,7 @@ The experiments own one and hand `show` to the load; everything goes to stderr, 
 results alone. It decides nothing.
 """
 
+import os
 import sys
 from types import TracebackType
 
@@ -43,6 +44,12 @@ class LoadProgress:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+    def abandon(self) -> None:
+        """The process is about to end at once; may be called from a signal's handler."""
+        # Whatever the interrupted code holds is not touched; the live line hid the cursor.
+        cursor = b"\x1b[?25h\n" if self._status is not None else b""
+        os.write(2, cursor + b"baton: ended at once; nothing was written\n")
 
     def begin(self, label: str, total: int) -> None:
         """The load `label` of `total` requests starts now."""

@@ -1,5 +1,10 @@
 """What can be known of a server before a load, and one clear line for what stands in the way."""
 
+import contextlib
+import os
+import socket
+import threading
+
 import pytest
 from aiohttp import web
 
@@ -121,6 +126,11 @@ def test_one_of_several_models_has_to_be_named() -> None:
         (web.Response(text="<html>"), ConfigError, "no server with OpenAI's API"),
         ({"models": []}, ConfigError, "no server with OpenAI's API"),
         (web.Response(text="key?", status=401), ConfigError, "wants an API key, and it is missing"),
+        (
+            web.Response(status=404),
+            ConfigError,
+            r"has no /v1/models \(status 404\): correct the path",
+        ),
         (web.Response(text="starting", status=503), BatonError, r"\(status 503\): starting"),
         ({"data": []}, ConfigError, "serves no model"),
         ({"data": [{"id": "\x1b[2Jm"}]}, ConfigError, r"serves '\[2Jm', which is no name"),
@@ -137,8 +147,8 @@ def test_a_list_of_models_that_is_none_is_told(
 @pytest.mark.parametrize(
     ("play", "kind", "words"),
     [
-        (all_at_once, ConfigError, r"not_streamed\): the answer is one JSON body"),
-        (broken, BatonError, r"server_error, status 500\): out of memory"),
+        (all_at_once, ConfigError, "does not stream an answer: the answer is one JSON body"),
+        (broken, BatonError, r"does not stream an answer \(status 500\): out of memory"),
     ],
 )
 def test_a_server_that_does_not_stream_is_told(
@@ -155,6 +165,36 @@ def test_a_server_that_is_not_there_is_told() -> None:
         probe(Target(url, ""))
     with pytest.raises(ConfigError, match=r"cannot reach http://nowhere\.invalid: "):
         probe(Target("http://nowhere.invalid", ""))
+
+
+def test_a_program_that_speaks_before_it_is_asked_is_told() -> None:
+    def greet(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection:
+                    connection.sendall(b"SSH-2.0-a server of another kind\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=greet, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            with pytest.raises(ConfigError, match=rf"{url} (spoke or hung up|gives no answer)"):
+                probe(Target(url, "", timeout_s=5.0))
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_probe_ends_when_it_is_told_to() -> None:
+    read_end, write_end = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        os.write(write_end, b"!")
+        with pytest.raises(BatonError, match=f"interrupted while {url} was asked"):
+            probe(Target(url, ""), read_end)
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_chats_are_probed_as_chats() -> None:
