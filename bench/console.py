@@ -14,18 +14,19 @@ from baton.bench.report.wording import number, quantity, share, span
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 PERCENTILES = ("p50", "p90", "p99", "max")
 MAX_CELL = 48
+GAP = "  "
 
 
-def shown(report: Report) -> str:
-    """Without the newline at the end."""
+def shown(report: Report, width: int = 0) -> str:
+    """Without the newline at the end. Tables beyond `width` are broken by columns; 0: none are."""
     lines: list[str] = []
     if len(report.runs) == 1:
-        lines += _of_run(report.runs[0])
+        lines += _of_run(report.runs[0], width)
     for section in results(report):
         if section.key in ("runs", "search", "comparison") or section.key.startswith("table-"):
             lines += ["", section.title, *section.lines]
             for table in section.tables:
-                lines += ["", *_aligned(table)]
+                lines += ["", *_aligned(table, width)]
     lines += ["", *(_noted(note) for note in report.notes), *_problems(report)]
     return "\n".join(_plain(line) for line in lines).strip("\n")
 
@@ -40,7 +41,7 @@ def verdict(report: Report) -> str:
     return "INVALID: these figures are not the server's and must not be used"
 
 
-def _of_run(run: Run) -> list[str]:
+def _of_run(run: Run, width: int) -> list[str]:
     summary = run.summary
     rows = []
     for name in LATENCIES:
@@ -48,7 +49,7 @@ def _of_run(run: Run) -> list[str]:
         if found is not None:
             values = [number(getattr(found, percentile)) for percentile in PERCENTILES]
             rows.append([name, *values, f"{found.count:,}"])
-    lines = _aligned(Table("", [f"{run.label} (ms)", *PERCENTILES, "samples"], rows))
+    lines = _aligned(Table("", [f"{run.label} (ms)", *PERCENTILES, "samples"], rows), width)
     lines += ["", *_totals(summary)]
     for impact in run.impacts:
         lines += [
@@ -93,7 +94,13 @@ def _problems(report: Report) -> list[str]:
     """
     lines: list[str] = []
     if report.search is not None:
-        return [*_shared_warnings(report.runs), verdict(report)]
+        lines = [
+            f"note: {run.label} was INVALID: {problem.text}"
+            for run in report.runs
+            for problem in run.problems
+            if problem.is_invalid
+        ]
+        return [*lines, *_shared_warnings(report.runs), verdict(report)]
     for run in report.runs:
         where = f"{run.label}: " if len(report.runs) > 1 else ""
         lines += [
@@ -120,18 +127,31 @@ def _shared_warnings(runs: list[Run]) -> list[str]:
     ]
 
 
-def _aligned(table: Table) -> list[str]:
+def _aligned(table: Table, width: int) -> list[str]:
     rows = [[_plain(cell)[:MAX_CELL] for cell in row] for row in (table.columns, *table.rows)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
     lines = [table.title] if table.title else []
-    lines += [
-        "  ".join(
-            cell.ljust(width) if not place else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [*lines, *([table.caption] if table.caption else [])]
+    for places in _breaks(widths, width):
+        lines += [
+            GAP.join(
+                row[place].rjust(widths[place]) if place else row[place].ljust(widths[place])
+                for place in places
+            ).rstrip()
+            for row in rows
+        ]
+        lines.append("")
+    return [*lines[:-1], *([table.caption] if table.caption else [])]
+
+
+def _breaks(widths: list[int], width: int) -> list[list[int]]:
+    """The places of the columns that fit beside the first, which names the rows every time."""
+    found = [[0]]
+    for place in range(1, len(widths)):
+        taken = sum(widths[one] + len(GAP) for one in found[-1])
+        if width and len(found[-1]) > 1 and taken + widths[place] > width:
+            found.append([0])
+        found[-1].append(place)
+    return found
 
 
 def _plain(text: str) -> str:

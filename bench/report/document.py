@@ -119,7 +119,12 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def invalid(self) -> list[tuple[Run, str]]:
-        """Every reason for which a run's figures must not be used."""
+        """Every reason for which figures must not be used, with the run that gave it.
+
+        None of a confirmed search: it goes on until other runs hold, and those it stands on.
+        """
+        if self.search is not None and self.search.confirmed:
+            return []
         return [
             (run, problem.text)
             for run in self.runs

@@ -13,6 +13,8 @@ from baton.bench.report.html import html
 from baton.bench.report.tables import markdown, write_csv
 from baton.protocol.errors import ConfigError
 
+REPORT = "report.json"
+
 
 def write_all(report: Report, folder: Path, secrets: Sequence[str] = ()) -> list[Path]:
     """Writes report.json, .csv, .md, .html and PNGs into `folder`; returns what was written.
@@ -28,7 +30,7 @@ def write_all(report: Report, folder: Path, secrets: Sequence[str] = ()) -> list
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The records first: whatever goes wrong with a page, the measurement is kept.
-        write_json(report, folder / "report.json")
+        write_json(report, folder / REPORT)
         drawn = drawings(report)
         write_csv(report, folder / "report.csv")
         (folder / "report.md").write_text(markdown(report), encoding="utf-8")
@@ -37,5 +39,5 @@ def write_all(report: Report, folder: Path, secrets: Sequence[str] = ()) -> list
             png(drawing, folder / f"{drawing.name}.png", usable=usable(report))
     except OSError as error:
         raise ConfigError(f"cannot write the report to {folder}: {error.strerror}") from error
-    names = ("report.json", "report.csv", "report.md", "report.html")
+    names = (REPORT, "report.csv", "report.md", "report.html")
     return [folder / name for name in (*names, *(f"{drawing.name}.png" for drawing in drawn))]

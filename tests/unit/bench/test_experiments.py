@@ -18,15 +18,17 @@ from baton.bench.experiments import (
 )
 from baton.bench.metrics import PRESETS
 from baton.bench.one_load import spread
-from baton.bench.publish import is_usable, write_again
+from baton.bench.publish import begin, is_usable, write_again
 from baton.bench.records import LoadResult, Outcome, Planned
-from baton.bench.report.document import Report, Run, write_json
+from baton.bench.report.document import Report, Run, read_json, write_json
 from baton.bench.search import Ending, Found, RateSearch
 from baton.bench.searching import is_servers_fault, observe
 from baton.bench.settings import (
     ArrivalSettings,
     LoadSettings,
     ReportAgainSettings,
+    ReportSettings,
+    RunSettings,
     WorkloadSettings,
 )
 from baton.bench.target import Target
@@ -255,6 +257,45 @@ def test_a_server_cannot_command_the_terminal() -> None:
     run = scene_run(Scene(duration_s=5.0), "poisson:6")
     run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J")]
     assert "\x1b" not in shown(report_of([run]))
+
+
+def test_a_search_says_which_of_its_runs_were_invalid_and_why() -> None:
+    runs = [scene_run(Scene(duration_s=5.0), f"{rate}/s, up") for rate in (1, 2)]
+    runs[1].problems = [invalid("the client sent late")]
+    report = report_of(runs)
+    report.search = Found(1.0, True, Ending.FOUND, 2.0, "1/s holds", [])
+    text = shown(report)
+    assert "note: 2/s, up was INVALID: the client sent late" in text.splitlines()
+    assert text.endswith("\nCONFIRMED")
+
+
+def test_tables_of_a_narrow_terminal_are_broken_by_columns() -> None:
+    report = report_of(
+        [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2)]
+    )
+    wide, narrow = shown(report).splitlines(), shown(report, 60).splitlines()
+    assert max(len(line) for line in wide) > 100
+    rows = [line for line in narrow if line.startswith(("run  ", "run 1", "run 2"))]
+    assert len(rows) == 3 * 3
+    assert all(len(line) <= 60 for line in rows)
+    words = " ".join(line[5:] for line in narrow if line.startswith("run 1")).split()
+    assert words == next(line[5:] for line in wide if line.startswith("run 1")).split()
+
+
+def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
+    first, second = (report_of([], title=title) for title in ("first", "second"))
+    second.provenance = msgspec.structs.replace(second.provenance, created_at="later")
+    write_json(first, tmp_path / "report.json")
+    write_json(second, tmp_path / "second.json")
+    with pytest.raises(ConfigError, match="holds a report already: name another folder"):
+        begin("run", RunSettings(), ReportSettings(out=str(tmp_path)))
+    again = ReportAgainSettings(ReportSettings(out=str(tmp_path), label="a better title"))
+    with pytest.raises(ConfigError, match="holds another report"):
+        write_again(again, [str(tmp_path / "second.json")])
+    assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
+    assert read_json(tmp_path / "report.json").title == "a better title"
+    with pytest.raises(ConfigError, match="is a file: name a folder"):
+        begin("run", RunSettings(), ReportSettings(out=str(tmp_path / "report.json")))
 
 
 def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:

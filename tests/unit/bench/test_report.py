@@ -302,6 +302,19 @@ def test_a_key_without_a_known_shape_is_cut_from_the_models_words_too() -> None:
     assert withhold(found).runs[0].records[3].text == "my password: hunter2-hunter2"
 
 
+def test_a_confirmed_search_is_not_spoiled_by_an_invalid_run_on_the_way() -> None:
+    found = searched()
+    assert found.search is not None
+    found.runs[0].problems = [invalid("the client sent late")]
+    for confirmed in (True, False):
+        found.search = msgspec.structs.replace(found.search, confirmed=confirmed)
+        page, text = html(found), markdown(found)
+        assert ('<aside class="invalid"' in page) != confirmed
+        assert ("> **INVALID" in text) != confirmed
+        # What was wrong with it is in its own place all the same.
+        assert '<b class="flag">INVALID</b> the client sent late' in page
+
+
 def test_withholding_nothing_changes_nothing() -> None:
     assert withhold(searched(), ["no-such-key"]) == searched()
 
