@@ -13,6 +13,7 @@ import msgspec
 from baton.bench.metrics import Summary, Window, counted
 from baton.bench.records import ClientProcess, LoadResult, Outcome, Planned, Record
 from baton.bench.saturation import find_growth
+from baton.bench.turns import NOT_SENT
 from baton.protocol.errors import BatonError
 
 MIN_LAG_GATE_MS = 5.0
@@ -22,6 +23,7 @@ MAX_RATE_LOSS = 0.02
 MAX_WRONG_LENGTHS = 0.01  # of all requests
 MIN_FOR_P99 = 1000
 MERGING = 1.05  # mean tokens per chunk
+IGNORED = ": does the server honour ignore_eos?"
 # So much of a window without an arrival is no chance.
 MANY_GAPS, EMPTY_SHARE = 10, 0.05
 
@@ -92,13 +94,16 @@ def _refuse_if_all_failed(records: Sequence[Record]) -> None:
     if any(record.outcome is Outcome.ANSWERED for record in records):
         return
     first = f"; the first: {records[0].detail}" if records and records[0].detail else ""
-    text = f"all {len(records)} requests failed: {_counts(records)}{first}"
+    text = f"all {len(records):,} requests failed: {_counts(records)}{first}"
+    if records and all(record.outcome is Outcome.WRONG_LENGTH for record in records):
+        text += IGNORED
     raise BatonError(text, code="all_failed")
 
 
 def _counts(failed: Sequence[Record]) -> str:
     counts = Counter(record.outcome.value for record in failed)
-    return ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+    shown = ", ".join(f"{number:,} {outcome}" for outcome, number in sorted(counts.items()))
+    return shown.replace("_", " ")
 
 
 def _missing(result: LoadResult, planned: Sequence[Planned]) -> list[Problem]:
@@ -170,15 +175,23 @@ def _rate(result: LoadResult, planned: Sequence[Planned]) -> list[Problem]:
     if ratio >= 1 - MAX_RATE_LOSS:
         return []
     rate = (len(sent) - 1) / spread_s
-    text = f"the client could not reach the rate: it sent {rate:.4g} of {rate / ratio:.4g} /s"
+    of = f"{_rounded(rate)} of {_rounded(rate / ratio)} /s"
+    text = f"the client could not reach the rate: it sent {of}; use more --processes"
     return [_invalid(text)]
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def _lengths(records: Sequence[Record]) -> list[Problem]:
     wrong = [
         record
         for record in records
-        if record.outcome is Outcome.WRONG_LENGTH
+        if (
+            record.outcome is Outcome.WRONG_LENGTH
+            and not record.detail.startswith(NOT_SENT)  # a turn after one of a wrong length
+        )
         or (
             record.outcome is Outcome.ANSWERED
             and record.forced_tokens
@@ -190,8 +203,7 @@ def _lengths(records: Sequence[Record]) -> list[Problem]:
     first = wrong[0]
     text = (
         f"{len(wrong)} of {len(records)} answers have another length than was asked for (the "
-        f"first: {first.num_tokens} tokens for {first.forced_tokens}): does the server honour "
-        "ignore_eos or min_tokens?"
+        f"first: {first.num_tokens} tokens for {first.forced_tokens}){IGNORED}"
     )
     share = len(wrong) / len(records)
     return [_invalid(text) if share > MAX_WRONG_LENGTHS else _warning(text)]

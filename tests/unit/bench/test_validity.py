@@ -117,7 +117,9 @@ def test_a_rate_that_the_client_did_not_reach_makes_a_run_invalid() -> None:
         record.intended_s = record.sent_s = record.intended_s * 1.1
         record.end_s += 100
     text = only(problems_of(load(records, IDLE), plan), Severity.INVALID)
-    assert text == "the client could not reach the rate: it sent 9.091 of 10 /s"
+    assert (
+        text == "the client could not reach the rate: it sent 9.091 of 10 /s; use more --processes"
+    )
 
 
 def test_requests_without_a_record_make_a_run_invalid() -> None:
@@ -137,6 +139,14 @@ def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> N
     # A client that did not notice changes nothing.
     records[10].arrivals = records[10].arrivals[:4]
     assert not is_valid(problems_of(load(records, IDLE)))
+
+
+def test_turns_that_were_never_sent_have_no_length() -> None:
+    records = steady(1000)
+    for record in records[:11]:
+        record.outcome, record.arrivals = Outcome.WRONG_LENGTH, []
+        record.detail = "not sent: turn 0 of the conversation failed"
+    assert is_valid(problems_of(load(records, IDLE)))
 
 
 def test_failures_are_counted_by_kind_with_one_of_them_in_words() -> None:
