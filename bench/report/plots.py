@@ -168,11 +168,12 @@ def frontier(arms: Sequence[Points], *, y_label: str) -> Figure:
 def stages(stack: Stack, *, wide: bool = False) -> Figure:
     """Where the time of requests goes, part by part, for each group of requests."""
     figure, axes = _one(max(HEIGHT, 1.3 + 0.42 * len(stack.rows)), (1 + wide) * WIDTH)
+    # Places, not labels: two runs may have the same label.
     rows = range(len(stack.rows))
     left = [0.0] * len(stack.rows)
     for index, name in enumerate(stack.names):
         widths = [row[index] for row in stack.values]
-        axes.barh(stack.rows, widths, left=left, height=0.62, color=_stage_colour(name), label=name)
+        axes.barh(rows, widths, left=left, height=0.62, color=_stage_colour(name), label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(rows, [_short(label) for label in stack.rows])
     for row, total in zip(rows, left, strict=True):

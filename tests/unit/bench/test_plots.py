@@ -5,6 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.patches import Rectangle
 
 from baton.bench.faults import FaultSpec, Injected
 from baton.bench.metrics import PRESETS, Bounds, summarise
@@ -12,7 +13,7 @@ from baton.bench.records import LoadResult, Outcome, Record, Stage
 from baton.bench.report.document import Report, Run
 from baton.bench.report.figures import drawings
 from baton.bench.report.palette import DARK, LIGHT, VARIABLES
-from baton.bench.report.plots import png, svg
+from baton.bench.report.plots import png, stages, svg
 from baton.bench.report.series import (
     MAX_BINS,
     MAX_CURVES,
@@ -110,6 +111,15 @@ def test_a_long_run_has_longer_bins() -> None:
     assert shown is not None
     assert len(shown.at_s) <= MAX_BINS
     assert sum(shown.good_per_s) * shown.bin_s == pytest.approx(100)
+
+
+def test_runs_of_one_label_have_a_bar_each() -> None:
+    runs = [scene_run(Scene(duration_s=10.0, seed=seed), "4/s, confirm") for seed in range(3)]
+    stack = stage_stack(groups(report_of(runs)))
+    assert stack is not None
+    bars = [bar for bar in stages(stack).axes[0].patches if isinstance(bar, Rectangle)]
+    middles = {round(bar.get_y() + bar.get_height() / 2) for bar in bars}
+    assert middles == {0, 1, 2}
 
 
 def test_stages_are_in_the_order_of_a_request_and_sum_to_its_time() -> None:
