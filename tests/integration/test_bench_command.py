@@ -114,6 +114,7 @@ def check_tokens(report: Report, cluster: Cluster) -> None:
         (("--url", "http://127.0.0.1:9"), 2, "cannot reach http://127.0.0.1:9"),
         (("--api", "chat"), 2, "the chat API takes none"),
         (("--out", "/proc/nowhere"), 2, "--out /proc/nowhere"),
+        (("--processes", "0"), 2, "--processes cannot be '0'"),
     ],
 )
 def test_a_mistake_is_one_clear_line(
@@ -166,6 +167,44 @@ def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster: Cluster, tmp_
     report = read_json(tmp_path / "report" / "report.json")
     assert report.runs[0].summary.outcomes["answered"] > 0
     assert shown(report) in said
+
+
+def test_a_second_interrupt_ends_at_once_and_leaves_no_process(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = ("run", "--url", cluster.url(""), "--concurrency", "2", *ASKED, "--processes", "2")
+    running = subprocess.Popen(
+        command(*words, "--requests", "3000", "--out", "report"), cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert running.stderr is not None
+        assert "serves tiny" in running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        # Not the same one again: of two at one moment a process may see only one.
+        running.send_signal(signal.SIGTERM)
+        # The client processes have the same stderr: it ends when the last of them did.
+        _, said = running.communicate(timeout=30.0)
+    finally:
+        running.kill()
+        running.wait()
+    assert running.returncode == 130
+    assert said.splitlines()[-1] == "baton: ended at once; nothing was written"
+    assert not list((tmp_path / "report").iterdir())
+
+
+def test_a_reader_that_left_does_not_cost_the_report(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("run", "--url", cluster.url(""), "--concurrency", "2", *ASKED, "--out", "report")
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `| head` does when it has seen enough
+    with os.fdopen(write_end, "w") as nobody:
+        done = subprocess.run(
+            command(*words), cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, text=True,
+            check=False, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert len(read_json(tmp_path / "report" / "report.json").runs) == 1
 
 
 def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_path: Path) -> None:
