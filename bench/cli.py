@@ -6,6 +6,7 @@ not be used, and 2 for misuse.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -134,10 +135,13 @@ def _value(field: Field, given: str | list[str]) -> object:
     if isinstance(given, list):
         return tuple(given)
     try:
-        return field.from_text(given)
+        value = field.from_text(given)
     except ConfigError as error:
         said = error.message.replace(f"setting {field.name} cannot be", f"{_flag(field)} cannot be")
         raise ConfigError(said) from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{_flag(field)} cannot be {given!r}: expected a finite number")
+    return value
 
 
 class _HelpFormatter(argparse.HelpFormatter):

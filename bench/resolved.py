@@ -112,11 +112,12 @@ def shaped(shape: str, rate: float) -> ArrivalProcess:
     """Arrivals of `--shape` at a rate."""
     name, comma, rest = shape.partition(",")
     try:
-        return at_rate(parse_arrivals(f"{name}:1{comma}{rest}"), rate)
+        process = parse_arrivals(f"{name}:1{comma}{rest}")
     except ConfigError as error:
         raise ConfigError(
             f"--shape {shape!r}: write poisson, constant, gamma,cv=N or trace ({error.message})"
         ) from error
+    return at_rate(process, rate)
 
 
 def plan_of(

@@ -13,6 +13,7 @@ from msgspec import Meta
 Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
 Preset = Literal["", "chat", "tight", "long-32k"]
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
+MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
 SECONDS = {"unit": "s"}
 MILLISECONDS = {"unit": "ms"}
 TOKENS = {"unit": "tokens"}
@@ -68,7 +69,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True):
         int, Meta(ge=0, description="first tokens that all prompts share", extra=TOKENS)
     ] = 0
     num_prefixes: Annotated[int, Meta(ge=1, description="different shared prefixes, in turn")] = 1
-    turns: Annotated[int, Meta(ge=1, description="requests of a conversation")] = 4
+    turns: Annotated[int, Meta(ge=1, le=10_000, description="requests of a conversation")] = 4
     think_s: Annotated[
         float, Meta(ge=0, description="from an answer to the next turn", extra=SECONDS)
     ] = 1.0
@@ -105,12 +106,15 @@ class WorkloadSettings(msgspec.Struct, frozen=True):
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
-    requests: Annotated[int, Meta(ge=0, description="how many; 0 leaves it to --duration-s")] = 0
+    requests: Annotated[
+        int, Meta(ge=0, le=MOST_REQUESTS, description="how many; 0 leaves it to --duration-s")
+    ] = 0
     duration_s: Annotated[
         float, Meta(ge=0, description="of arrivals; 0 leaves it to --requests", extra=SECONDS)
     ] = 0.0
     warm_up: Annotated[
-        int, Meta(ge=0, description="requests before, with other prompts; not counted")
+        int,
+        Meta(ge=0, le=100_000, description="requests before, with other prompts; not counted"),
     ] = 4
     window: Annotated[
         str, Meta(description="FROM-TO in seconds: counts only requests that arrive then")
@@ -118,7 +122,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
     max_concurrency: Annotated[
         int, Meta(ge=0, description="of an open loop; waiting counts into TTFT; 0 is no limit")
     ] = 0
-    processes: Annotated[int, Meta(ge=1, description="client processes")] = 1
+    processes: Annotated[int, Meta(ge=1, le=256, description="client processes")] = 1
     give_up_after: Annotated[
         int, Meta(ge=0, description="stop when the first N all failed; 0 goes on")
     ] = 16
