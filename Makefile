@@ -4,6 +4,7 @@
 #   make test                              every test that this machine can run
 #   make check                             format, lint, types, hygiene, unit tests
 #   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
+#   make demo-model                        train the demo model anew, an hour on two cores
 #   make bench                             benchmarks of the transports, also as JSON
 #   make fmt                               format and sort imports
 #   make docs                              write docs/config.md and docs/messages.md anew
@@ -34,7 +35,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 comma = ,
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fuzz bench fmt docs install install-test clean
+.PHONY: help serve test check fuzz demo-model bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -53,6 +54,10 @@ check: $(TEST_STAMP)
 
 fuzz: $(TEST_STAMP)
 	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m slow $(ARGS)
+
+demo-model: $(TEST_STAMP)
+	$(BIN)/python -m baton.deploy.demo.train deploy/demo/checkpoint $(ARGS)
+	$(BIN)/python -m baton.deploy.demo.evaluate --json deploy/demo/checkpoint/scores.json
 
 bench: $(TEST_STAMP)
 	@mkdir -p .baton

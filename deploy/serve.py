@@ -187,7 +187,8 @@ def _that_tells_its_port(config: ClusterConfig) -> ClusterConfig:
 
 def greeting(url: str, model: str) -> str:
     """How to talk to it, to be pasted into a shell and into Python."""
-    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32})
+    told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+    body = json.dumps({"model": model, "prompt": told, "max_tokens": 32, "temperature": 0})
     return f"""
 baton serves {model} at {url}/v1  (Ctrl-C stops it)
 
@@ -195,7 +196,8 @@ curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(bo
 
 from openai import OpenAI  # pip install openai
 client = OpenAI(base_url="{url}/v1", api_key="none")
-answer = client.completions.create(model={json.dumps(model)}, prompt="The sea", max_tokens=32)
+asked = "What is 17 + 25?"
+answer = client.completions.create(model={json.dumps(model)}, prompt=asked, max_tokens=8)
 print(answer.choices[0].text)
 """
 

@@ -125,8 +125,12 @@ def exercise(rng: random.Random) -> Document:
 def summands(rng: random.Random, *, held_out: bool) -> tuple[int, int]:
     while True:
         a, b = rng.randrange(100), rng.randrange(100)
-        if names.is_held_out(f"{a} + {b}") == held_out:
+        if is_held_out_sum(a, b) == held_out:
             return a, b
+
+
+def is_held_out_sum(a: int, b: int) -> bool:
+    return names.is_held_out(f"{a} + {b}")
 
 
 def _sums(rng: random.Random) -> Iterator[tuple[str, str]]:

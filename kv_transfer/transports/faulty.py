@@ -26,6 +26,7 @@ class Faults(msgspec.Struct, frozen=True):
     duplicate: float = 0.0  # it is copied twice
     corrupt: float = 0.0  # one byte of it is wrong
     stall: float = 0.0  # from now on no read ends for a while, and no cancel is sure
+    blank: float = 0.0  # one block of it arrives as zeros
     delay_tests: int = 20
     stall_tests: int = 200
 
@@ -38,6 +39,7 @@ class _Read:
     lost: bool = False
     fails: bool = False
     corrupts: bool = False
+    blanks: bool = False
     failure: TransferError | None = field(default=None)
 
 
@@ -74,7 +76,7 @@ class FaultyTransport:
     ) -> int:
         # Every chance is drawn for every read, so that one fault does not shift the others.
         faults = self._faults
-        names = ("refuse", "lose", "fail", "delay", "duplicate", "corrupt", "stall")
+        names = ("refuse", "lose", "fail", "delay", "duplicate", "corrupt", "stall", "blank")
         drawn = {name for name in names if self._random.random() < getattr(faults, name)}
         if "refuse" in drawn:
             raise TransferError("refused by a fault")
@@ -86,6 +88,7 @@ class FaultyTransport:
                     read.inner.add(self._inner.read(peer, remote, local, generations))
         read.tests_left = faults.delay_tests if "delay" in drawn else 0
         read.fails, read.corrupts = "fail" in drawn, "corrupt" in drawn
+        read.blanks = "blank" in drawn
         if "stall" in drawn:
             self._stalled_tests = faults.stall_tests
         self._next_handle += 1
@@ -108,6 +111,9 @@ class FaultyTransport:
         if read.corrupts and read.local:
             block = self._random.choice(read.local)
             self._pool[block * self._block_bytes + self._random.randrange(self._block_bytes)] ^= 255
+        if read.blanks and read.local:
+            start = self._random.choice(read.local) * self._block_bytes
+            self._pool[start : start + self._block_bytes] = bytes(self._block_bytes)
         return True
 
     def _inner_has_ended(self, read: _Read) -> bool:

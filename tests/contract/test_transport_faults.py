@@ -129,6 +129,13 @@ def test_corruption_goes_unnoticed_here_so_checksums_have_something_to_find(
     assert pair.num_wrong_bytes() == NUM_BLOCKS  # one a slice, and a slice has one block
 
 
+def test_a_blank_block_goes_unnoticed_here_too(pairs: ExitStack) -> None:
+    pair = start(pairs, Faults(blank=1.0))
+    assert pair.read().failure is None
+    # Zeros agree with the zeros that were sent; everything else is wrong.
+    assert pair.num_wrong_bytes() > NUM_BLOCKS * BLOCK_BYTES // 2
+
+
 def test_the_same_seed_makes_the_same_faults(pairs: ExitStack) -> None:
     faults = Faults(refuse=0.05, corrupt=0.5)
     results = [start(pairs, faults, seed).read().num_bytes for seed in (3, 3, 4, 5, 6)]

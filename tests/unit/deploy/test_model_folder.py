@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.deploy.demo_model import CHECKPOINT
 from baton.deploy.model_folder import with_model
 from baton.deploy.serve import greeting
 from baton.protocol.config import ClusterConfig, ModelConfig
@@ -45,25 +46,9 @@ def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert model_of("~/tiny-model").path == str(folder)
 
 
-def test_no_model_means_the_demo_model_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = model_of("")
-    assert model.name == "demo"
-    assert Path(model.path).parent == tmp_path / "baton"
-    assert (Path(model.path) / "config.json").is_file()
-    assert model_of("") == model
-
-
-def test_a_cache_that_cannot_be_made_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    assert Path(model_of("").path).is_relative_to(tmp_path / "tmp")
+def test_no_model_means_the_one_that_comes_with_baton() -> None:
+    assert model_of("") == ModelConfig(path=str(CHECKPOINT), name="demo")
+    assert (CHECKPOINT / "config.json").is_file()
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
