@@ -186,13 +186,13 @@ def _transfer(rest: list[str]) -> int:
 
 
 def _selftest(rest: list[str]) -> int:
-    from baton.bench.selftest import main as selftest
+    from baton.bench.selftest.run import main as selftest
 
     return selftest(rest)
 
 
 def _report(rest: list[str]) -> int:
-    from baton.bench.publish import write_again
+    from baton.bench.report.publish import write_again
 
     return write_again(*parse("report", ReportAgainSettings, rest, FILE))
 

@@ -14,18 +14,18 @@ from pathlib import Path
 import msgspec
 
 from baton.bench import resolved
+from baton.bench.client.target import Place, place_of
 from baton.bench.experiments import Asked, Bench, Case, Connected, asked, loop_of, shares_prompts
-from baton.bench.metrics import Distribution, Summary
-from baton.bench.paired import MIN_ROUNDS, paired
+from baton.bench.figures.metrics import Distribution, Summary
+from baton.bench.figures.paired import MIN_ROUNDS, paired
 from baton.bench.parity import Facts, facts_of_flags, parity, warnings
-from baton.bench.publish import begin
+from baton.bench.plan.vocabulary import range_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run
+from baton.bench.report.publish import begin
 from baton.bench.said import facts_said
 from baton.bench.settings import CompareSettings, TargetSettings, WorkloadSettings
 from baton.bench.sweep import add_run, mark_unfinished, repeated_prompts, reseeded
-from baton.bench.target import Place, place_of
-from baton.bench.vocabulary import range_of
 from baton.protocol.errors import ConfigError
 
 Figure = Callable[[Summary], float | None]

@@ -6,7 +6,7 @@ Text that came from a server loses its control characters, which a terminal woul
 
 from collections import Counter
 
-from baton.bench.metrics import Distribution, Summary
+from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.report.document import Report, Run, Table
 from baton.bench.report.sections import results
 from baton.bench.report.wording import number, quantity, share, span

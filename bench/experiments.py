@@ -14,10 +14,15 @@ from types import TracebackType
 import msgspec
 
 from baton.bench import resolved
-from baton.bench.arrivals import ArrivalProcess
-from baton.bench.load import Load, Progress, run_load
-from baton.bench.metrics import Bounds, Window, summarise
-from baton.bench.probe import Probed, probe
+from baton.bench.client.load import Load, Progress, run_load
+from baton.bench.client.probe import Probed, probe
+from baton.bench.client.target import Target
+from baton.bench.client.turns import units_of
+from baton.bench.figures.metrics import Bounds, Window, summarise
+from baton.bench.figures.validity import Problem, Severity, check
+from baton.bench.plan.arrivals import ArrivalProcess
+from baton.bench.plan.vocabulary import AUTO, accepted
+from baton.bench.plan.workloads import Plan
 from baton.bench.progress import LoadProgress
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import Run
@@ -27,12 +32,7 @@ from baton.bench.settings import (
     TargetSettings,
     WorkloadSettings,
 )
-from baton.bench.target import Target
-from baton.bench.turns import units_of
-from baton.bench.validity import Problem, Severity, check
 from baton.bench.verify import Mismatch, MismatchKind, compare_outputs, reference
-from baton.bench.vocabulary import AUTO, accepted
-from baton.bench.workloads import Plan
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.interrupts import Interrupts
 

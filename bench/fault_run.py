@@ -6,11 +6,11 @@ the two. Failed requests are the point here, so only a client that was at fault 
 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, Case, asked, loop_of, shares_prompts
-from baton.bench.faults import DEFINITIONS, FaultSpec, Judgement, impact, parse_fault
+from baton.bench.figures.faults import DEFINITIONS, FaultSpec, Judgement, impact, parse_fault
+from baton.bench.figures.metrics import Bounds
 from baton.bench.injector import FaultInjector
-from baton.bench.metrics import Bounds
-from baton.bench.publish import begin
 from baton.bench.report.document import Run
+from baton.bench.report.publish import begin
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError
 

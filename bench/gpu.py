@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from baton.bench.gpu_cases import targets
-from baton.bench.gpu_floors import Floors
-from baton.bench.gpu_rows import (
+from baton.bench.device.cases import targets
+from baton.bench.device.floors import Floors
+from baton.bench.device.rows import (
     Check,
     Environment,
     Event,
@@ -28,7 +28,7 @@ from baton.bench.gpu_rows import (
     markdown,
     targets_for,
 )
-from baton.bench.provenance import collect, complete
+from baton.bench.report.provenance import collect, complete
 from baton.protocol.errors import BatonError, NodeError
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.process import Child, Command, die_with_parent
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_device()
         given.out.mkdir(parents=True, exist_ok=True)
         if given.section:
-            from baton.bench.gpu_worker import work
+            from baton.bench.device.worker import work
 
             work(given.section, given.out, given.seconds)
             return 0

@@ -18,7 +18,7 @@ from types import TracebackType
 
 import msgspec
 
-from baton.bench.faults import FaultSpec, Injected
+from baton.bench.figures.faults import FaultSpec, Injected
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import Clock, monotonic
 

@@ -5,9 +5,9 @@ import statistics
 from baton.bench import resolved
 from baton.bench.console import LATENCIES
 from baton.bench.experiments import Bench, Case, asked, loop_of, shares_prompts
-from baton.bench.metrics import Distribution
-from baton.bench.publish import begin
+from baton.bench.figures.metrics import Distribution
 from baton.bench.report.document import Run, Table
+from baton.bench.report.publish import begin
 from baton.bench.report.wording import number
 from baton.bench.settings import RunSettings
 from baton.bench.sweep import add_run, mark_unfinished, repeated_prompts, reseeded

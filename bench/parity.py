@@ -9,8 +9,8 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.bench.redaction import is_secret_name
 from baton.bench.report.document import Parity
+from baton.bench.report.redaction import is_secret_name
 from baton.protocol.errors import ConfigError
 
 UNKNOWN = "not said"

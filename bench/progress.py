@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from baton.bench.load import Progress
+from baton.bench.client.load import Progress
 from baton.runtime.clock import Clock, monotonic
 
 LINE_EVERY_S = 5.0

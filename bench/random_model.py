@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from baton.bench.gpu_floors import Shape
+from baton.bench.device.floors import Shape
 from baton.protocol.errors import BatonError, ConfigError
 
 MAX_POSITIONS = 8192

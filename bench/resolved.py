@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.arrivals import ArrivalProcess, at_rate, parse_arrivals
-from baton.bench.metrics import PRESETS, Bounds, Window
+from baton.bench.client.target import Api, Target
+from baton.bench.figures.metrics import PRESETS, Bounds, Window
+from baton.bench.figures.search import SearchOptions as SearchLimits
+from baton.bench.plan.arrivals import ArrivalProcess, at_rate, parse_arrivals
+from baton.bench.plan.replay import TraceOptions
+from baton.bench.plan.vocabulary import range_of
+from baton.bench.plan.workloads import Plan, Workload, make_plan
 from baton.bench.records import Planned
-from baton.bench.replay import TraceOptions
-from baton.bench.search import SearchOptions as SearchLimits
 from baton.bench.settings import (
     API_KEY_VARIABLE,
     ArrivalSettings,
@@ -23,9 +26,6 @@ from baton.bench.settings import (
     TargetSettings,
     WorkloadSettings,
 )
-from baton.bench.target import Api, Target
-from baton.bench.vocabulary import range_of
-from baton.bench.workloads import Plan, Workload, make_plan
 from baton.protocol.errors import ConfigError
 
 

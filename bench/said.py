@@ -8,8 +8,8 @@ import json
 import ssl
 import urllib.request
 
+from baton.bench.client.target import Target, place_of
 from baton.bench.parity import Facts, facts_of_json, facts_of_metrics
-from baton.bench.target import Target, place_of
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 4 << 20

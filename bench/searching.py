@@ -5,14 +5,14 @@ What is tried next and what is known in the end is decided there; this runs the 
 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, asked
-from baton.bench.publish import begin
+from baton.bench.figures.saturation import find_growth
+from baton.bench.figures.search import RateSearch
+from baton.bench.figures.validity import MAX_WRONG_LENGTHS
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run
-from baton.bench.saturation import find_growth
-from baton.bench.search import RateSearch
+from baton.bench.report.publish import begin
 from baton.bench.settings import SearchSettings
 from baton.bench.sweep import add_run, at_rate, repeated_prompts
-from baton.bench.validity import MAX_WRONG_LENGTHS
 from baton.protocol.errors import BatonError
 
 

@@ -8,11 +8,11 @@ import msgspec
 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, Case, Connected, asked, shares_prompts
-from baton.bench.metrics import Bounds
-from baton.bench.publish import begin
+from baton.bench.figures.metrics import Bounds
+from baton.bench.figures.validity import Problem, Severity
 from baton.bench.report.document import Report, Run
+from baton.bench.report.publish import begin
 from baton.bench.settings import SearchSettings, SweepSettings, WorkloadSettings
-from baton.bench.validity import Problem, Severity
 from baton.protocol.errors import BatonError
 
 SAME_PROMPTS = "a file has the same prompts in every run: a prefix cache may know them"

@@ -18,8 +18,8 @@ import numpy as np
 
 from baton.bench.block_owner import Owned, Owner, wrong_blocks
 from baton.bench.block_readers import MEMCPY, RAW_NIXL, Ids, Reader, readers
-from baton.bench.paired import nearest_rank
-from baton.bench.provenance import Provenance, collect, complete
+from baton.bench.figures.paired import nearest_rank
+from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.transfer_settings import MIB, Pattern, TransferSettings, command_line, parse
 from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.transports.nixl_binding import is_installed

@@ -15,9 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.load import Load, run_load
+from baton.bench.client.load import Load, run_load
+from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.target import Target
 from baton.protocol.errors import BatonError, ConfigError
 
 SHOWN = 6  # tokens or letters on either side, in a line about a mismatch

@@ -1,6 +1,6 @@
 """An argument parser whose mistakes are a `ConfigError` in one line, with the nearest known flag.
 
-Used by every command line of baton: `settings.py`, `bench/cli.py`, `bench/selftest.py`. It knows
+Used by every command line of baton: `settings.py`, `bench/cli.py`, the self-test's. It knows
 nothing about any flag, and never prints or exits but for `--help`.
 """
 

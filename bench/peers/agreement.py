@@ -22,14 +22,14 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from baton.bench.metrics import Distribution, Summary
+from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.peers.arms import MODEL_NAME, PORTS_PER_ARM, Place, commands, parse_arm
 from baton.bench.peers.compare import START_TIMEOUT_S, check_installed, home
 from baton.bench.peers.servers import free_ports, running
 from baton.bench.report.document import read_json
-from baton.bench.scripted_server import ScriptedServer
-from baton.bench.scripts import MODEL as SCRIPTED
-from baton.bench.scripts import Script, paced
+from baton.bench.selftest.scripted_server import ScriptedServer
+from baton.bench.selftest.scripts import MODEL as SCRIPTED
+from baton.bench.selftest.scripts import Script, paced
 from baton.protocol.errors import BatonError, ConfigError, NodeError
 
 MODULE = "baton.bench.peers.agreement"

@@ -12,14 +12,14 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.faults import Impact, Injected
-from baton.bench.metrics import DEFINITIONS, Bounds, Summary, counted
-from baton.bench.paired import Ratio
-from baton.bench.provenance import Provenance
+from baton.bench.figures.faults import Impact, Injected
+from baton.bench.figures.metrics import DEFINITIONS, Bounds, Summary, counted
+from baton.bench.figures.paired import Ratio
+from baton.bench.figures.search import Found
+from baton.bench.figures.validity import Problem, is_valid
 from baton.bench.records import ClientProcess, Record
-from baton.bench.redaction import clean, clean_text, cut
-from baton.bench.search import Found
-from baton.bench.validity import Problem, is_valid
+from baton.bench.report.provenance import Provenance
+from baton.bench.report.redaction import clean, clean_text, cut
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"

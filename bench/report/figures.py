@@ -5,7 +5,7 @@
 
 from operator import attrgetter
 
-from baton.bench.metrics import Bounds
+from baton.bench.figures.metrics import Bounds
 from baton.bench.report import plots
 from baton.bench.report.document import Report, Run
 from baton.bench.report.plots import Drawing

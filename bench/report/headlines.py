@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.faults import Impact
-from baton.bench.metrics import Bounds, Distribution, Summary, meets
+from baton.bench.figures.faults import Impact
+from baton.bench.figures.metrics import Bounds, Distribution, Summary, meets
 from baton.bench.report.document import Compared, Report, Run
 from baton.bench.report.wording import NONE, duration, limit, number, quantity, several, share, span
 

@@ -19,9 +19,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from baton.bench.figures.stages import STAGES, UNATTRIBUTED
 from baton.bench.report.palette import CATEGORIES, GRID, INK, MUTED, SEQUENCE, SERIOUS, VARIABLES
 from baton.bench.report.series import Curve, Histogram, Mark, Points, Stack, Timeline
-from baton.bench.stages import STAGES, UNATTRIBUTED
 
 WIDTH, HEIGHT = 6.4, 3.5  # inches; a page scales the drawing
 PNG_DPI = 160

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from baton.bench.metrics import Distribution, Summary
-from baton.bench.provenance import Load, Provenance
+from baton.bench.figures.metrics import Distribution, Summary
+from baton.bench.figures.stages import STAGES, summarise_stages
 from baton.bench.report.document import Report, Run, Table
+from baton.bench.report.provenance import Load, Provenance
 from baton.bench.report.wording import (
     NONE,
     gibibytes,
@@ -21,7 +22,6 @@ from baton.bench.report.wording import (
     span,
     utc,
 )
-from baton.bench.stages import STAGES, summarise_stages
 
 LATENCIES = (
     "ttft", "tpot", "itl", "gap_max", "chunk_gap", "e2e", "ntpot", "ttft_from_sent",

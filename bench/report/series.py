@@ -11,10 +11,10 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from baton.bench.metrics import Bounds, Timing, chunk_gaps, measure, meets
+from baton.bench.figures.metrics import Bounds, Timing, chunk_gaps, measure, meets
+from baton.bench.figures.stages import STAGES
 from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Report, Run
-from baton.bench.stages import STAGES
 
 MAX_POINTS = 400  # of a curve: more cannot be seen, and would make pages heavy
 MAX_CURVES = 8

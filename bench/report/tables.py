@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.bench.metrics import measure, meets
+from baton.bench.figures.metrics import measure, meets
 from baton.bench.records import Record
 from baton.bench.report.document import Report, Run, Table
 from baton.bench.report.headlines import headlines, subject

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from baton.bench.faults import Impact, Injected, impact, parse_fault
+from baton.bench.client.load import Load, Progress, run_load
+from baton.bench.client.target import Target
+from baton.bench.figures.faults import Injected, impact, parse_fault
+from baton.bench.figures.metrics import Bounds
 from baton.bench.injector import FaultInjector
-from baton.bench.load import Load, Progress, run_load
-from baton.bench.metrics import Bounds
 from baton.bench.records import LoadResult, Outcome, Planned
-from baton.bench.target import Target
 from baton.bench.verify import compare_outputs, reference
 from baton.protocol.config import (
     CacheConfig,
@@ -79,12 +79,6 @@ def run_with(cluster: Cluster, fault: str) -> tuple[LoadResult, Injected]:
     return result, done
 
 
-def judged(result: LoadResult, fault: Injected) -> Impact:
-    """With a bound that only the interrupted streams miss, however fast this machine is."""
-    seen = impact(result.records, fault, Bounds())
-    return impact(result.records, fault, Bounds(gap_max_ms=500 * seen.longest_wait_s))
-
-
 def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings()) as cluster:
         fault = f"kill:{cluster.children['decode-0'].pid}@0"
@@ -100,7 +94,7 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
 
     assert done.gone_s is not None
     assert 0 < done.at_s <= done.gone_s
-    found = judged(result, done)
+    found = impact(result.records, done, Bounds())
     shown = msgspec.json.encode(found).decode()
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown
@@ -109,7 +103,6 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
     assert found.time_to_resume_s <= found.time_to_recover_s < 10, shown
     assert found.num_in_flight >= found.num_interrupted == found.num_resumed >= 1, shown
     assert found.num_failed == 0, shown
-    assert found.goodput_dip > 0, shown
     assert found.goodput_before > 0, shown
 
 
@@ -122,7 +115,7 @@ def test_a_decode_node_that_was_stopped_goes_on_and_the_pause_is_seen(tmp_path: 
     assert all(record.outcome is Outcome.ANSWERED for record in result.records)
     assert done.resumed_s is not None
     assert done.resumed_s - done.at_s >= 1.5
-    found = judged(result, done)
+    found = impact(result.records, done, Bounds())
     shown = msgspec.json.encode(found).decode()
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown

@@ -9,12 +9,12 @@ from tests.support.sources import REPOSITORY, imports, name_of, tree
 # Of the transfer's files, those that touch memory, threads or sockets.
 TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "host_pool.py", "interfaces.py"}
 PURE = (
-    "bench/metrics.py",
-    "bench/paired.py",
-    "bench/saturation.py",
-    "bench/search.py",
-    "bench/stages.py",
-    "bench/validity.py",
+    "bench/figures/metrics.py",
+    "bench/figures/paired.py",
+    "bench/figures/saturation.py",
+    "bench/figures/search.py",
+    "bench/figures/stages.py",
+    "bench/figures/validity.py",
     "decode_node/intake.py",
     "decode_node/scheduler.py",
     "decode_node/stream.py",

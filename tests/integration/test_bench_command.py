@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from baton.bench.console import shown
+from baton.bench.figures.stages import sum_error_s
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, read_json
 from baton.bench.resolved import plan_of
 from baton.bench.settings import LoadSettings, WorkloadSettings
-from baton.bench.stages import sum_error_s
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,

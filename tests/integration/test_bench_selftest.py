@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from baton.bench.records import Arrival, Outcome, Record
-from baton.bench.scripted_server import ScriptedServer
-from baton.bench.scripts import Answer
-from baton.bench.selftest import SelfTest, SelfTestReport, ask_nobody, play, show
-from baton.bench.selftest_cases import FIRST_NUMBER, Counting, Mix
-from baton.bench.selftest_greedy import find_damage
-from baton.bench.selftest_verdict import Played, judge
+from baton.bench.selftest.cases import FIRST_NUMBER, Counting, Mix
+from baton.bench.selftest.greedy import find_damage
+from baton.bench.selftest.run import SelfTest, SelfTestReport, ask_nobody, play, show
+from baton.bench.selftest.scripted_server import ScriptedServer
+from baton.bench.selftest.scripts import Answer
+from baton.bench.selftest.verdict import Played, judge
 from baton.protocol.errors import ConfigError
 
 EXACT_MS = 1e-6
@@ -192,7 +192,7 @@ def test_what_deviates_is_shown(true: Played) -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    from baton.bench.selftest import main
+    from baton.bench.selftest.run import main
 
     with pytest.raises(ConfigError, match="positive"):
         main(["--requests", "0"])

@@ -6,12 +6,13 @@ import msgspec
 import pytest
 import torch
 
-from baton.bench import gpu, gpu_split
-from baton.bench.gpu_floors import Shape
-from baton.bench.gpu_rows import Check, Event, GpuReport, Measured, Note
-from baton.bench.gpu_section import Desk
-from baton.bench.gpu_split import SplitPlan
-from baton.bench.gpu_timing import Stopwatch
+from baton.bench import gpu
+from baton.bench.device import split as gpu_split
+from baton.bench.device.floors import Shape
+from baton.bench.device.rows import Check, Event, GpuReport, Measured, Note
+from baton.bench.device.section import Desk
+from baton.bench.device.split import SplitPlan
+from baton.bench.device.timing import Stopwatch
 from baton.runtime.clock import monotonic
 
 SMALL = SplitPlan(

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.metrics import PRESETS, Bounds, summarise
-from baton.bench.provenance import Machine, Provenance
+from baton.bench.figures.metrics import PRESETS, Bounds, summarise
+from baton.bench.figures.validity import Problem, Severity
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Outcome, Record, Stage
 from baton.bench.report.document import Report, Run
-from baton.bench.validity import Problem, Severity
+from baton.bench.report.provenance import Machine, Provenance
 
 PROVENANCE = Provenance(
     created_at="2026-03-01T12:00:00+00:00",

@@ -11,9 +11,11 @@ import warnings
 import msgspec
 import torch
 
-from baton.bench import gpu_correctness, gpu_engine, gpu_kernels
-from baton.bench.gpu_batches import Heads
-from baton.bench.gpu_cases import (
+from baton.bench.device import correctness as gpu_correctness
+from baton.bench.device import engine as gpu_engine
+from baton.bench.device import kernels as gpu_kernels
+from baton.bench.device.batches import Heads
+from baton.bench.device.cases import (
     CopyCase,
     DecodeCase,
     KernelCases,
@@ -22,11 +24,11 @@ from baton.bench.gpu_cases import (
     StepCase,
     TokensCase,
 )
-from baton.bench.gpu_correctness import Model
-from baton.bench.gpu_floors import Shape
-from baton.bench.gpu_rows import Event
-from baton.bench.gpu_section import Desk
-from baton.bench.gpu_timing import Stopwatch, measure_floors
+from baton.bench.device.correctness import Model
+from baton.bench.device.floors import Shape
+from baton.bench.device.rows import Event
+from baton.bench.device.section import Desk
+from baton.bench.device.timing import Stopwatch, measure_floors
 from baton.runtime.clock import monotonic
 
 TINY_MODEL = Model(

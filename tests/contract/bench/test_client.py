@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from baton.bench.client import Session, Stopped, ask_from
+from baton.bench.client.ask import Session, Stopped, ask_from
+from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.target import Target
 from baton.runtime.clock import monotonic
 from tests.support.scripted_openai import (
     DONE,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.bench.faults import Injected, parse_fault
+from baton.bench.figures.faults import Injected, parse_fault
 from baton.bench.injector import FaultInjector
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
@@ -97,7 +97,7 @@ def test_a_run_that_is_interrupted_leaves_nobody_stopped(victim: subprocess.Pope
 
 RUN = """
 import sys, time
-from baton.bench.faults import parse_fault
+from baton.bench.figures.faults import parse_fault
 from baton.bench.injector import FaultInjector
 from baton.runtime.clock import monotonic
 with FaultInjector([parse_fault(text) for text in sys.argv[1:]]) as injector:

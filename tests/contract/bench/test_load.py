@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 from aiohttp import web
 
-from baton.bench.load import Load, Progress, run_load
+from baton.bench.client.load import Load, Progress, run_load
+from baton.bench.client.target import Target
 from baton.bench.records import LoadResult, Message, Outcome, Planned
-from baton.bench.target import Target
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from tests.support.scripted_openai import Call, ScriptedOpenAI, answer, error, token

@@ -8,8 +8,8 @@ import threading
 import pytest
 from aiohttp import web
 
-from baton.bench.probe import Probed, probe
-from baton.bench.target import Target
+from baton.bench.client.probe import Probed, probe
+from baton.bench.client.target import Target
 from baton.protocol.errors import BatonError, ConfigError
 from tests.support.scripted_openai import (
     DONE,

@@ -3,8 +3,8 @@
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from baton.bench.client.target import Target
 from baton.bench.said import facts_said
-from baton.bench.target import Target
 
 
 class Server(ThreadingHTTPServer):

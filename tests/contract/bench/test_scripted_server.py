@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from baton.bench.scripted_server import ScriptedServer
-from baton.bench.scripts import (
+from baton.bench.selftest.scripted_server import ScriptedServer
+from baton.bench.selftest.scripts import (
     MODEL,
     Answer,
     Chunk,

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from baton.bench.answer_reader import AnswerReader, message_of
+from baton.bench.client.answer_reader import AnswerReader, message_of
+from baton.bench.client.target import Api
 from baton.bench.records import Arrival, Outcome, Record
-from baton.bench.target import Api
 from tests.support.scripted_openai import DONE, delta, event, token, usage, usage_body
 
 

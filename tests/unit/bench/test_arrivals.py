@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.arrivals import (
+from baton.bench.plan.arrivals import (
     ArrivalProcess,
     Constant,
     Gamma,

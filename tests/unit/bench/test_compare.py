@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from baton.bench.compare import Arm, finish, same_servers
-from baton.bench.metrics import PRESETS
-from baton.bench.publish import is_usable
+from baton.bench.figures.metrics import PRESETS
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, Run
+from baton.bench.report.publish import is_usable
 from baton.bench.sweep import mark_unfinished
 from tests.support.bench_records import Scene, report_of, scene_run
 

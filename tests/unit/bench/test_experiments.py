@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.bench.client.target import Target
 from baton.bench.compare import Arm, arms_of, finish, flags_of, whole_rounds
 from baton.bench.console import shown
 from baton.bench.experiments import (
@@ -16,12 +17,14 @@ from baton.bench.experiments import (
     shares_prompts,
     verification,
 )
-from baton.bench.metrics import PRESETS
+from baton.bench.figures.metrics import PRESETS
+from baton.bench.figures.search import Ending, Found, RateSearch
+from baton.bench.figures.validity import Severity
 from baton.bench.one_load import spread
-from baton.bench.publish import begin, is_usable, write_again
+from baton.bench.plan.workloads import Plan
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.report.document import Report, Run, read_json, write_json
-from baton.bench.search import Ending, Found, RateSearch
+from baton.bench.report.publish import begin, is_usable, write_again
 from baton.bench.searching import is_servers_fault, observe
 from baton.bench.settings import (
     ArrivalSettings,
@@ -31,10 +34,7 @@ from baton.bench.settings import (
     RunSettings,
     WorkloadSettings,
 )
-from baton.bench.target import Target
-from baton.bench.validity import Severity
 from baton.bench.verify import Mismatch, MismatchKind
-from baton.bench.workloads import Plan
 from baton.protocol.errors import BatonError, ConfigError
 from tests.support.bench_records import (
     Scene,

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from baton.bench.faults import FaultSpec, Impact, Injected, Judgement, impact, parse_fault
-from baton.bench.metrics import Bounds
+from baton.bench.figures.faults import FaultSpec, Impact, Injected, Judgement, impact, parse_fault
+from baton.bench.figures.metrics import Bounds
 from baton.bench.records import Arrival, Outcome, Record
 from baton.protocol.errors import ConfigError
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from baton.bench import gpu
-from baton.bench.gpu_cases import KERNELS, STEPS, Target, handover_key, targets
-from baton.bench.gpu_floors import (
+from baton.bench.device.cases import KERNELS, STEPS, Target, handover_key, targets
+from baton.bench.device.floors import (
     LLAMA3_8B,
     QWEN3_06B,
     QWEN3_8B,
@@ -18,7 +18,7 @@ from baton.bench.gpu_floors import (
     decode_work,
     prefill_work,
 )
-from baton.bench.gpu_rows import (
+from baton.bench.device.rows import (
     Check,
     Environment,
     Event,
@@ -34,7 +34,7 @@ from baton.bench.gpu_rows import (
     spread_check,
     targets_for,
 )
-from baton.bench.provenance import collect
+from baton.bench.report.provenance import collect
 
 # What one H200 was measured to do, and the floors that follow from it.
 H200 = Floors(copy_tb_per_s=4.3, gemm_tflop_per_s=790)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.gpu_rows import Check, Event, Measured, Note
+from baton.bench.device.rows import Check, Event, Measured, Note
 
 pytest.importorskip("triton")
 # Some 15 seconds of CPU time; several times that on a machine that others use.

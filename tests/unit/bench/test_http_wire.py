@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench.http_wire import ResponseParser, WireError
+from baton.bench.client.http_wire import ResponseParser, WireError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

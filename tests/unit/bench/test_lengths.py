@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.lengths import MAX_LENGTH, Choice, Fixed, LogNormal, Uniform, parse_lengths
+from baton.bench.plan.lengths import MAX_LENGTH, Choice, Fixed, LogNormal, Uniform, parse_lengths
 from baton.protocol.errors import ConfigError
 
 TEXTS = (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.metrics import (
+from baton.bench.figures.metrics import (
     DEFINITIONS,
     PRESETS,
     Bounds,

@@ -5,7 +5,15 @@ import time
 from collections.abc import Coroutine
 from typing import TypeVar
 
-from baton.bench.pacing import COARSE_S, CPU_SPAN_S, TICK_S, CpuShare, LoopLag, Waits, new_loop
+from baton.bench.client.pacing import (
+    COARSE_S,
+    CPU_SPAN_S,
+    TICK_S,
+    CpuShare,
+    LoopLag,
+    Waits,
+    new_loop,
+)
 
 T = TypeVar("T")
 

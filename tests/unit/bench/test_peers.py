@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.metrics import Distribution, Summary, Window
+from baton.bench.figures.metrics import Distribution, Summary, Window
 from baton.bench.peers import agreement
 from baton.bench.peers.agreement import Load, Theirs
 from baton.bench.peers.arms import KINDS, Arm, Place, commands, flags_of, parse_arm

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.patches import Rectangle
 
-from baton.bench.faults import FaultSpec, Injected
-from baton.bench.metrics import PRESETS, Bounds, summarise
+from baton.bench.figures.faults import FaultSpec, Injected
+from baton.bench.figures.metrics import PRESETS, Bounds, summarise
 from baton.bench.records import LoadResult, Outcome, Record, Stage
 from baton.bench.report.document import Report, Run
 from baton.bench.report.figures import drawings

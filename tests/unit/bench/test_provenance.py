@@ -7,8 +7,15 @@ import msgspec
 import pytest
 
 import baton
-from baton.bench.provenance import Provenance, collect, complete, config_hash, cpu_model_of
-from baton.bench.redaction import WITHHELD, clean, clean_text, clean_words, cut, is_secret_name
+from baton.bench.report.provenance import Provenance, collect, complete, config_hash, cpu_model_of
+from baton.bench.report.redaction import (
+    WITHHELD,
+    clean,
+    clean_text,
+    clean_words,
+    cut,
+    is_secret_name,
+)
 
 KEY = "sk-proj-0123456789abcdef"
 

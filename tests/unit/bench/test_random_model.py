@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.bench import random_model
-from baton.bench.gpu_floors import Shape
+from baton.bench.device.floors import Shape
 from baton.bench.peers.agreement import Load, write_prompts
-from baton.bench.prompt_files import read_prompts
+from baton.bench.plan.prompt_files import read_prompts
 from baton.engine.model_config import read_decoder_config
 from baton.engine.models.loading import load_decoder
 from baton.engine.tensor_parallel import SingleRank

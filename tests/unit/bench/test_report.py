@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.faults import FaultSpec, Injected, impact
-from baton.bench.metrics import DEFINITIONS, PRESETS, summarise
-from baton.bench.paired import Ratio
+from baton.bench.figures.faults import FaultSpec, Injected, impact
+from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
+from baton.bench.figures.paired import Ratio
+from baton.bench.figures.search import Ending, Found, Probe, Purpose
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import (
     SCHEMA,
@@ -32,7 +33,6 @@ from baton.bench.report.html import html
 from baton.bench.report.tables import COLUMNS, csv_text, markdown
 from baton.bench.report.wording import duration, number, share
 from baton.bench.report.writing import write_all
-from baton.bench.search import Ending, Found, Probe, Purpose
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import (
     Scene,

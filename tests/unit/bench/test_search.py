@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.search import Ending, Found, Purpose, RateSearch, SearchOptions
+from baton.bench.figures.search import Ending, Found, Purpose, RateSearch, SearchOptions
 from baton.protocol.errors import ConfigError
 
 GOAL = 0.9

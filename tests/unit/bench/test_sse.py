@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench import sse
-from baton.bench.sse import EventParser, OversizedEvent
+from baton.bench.client import sse
+from baton.bench.client.sse import EventParser, OversizedEvent
 
 STREAM = (
     b": a comment\n\n"

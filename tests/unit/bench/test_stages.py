@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.records import Outcome, Record, Stage
-from baton.bench.stages import (
+from baton.bench.figures.stages import (
     STAGES,
     UNATTRIBUTED,
     Timeline,
@@ -15,6 +14,7 @@ from baton.bench.stages import (
     sum_error_s,
     summarise_stages,
 )
+from baton.bench.records import Outcome, Record, Stage
 from tests.support.load_records import request
 
 # A request as baton's router describes it: 20 ms to the first token by its clock, of which 1 ms

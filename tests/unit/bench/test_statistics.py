@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.paired import (
+from baton.bench.figures.paired import (
     MIN_ROUNDS,
     batch_means,
     bootstrap,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from baton.bench.client.target import Place, Target, body_of, check, place_of
 from baton.bench.records import Message, Planned
-from baton.bench.target import Place, Target, body_of, check, place_of
 from baton.protocol.errors import ConfigError
 
 TARGET = Target(url="http://127.0.0.1:8000", model="tiny")

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.arrivals import realised
-from baton.bench.replay import TraceOptions, prefix_tokens, repeated_share, replay
-from baton.bench.trace_files import SHIPPED, TraceRow, read_trace, trace_path
+from baton.bench.plan.arrivals import realised
+from baton.bench.plan.replay import TraceOptions, prefix_tokens, repeated_share, replay
+from baton.bench.plan.trace_files import SHIPPED, TraceRow, read_trace, trace_path
 from baton.protocol.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens\r

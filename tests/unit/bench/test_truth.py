@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.bench.scripts import Answer, Write
-from baton.bench.truth import Range, percentile_of, truth_of
+from baton.bench.selftest.scripts import Answer, Write
+from baton.bench.selftest.truth import Range, percentile_of, truth_of
 
 
 def answer(*writes: tuple[float, tuple[int, ...]], took_s: float = 0.0) -> Answer:

@@ -2,8 +2,8 @@
 
 import msgspec
 
+from baton.bench.client.turns import lost_turn, next_turn, units_of
 from baton.bench.records import Message, Outcome, Planned, Record
-from baton.bench.turns import lost_turn, next_turn, units_of
 
 
 def planned(index: int, **more: object) -> Planned:

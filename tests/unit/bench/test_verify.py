@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.target import Target
 from baton.bench.verify import (
     Mismatch,
     MismatchKind,

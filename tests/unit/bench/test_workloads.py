@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.arrivals import Constant, Gamma, Poisson, Ramp, Recorded
+from baton.bench.plan.arrivals import Constant, Gamma, Poisson, Ramp, Recorded
+from baton.bench.plan.replay import TraceOptions
+from baton.bench.plan.sources import MAX_PLAN_TOKENS
+from baton.bench.plan.workloads import Plan, Workload, make_plan
 from baton.bench.records import Message, Planned
-from baton.bench.replay import TraceOptions
-from baton.bench.sources import MAX_PLAN_TOKENS
-from baton.bench.workloads import Plan, Workload, make_plan
 from baton.protocol.errors import ConfigError
 
 SMALL = Workload(prompt="uniform:4-40", output="uniform:1-9", shared_prefix=3)

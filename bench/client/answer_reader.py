@@ -1,0 +1,327 @@
+"""One streamed answer, read as it arrives: its tokens, its usage, and what is wrong with it. Pure.
+
+The client feeds bytes with the stamp of the read that brought them. How many tokens a chunk carries
+is said by token ids if the server returns them, else by running usage, else each chunk with text
+counts as one and the final usage has to agree. An answer is `ANSWERED` only if nothing about it is
+in doubt; nothing here ever guesses a token that no report of the server speaks for.
+"""
+
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+import msgspec
+
+from baton.bench.client.sse import EventParser, OversizedEvent
+from baton.bench.client.target import Api
+from baton.bench.records import Arrival, Outcome, Record
+
+MAX_DETAIL = 200
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+_NOTHING = msgspec.Raw(b"null")
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    timeline: msgspec.Raw = _NOTHING
+    error: msgspec.Raw = _NOTHING
+    message: str | None = None  # beside "object": "error", as some servers write errors
+
+
+class _Piece(NamedTuple):
+    """An event with a choice. None: the server does not say."""
+
+    at_s: float
+    has_text: bool
+    is_end: bool  # carries the finish reason
+    num_ids: int | None
+    total: int | None  # tokens so far, by the usage of this very event
+
+
+class Problem(NamedTuple):
+    outcome: Outcome
+    detail: str
+
+
+class AnswerReader:
+    """`feed` until it says that the answer ended, then `fill` a record."""
+
+    def __init__(self, api: Api) -> None:
+        self.done = False  # [DONE] came
+        self.problem: Problem | None = None
+        self.token_ids: list[int] | None = None
+        self.timeline: msgspec.Raw | None = None  # the server's own, as it came
+        self._is_chat = api == "chat"
+        self._decode = msgspec.json.Decoder(_Chunk).decode
+        self._events = EventParser()
+        self._pieces: list[_Piece] = []
+        self._texts: list[str] = []
+        self._usage: _Usage | None = None
+        self._finish_reason: str | None = None
+
+    @property
+    def has_usage(self) -> bool:
+        return self._usage is not None
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether each event with text said how many tokens there were so far.
+
+        Some servers put the usage of the whole answer into the last of them, and only there.
+        """
+        told = [bool(piece.total) for piece in self._pieces if piece.has_text]
+        return all(told) if told else any(piece.total for piece in self._pieces)
+
+    @property
+    def _has_ids_in_time(self) -> bool:
+        """Whether token ids came with the text, not all of them after it."""
+        for piece in self._pieces:
+            if piece.num_ids or piece.has_text:
+                return bool(piece.num_ids)
+        return self.token_ids is not None
+
+    def feed(self, data: bytes, at_s: float) -> bool:
+        """Whether the answer ended, well or not; what follows is not read."""
+        try:
+            events = self._events.feed(data)
+        except OversizedEvent as error:
+            self.problem = Problem(Outcome.MALFORMED, str(error))
+            return True
+        for event in events:
+            if event == b"[DONE]":
+                self.done = True
+            else:
+                self._on_event(event, at_s)
+            if self.done or self.problem is not None:
+                return True
+        return False
+
+    def cut(self, why: str) -> None:
+        """The answer ended although it was not done."""
+        if not self.done and self.problem is None:
+            where = "within an event" if self._events.in_event else "without [DONE]"
+            text = f"{why} {where}, after {len(self._pieces)} chunks"
+            self.problem = Problem(Outcome.TRUNCATED, text)
+
+    def fill(self, record: Record, *, num_asked: int) -> None:
+        """Everything that the stream said, and the outcome; `forced_tokens` has to be set."""
+        if (usage := self._usage) is not None:
+            record.prompt_tokens, record.output_tokens = (
+                usage.prompt_tokens,
+                usage.completion_tokens,
+            )
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        record.token_ids = self.token_ids
+        record.text = "".join(self._texts)
+        counts, contradiction, note = self._count(record.forced_tokens)
+        record.arrivals = _arrivals(self._pieces, counts)
+        problem = (
+            self.problem
+            or contradiction
+            or self._length(sum(counts), record.forced_tokens > 0, num_asked)
+        )
+        record.outcome, record.detail = problem or (Outcome.ANSWERED, note)
+
+    def _on_event(self, event: bytes, at_s: float) -> None:
+        try:
+            chunk = self._decode(event)
+        except msgspec.ValidationError as error:
+            text = f"an event is not of this API: {error}"
+            self.problem = Problem(Outcome.MALFORMED, one_line(text))
+            return
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            text = f"an event is no JSON: {event[:80].decode(errors='replace')}"
+            self.problem = Problem(Outcome.MALFORMED, one_line(text))
+            return
+        if _says(chunk.error):
+            self.problem = Problem(Outcome.ERROR_IN_STREAM, message_of(event))
+        elif chunk.choices:
+            self._on_choice(chunk.choices, chunk.usage, at_s)
+        elif chunk.choices is None and chunk.message is not None:
+            self.problem = Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
+        elif chunk.choices is None and chunk.usage is None and not _says(chunk.timeline):
+            text = "an event is not of this API: it has neither choices nor usage"
+            self.problem = Problem(Outcome.MALFORMED, text)
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if _says(chunk.timeline):
+            self.timeline = chunk.timeline.copy()
+
+    def _on_choice(self, choices: list[_Choice], usage: _Usage | None, at_s: float) -> None:
+        choice = choices[0]
+        if len(choices) > 1 or choice.index != 0:
+            self.problem = Problem(Outcome.MALFORMED, "an event is of a choice that was not wanted")
+            return
+        if self._is_chat:
+            if (delta := choice.delta) is None:
+                self.problem = Problem(Outcome.MALFORMED, "an event of a chat has no delta")
+                return
+            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+        elif choice.text is None:
+            self.problem = Problem(Outcome.MALFORMED, "an event of a completion has no text")
+            return
+        else:
+            text = choice.text
+        if (ids := choice.token_ids) is not None:
+            self.token_ids = self.token_ids or []
+            self.token_ids += ids
+        if text:
+            self._texts.append(text)
+        if choice.finish_reason is not None:
+            self._finish_reason = choice.finish_reason
+        self._pieces.append(
+            _Piece(
+                at_s,
+                bool(text),
+                choice.finish_reason is not None,
+                None if ids is None else len(ids),
+                None if usage is None else usage.completion_tokens,
+            )
+        )
+
+    def _count(self, num_forced: int) -> tuple[list[int], Problem | None, str]:
+        """Tokens of each piece; how the server contradicts itself; a note on how they were found"""
+        pieces, usage = self._pieces, self._usage
+        reported = None if usage is None else usage.completion_tokens
+        if self._has_ids_in_time:
+            counts = [piece.num_ids or 0 for piece in pieces]
+            return counts, _differs(reported, sum(counts), "token ids arrived"), ""
+        if self.has_running_usage:
+            counts, is_steady = _steps(pieces)
+            if not is_steady:
+                problem = Problem(Outcome.WRONG_USAGE, "the running usage goes backwards")
+                return counts, problem, ""
+            return counts, _differs(reported, sum(counts), "tokens were counted on the way"), ""
+        if reported is None and self.token_ids is not None:
+            reported = len(self.token_ids)
+        return self._count_texts(reported, num_forced)
+
+    def _count_texts(
+        self, reported: int | None, num_forced: int
+    ) -> tuple[list[int], Problem | None, str]:
+        pieces = self._pieces
+        with_text = [int(piece.has_text) for piece in pieces]
+        num_texts = sum(with_text)
+        if reported is None or reported == num_texts:
+            return with_text, None, ""
+        for counts in _with_silent_tokens(pieces, self._is_chat):
+            if sum(counts) == reported:
+                return counts, None, ""
+        if reported < num_texts or num_texts in (0, num_forced):
+            return with_text, _differs(reported, num_texts, "chunks carried text"), ""
+        note = f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"
+        return _spread(with_text, reported), None, note
+
+    def _length(self, num_tokens: int, is_forced: bool, num_asked: int) -> Problem | None:
+        if num_tokens == num_asked:
+            return None
+        if not is_forced and 0 < num_tokens < num_asked and self._finish_reason == "stop":
+            return None
+        source = "" if self.token_ids is not None or self._usage else " by chunks with text"
+        text = f"{num_tokens} tokens{source} instead of {num_asked}"
+        if self._finish_reason is not None:
+            text += f", finish reason {self._finish_reason}"
+        return Problem(Outcome.WRONG_LENGTH, one_line(text))
+
+
+def message_of(body: bytes) -> str:
+    """What an error says: OpenAI's shape and its relatives, else its first characters."""
+    try:
+        found: object = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return one_line(body[: 2 * MAX_DETAIL].decode(errors="replace"))
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    if isinstance(found, str):
+        return one_line(found)
+    return one_line(msgspec.json.encode(found).decode())
+
+
+def one_line(text: str) -> str:
+    """At most `MAX_DETAIL` characters that print."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 1] + "…"
+
+
+def _says(value: msgspec.Raw) -> bool:
+    return bytes(value) != b"null"
+
+
+def _differs(reported: int | None, counted: int, what: str) -> Problem | None:
+    if reported is None or reported == counted:
+        return None
+    return Problem(Outcome.WRONG_USAGE, f"usage says {reported} tokens, {counted} {what}")
+
+
+def _steps(pieces: list[_Piece]) -> tuple[list[int], bool]:
+    """What the running totals add up from, and whether they only grow."""
+    counts, last = [], 0
+    for piece in pieces:
+        total = last if piece.total is None else piece.total
+        counts.append(max(total - last, 0))
+        if total < last:
+            return counts + [0] * (len(pieces) - len(counts)), False
+        last = total
+    return counts, True
+
+
+def _with_silent_tokens(pieces: list[_Piece], is_chat: bool) -> list[list[int]]:
+    """Ways to count where a token that completes no text has a chunk, too; the likeliest first.
+
+    What is empty before any text opens the answer, and an empty end may or may not be a token.
+    """
+    opening = next((i for i, piece in enumerate(pieces) if piece.has_text), len(pieces))
+    after = [int(i >= opening) for i in range(len(pieces))]
+    not_empty_end = [int(piece.has_text or not piece.is_end) for piece in pieces]
+    ways = [[min(pair) for pair in zip(after, not_empty_end, strict=True)], after]
+    if not is_chat:
+        ways.append([1] * len(pieces))
+    return ways
+
+
+def _spread(with_text: list[int], num_tokens: int) -> list[int]:
+    """`num_tokens` over the chunks with text, as evenly as whole tokens go."""
+    num_texts, seen, counts = sum(with_text), 0, []
+    for one in with_text:
+        before = seen * num_tokens // num_texts
+        seen += one
+        counts.append(seen * num_tokens // num_texts - before)
+    return counts
+
+
+def _arrivals(pieces: list[_Piece], counts: list[int]) -> list[Arrival]:
+    """What came with one read is one arrival."""
+    stamped = [(piece.at_s, count) for piece, count in zip(pieces, counts, strict=True) if count]
+    return [
+        Arrival(at_s, sum(count for _, count in group))
+        for at_s, group in groupby(stamped, itemgetter(0))
+    ]

@@ -1,0 +1,358 @@
+"""What a load measured: every figure of a report, and the definition that is printed with it.
+
+`summarise` turns the records of a load into one `Summary`; the searches, comparisons and reports
+read that. A failed request has no latency that counts, but it stays in every denominator, and a
+request belongs to a window by its intended arrival, whenever it ended. Nothing here may mend,
+drop or reorder records.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from baton.bench.figures.paired import Floats, Interval, batch_means, nearest_rank, share_interval
+from baton.bench.records import LoadResult, Outcome, Record
+from baton.protocol.errors import BatonError, ConfigError
+
+STUTTER = 3.0  # a gap of more than this many TPOTs
+
+DEFINITIONS: Mapping[str, str] = {
+    "intended": "when the schedule wanted the request to arrive; in a closed loop, when it is sent",
+    "lag": "sent - intended, of all requests; what the client itself was late",
+    "ttft": "first byte that carries a token, at the client - intended",
+    "ttft_from_sent": "the same from the moment of sending",
+    "e2e": "last byte of the answer - intended",
+    "e2e_from_sent": "the same from the moment of sending",
+    "chunk_gap": "time between two arrivals of tokens of one request, as they came",
+    "itl": "the gap before a chunk of k tokens counts as k gaps of a k-th of it",
+    "gap_max": "the largest chunk_gap of one request",
+    "tpot": "(last token - first token) / (n - k0), where k0 of the n tokens came with the first; "
+    "n - 1 where tokens come one by one. A request whose tokens all came at once has none",
+    "ntpot": "e2e / n",
+    "attainment": "share of ALL arrivals that were answered within all bounds; a failure misses "
+    "them, and a tpot or gap_max that does not exist meets them",
+    "goodput": "requests per second that were answered within all bounds",
+    "window": "requests belong to it by their intended arrival, whenever they ended; without one "
+    "it reaches from the first intended arrival to the last end. Warm-up never counts",
+    "offered_rate": "arrivals / window; without a window (arrivals - 1) / (last - first arrival)",
+    "answered_rate": "answered requests / window",
+    "tokens_per_s": "output tokens that arrived within the window / window",
+    "concurrency": "mean number of requests between sending and end, within the window",
+    "stutter_free": "share of answered requests without a chunk_gap over 3 x their own tpot",
+    "cached_share": "prompt tokens that the server says it had cached / prompt tokens",
+    "percentile": "nearest rank: the smallest sample that p % of the samples do not exceed; no "
+    "interpolation. Latencies are of answered requests, in milliseconds",
+    "interval": "95 %, by batch means: 20 batches in the order of arrival; of a share the wider of "
+    "that and Wilson's",
+}
+
+
+class Bounds(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request must not exceed to count as good. None does not bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    gap_max_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __str__(self) -> str:
+        words = ((name.removesuffix("_ms"), limit) for name, limit in _limits(self))
+        return ", ".join(f"{name} <= {limit:g} ms" for name, limit in words) or "answered"
+
+
+# For a model of about 8B parameters on one large GPU.
+PRESETS: Mapping[str, Bounds] = {
+    "chat": Bounds(ttft_ms=300, tpot_ms=25, gap_max_ms=250),
+    "tight": Bounds(ttft_ms=150, tpot_ms=10, gap_max_ms=100),
+    "long-32k": Bounds(ttft_ms=2000, tpot_ms=30, gap_max_ms=500),
+}
+
+
+class Window(msgspec.Struct, frozen=True):
+    """From `start_s` up to, but without, `end_s`."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Of a sample that is not empty, in milliseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+    min: float
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The figures of one request, in milliseconds. None where there is nothing to measure."""
+
+    lag_ms: float
+    e2e_ms: float
+    e2e_from_sent_ms: float
+    num_tokens: int
+    ttft_ms: float | None = None
+    ttft_from_sent_ms: float | None = None
+    tpot_ms: float | None = None
+    gap_max_ms: float | None = None
+    ntpot_ms: float | None = None
+
+    @property
+    def is_stutter_free(self) -> bool:
+        if self.tpot_ms is None or self.gap_max_ms is None:
+            return True
+        return self.gap_max_ms <= STUTTER * self.tpot_ms
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A load in figures. Rates are per second, shares between 0 and 1, latencies distributions."""
+
+    num_requests: int  # arrivals that count; the denominator of every share
+    outcomes: dict[str, int]
+    window: Window
+    offered_rate: float | None
+    answered_rate: float
+    tokens_per_s: float
+    num_tokens: int  # output, of answered requests
+    num_prompt_tokens: int | None  # of answered requests; None if the server did not say
+    tokens_per_chunk: float | None
+    ttft: Distribution | None
+    ttft_from_sent: Distribution | None
+    itl: Distribution | None
+    chunk_gap: Distribution | None
+    tpot: Distribution | None
+    gap_max: Distribution | None
+    e2e: Distribution | None
+    e2e_from_sent: Distribution | None
+    ntpot: Distribution | None
+    lag: Distribution
+    ttft_mean: Interval | None  # None: too few samples for an interval
+    bounds: Bounds | None
+    attainment: float | None  # None without bounds, as the next two
+    attainment_interval: Interval | None
+    goodput: float | None
+    stutter_free: float | None
+    cached_share: float | None
+    concurrency: float
+    num_unfinished: int  # arrived within the window and ended after it
+
+
+def parse_bounds(text: str) -> Bounds:
+    """A preset's name, or bounds in milliseconds: `ttft=300,tpot=25,gap_max=250,e2e=9000`."""
+    if text in PRESETS:
+        return PRESETS[text]
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        field = f"{name.strip()}_ms"
+        if field not in Bounds.__struct_fields__ or field in given:
+            known = ", ".join(one.removesuffix("_ms") for one in Bounds.__struct_fields__)
+            raise ConfigError(
+                f"bounds {text!r}: {part.strip()!r} is not one of {known}, each once and followed "
+                f"by =MILLISECONDS; or name a preset: {', '.join(PRESETS)}"
+            )
+        try:
+            given[field] = float(value)
+        except ValueError:
+            given[field] = -1.0
+        if not 0 < given[field] < float("inf"):
+            raise ConfigError(f"bounds {text!r}: {value!r} is not a number of milliseconds")
+    return Bounds(**given)
+
+
+def chunk_gaps(record: Record) -> tuple[Floats, Floats]:
+    """Seconds before each arrival of tokens but the first, and how many tokens it brought."""
+    carrying = [arrival for arrival in record.arrivals if arrival.num_tokens > 0]
+    stamps = np.array([arrival.at_s for arrival in carrying], np.float64)
+    tokens = np.array([arrival.num_tokens for arrival in carrying], np.float64)
+    return np.diff(stamps), tokens[1:]
+
+
+def measure(record: Record) -> Timing:
+    """The figures of one request, failed or not. Whether they count is for the outcome to say."""
+    lag_s = record.sent_s - record.intended_s
+    e2e_s = record.end_s - record.intended_s
+    from_sent_s = record.end_s - record.sent_s
+    num_tokens = record.num_tokens
+    if not num_tokens:
+        return Timing(1e3 * lag_s, 1e3 * e2e_s, 1e3 * from_sent_s, 0)
+    gaps, tokens = chunk_gaps(record)
+    first_s = next(one.at_s for one in record.arrivals if one.num_tokens > 0)
+    later = float(tokens.sum())
+    return Timing(
+        1e3 * lag_s,
+        1e3 * e2e_s,
+        1e3 * from_sent_s,
+        num_tokens,
+        ttft_ms=1e3 * (first_s - record.intended_s),
+        ttft_from_sent_ms=1e3 * (first_s - record.sent_s),
+        tpot_ms=1e3 * float(gaps.sum()) / later if later else None,
+        gap_max_ms=1e3 * float(gaps.max()) if len(gaps) else None,
+        ntpot_ms=1e3 * e2e_s / num_tokens,
+    )
+
+
+def meets(record: Record, bounds: Bounds) -> bool:
+    """Whether a request was answered within all bounds; a limit itself is within."""
+    if record.outcome is not Outcome.ANSWERED:
+        return False
+    timing = measure(record)
+    if bounds.ttft_ms is not None and timing.ttft_ms is None:
+        return False
+    for name, limit in _limits(bounds):
+        value: float | None = getattr(timing, name)
+        if value is not None and value > limit:
+            return False
+    return True
+
+
+def counted(records: Sequence[Record], window: Window | None) -> list[Record]:
+    """The requests that a summary is about, in the order of their intended arrivals."""
+    chosen = [
+        record
+        for record in records
+        if not record.warm_up
+        and (window is None or window.start_s <= record.intended_s < window.end_s)
+    ]
+    return sorted(chosen, key=lambda record: (record.intended_s, record.index))
+
+
+def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
+    """None of an empty sample."""
+    if not len(samples_ms):
+        return None
+    ordered = np.sort(np.asarray(samples_ms, np.float64))
+    p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
+    mean = float(ordered.mean())
+    return Distribution(
+        len(ordered), mean, p50, p90, p95, p99, float(ordered[-1]), float(ordered[0])
+    )
+
+
+def summarise(
+    result: LoadResult, *, window: Window | None = None, bounds: Bounds | None = None
+) -> Summary:
+    """All figures of a load. Raises `BatonError` if no request arrived in the window."""
+    records = counted(result.records, window)
+    if not records:
+        where = f" between {window.start_s:g} and {window.end_s:g} s" if window else ""
+        raise BatonError(f"no request arrived{where}, so there is nothing to measure")
+    good = [record for record in records if record.outcome is Outcome.ANSWERED]
+    answered = [measure(record) for record in good]
+    span = window or Window(records[0].intended_s, max(record.end_s for record in records))
+    every = [record for record in result.records if not record.warm_up]
+    lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
+    assert lag is not None, "there is at least one request"
+    met = [meets(record, bounds) for record in records] if bounds is not None else []
+    chunk_ms, itl_ms, num_chunks = _gaps_ms(good)
+    num_tokens = sum(timing.num_tokens for timing in answered)
+    prompts = [record.prompt_tokens for record in good if record.prompt_tokens is not None]
+    return Summary(
+        num_requests=len(records),
+        outcomes=_outcomes(records),
+        window=span,
+        offered_rate=_offered_rate(records, window),
+        answered_rate=_per_s(len(answered), span),
+        tokens_per_s=_per_s(_tokens_within(every, span), span),
+        num_tokens=num_tokens,
+        num_prompt_tokens=sum(prompts) if prompts else None,
+        tokens_per_chunk=num_tokens / num_chunks if num_chunks else None,
+        ttft=_of(answered, "ttft_ms"),
+        ttft_from_sent=_of(answered, "ttft_from_sent_ms"),
+        itl=distribution(itl_ms),
+        chunk_gap=distribution(chunk_ms),
+        tpot=_of(answered, "tpot_ms"),
+        gap_max=_of(answered, "gap_max_ms"),
+        e2e=_of(answered, "e2e_ms"),
+        e2e_from_sent=_of(answered, "e2e_from_sent_ms"),
+        ntpot=_of(answered, "ntpot_ms"),
+        lag=lag,
+        ttft_mean=batch_means([t.ttft_ms for t in answered if t.ttft_ms is not None]),
+        bounds=bounds,
+        attainment=_share(met),
+        attainment_interval=share_interval(met) if met else None,
+        goodput=_per_s(sum(met), span) if met else None,
+        stutter_free=_share([timing.is_stutter_free for timing in answered]),
+        cached_share=_cached_share(good),
+        concurrency=_concurrency(every, span),
+        num_unfinished=sum(1 for record in records if window and record.end_s > window.end_s),
+    )
+
+
+def _limits(bounds: Bounds) -> list[tuple[str, float]]:
+    named = [(name, getattr(bounds, name)) for name in Bounds.__struct_fields__]
+    return [(name, limit) for name, limit in named if limit is not None]
+
+
+def _of(timings: Sequence[Timing], name: str) -> Distribution | None:
+    values = [getattr(timing, name) for timing in timings]
+    return distribution([value for value in values if value is not None])
+
+
+def _outcomes(records: Sequence[Record]) -> dict[str, int]:
+    found = Counter(record.outcome for record in records)
+    return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
+
+
+def _gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
+    """All gaps between chunks, the same per token, and the number of chunks."""
+    chunks, per_token, num_chunks = [np.zeros(0)], [np.zeros(0)], 0
+    for record in answered:
+        gaps, tokens = chunk_gaps(record)
+        chunks.append(1e3 * gaps)
+        per_token.append(np.repeat(1e3 * gaps / tokens, tokens.astype(np.int64)))
+        num_chunks += len(gaps) + (record.num_tokens > 0)
+    return np.concatenate(chunks), np.concatenate(per_token), num_chunks
+
+
+def _share(met: Sequence[bool]) -> float | None:
+    return sum(met) / len(met) if met else None
+
+
+def _per_s(count: float, span: Window) -> float:
+    return count / span.duration_s if span.duration_s > 0 else 0.0
+
+
+def _offered_rate(records: Sequence[Record], window: Window | None) -> float | None:
+    if window is not None:
+        return _per_s(len(records), window)
+    spread_s = records[-1].intended_s - records[0].intended_s
+    return (len(records) - 1) / spread_s if spread_s > 0 else None
+
+
+def _tokens_within(records: Sequence[Record], span: Window) -> int:
+    return sum(
+        arrival.num_tokens
+        for record in records
+        for arrival in record.arrivals
+        if span.start_s <= arrival.at_s <= span.end_s
+    )
+
+
+def _concurrency(records: Sequence[Record], span: Window) -> float:
+    within = (
+        min(record.end_s, span.end_s) - max(record.sent_s, span.start_s) for record in records
+    )
+    # Sorted, so that the sum does not depend on the order of the records.
+    return _per_s(sum(sorted(max(0.0, seconds) for seconds in within)), span)
+
+
+def _cached_share(answered: Sequence[Record]) -> float | None:
+    said = [
+        (record.cached_tokens, record.prompt_tokens)
+        for record in answered
+        if record.cached_tokens is not None and record.prompt_tokens
+    ]
+    if not said:
+        return None
+    return sum(cached for cached, _ in said) / sum(prompt for _, prompt in said)

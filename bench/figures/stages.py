@@ -1,0 +1,174 @@
+"""Where the time of a request went: the server's own timeline joined to the client's stamps.
+
+The client calls `stages_of` when an answer brought a timeline, reports call `summarise_stages`. The
+server's durations come from several clocks and the client's from another, so only durations are
+compared, never stamps. What no part explains is shown as a part of its own; parts that explain
+more than there was are an error that is counted, never scaled away.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from baton.bench.figures.metrics import Distribution, distribution
+from baton.bench.records import Outcome, Record, Stage
+
+TOLERANCE_S = 1e-3
+UNATTRIBUTED = "unattributed"
+
+# In the order in which they follow each other, but the last, which has no place of its own.
+STAGES: Mapping[str, str] = {
+    "client_lag": "intended arrival to sending",
+    "before_server": "sending until the server's clock starts: connecting, HTTP, chat template, "
+    "tokenizing; with the way back of the first token, which cannot be told apart",
+    "router_queue": "until the router had chosen where it runs",
+    "queue": "waiting for the step that starts the prompt",
+    "prefill": "computing the prompt",
+    "exposed_transfer": "moving KV blocks after the last part of the prompt was computed",
+    "decode_queue": "from joining the decode batch to the step that makes its first token there",
+    "first_step": "that step",
+    "decoding": "from the second token to the last",
+    "after_server": "from the server's last token to the last byte, beyond the first token's way",
+    UNATTRIBUTED: "what no stage explains: messages between nodes, waiting for a node's consent",
+}
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """What a server may say about one request; what it does not say is None.
+
+    The stages are those of baton's `"timeline": true`. `time_to_first_token_s` and `e2e_s` are
+    measured by one clock, from the moment the server counts as the arrival.
+    """
+
+    router_queue_s: Seconds | None = None
+    queue_s: Seconds | None = None
+    prefill_s: Seconds | None = None
+    transfer_s: Seconds | None = None  # all of it, most of which overlaps with prefill
+    exposed_s: Seconds | None = None
+    transfer_bytes: int | None = None
+    decode_queue_s: Seconds | None = None
+    first_step_s: Seconds | None = None
+    time_to_first_token_s: Seconds | None = None
+    e2e_s: Seconds | None = None
+    num_cached_tokens: int | None = None
+    path: str | None = None
+    num_attempts: int | None = None
+    resumed: bool | None = None
+
+
+class StageSummary(msgspec.Struct, frozen=True):
+    name: str
+    time: Distribution
+    share: float  # of the e2e of all these requests
+
+
+class StageTable(msgspec.Struct, frozen=True, kw_only=True):
+    """The stages of all answered requests that have them, and how well they add up."""
+
+    num_joined: int
+    num_without: int  # answered, but without a timeline
+    stages: list[StageSummary]  # in the order of `STAGES`
+    max_error_ms: float  # largest |sum of the stages - e2e| of one request
+    num_beyond: int  # requests where that is over 1 ms
+    unattributed_share: float
+
+    @property
+    def adds_up(self) -> bool:
+        return self.num_beyond == 0
+
+
+def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
+    """The `timeline` of an answer: an entry or a list of them, as JSON.
+
+    None if it holds anything else than one entry: a request of the bench has one prompt.
+    """
+    try:
+        found = msgspec.json.decode(data, type=Timeline | list[Timeline] | None)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if isinstance(found, list):
+        return found[0] if len(found) == 1 else None
+    return found
+
+
+def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
+    """The parts of `record` from its intended arrival to its last byte, each at least zero.
+
+    They add up to that time, unless the server claims more than there was. Empty if the record
+    brought no token.
+    """
+    stamps = [arrival.at_s for arrival in record.arrivals if arrival.num_tokens > 0]
+    if not stamps:
+        return []
+    lag_s = max(0.0, record.sent_s - record.intended_s)
+    seen_s = record.end_s - record.sent_s
+    parts = {
+        "client_lag": lag_s,
+        "router_queue": timeline.router_queue_s or 0.0,
+        "queue": timeline.queue_s or 0.0,
+        "prefill": timeline.prefill_s or 0.0,
+        "exposed_transfer": timeline.exposed_s or 0.0,
+        "decode_queue": timeline.decode_queue_s or 0.0,
+        "first_step": timeline.first_step_s or 0.0,
+    }
+    named_s = sum(parts.values()) - lag_s
+    inside_s = seen_s
+    if timeline.e2e_s is not None:
+        # The server's time lies within the client's, so both of these are at least zero.
+        inside_s, outside_s = timeline.e2e_s, max(0.0, seen_s - timeline.e2e_s)
+        first_s = timeline.time_to_first_token_s
+        way_s = stamps[0] - record.sent_s - first_s if first_s is not None else outside_s
+        parts["before_server"] = min(max(0.0, way_s), outside_s)
+        parts["after_server"] = outside_s - parts["before_server"]
+    parts["decoding"] = _decoding_s(stamps, max(0.0, inside_s - named_s))
+    left_s = record.end_s - record.intended_s - sum(parts.values())
+    parts[UNATTRIBUTED] = max(0.0, left_s)
+    return [Stage(name, parts.get(name, 0.0)) for name in STAGES]
+
+
+def sum_error_s(record: Record) -> float:
+    """How much more (or, negative, less) time the stages of a record claim than it took."""
+    total_s = sum(stage.duration_s for stage in record.stages)
+    return total_s - (record.end_s - record.intended_s)
+
+
+def summarise_stages(records: Sequence[Record]) -> StageTable | None:
+    """None if no answered request has stages."""
+    answered = [r for r in records if r.outcome is Outcome.ANSWERED and not r.warm_up]
+    joined = [record for record in answered if record.stages]
+    if not joined:
+        return None
+    errors_s = [abs(sum_error_s(record)) for record in joined]
+    total_ms = 1e3 * sum(record.end_s - record.intended_s for record in joined)
+    samples: dict[str, list[float]] = {}
+    for record in joined:
+        for stage in record.stages:
+            samples.setdefault(stage.name, []).append(1e3 * stage.duration_s)
+    order = [*STAGES, *(name for name in samples if name not in STAGES)]
+    stages = []
+    for name in order:
+        if (time := distribution(samples.get(name, []))) is not None:
+            share = time.mean * time.count / total_ms if total_ms > 0 else 0.0
+            stages.append(StageSummary(name, time, share))
+    return StageTable(
+        num_joined=len(joined),
+        num_without=len(answered) - len(joined),
+        stages=stages,
+        max_error_ms=1e3 * max(errors_s),
+        num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
+        unattributed_share=sum(one.share for one in stages if one.name == UNATTRIBUTED),
+    )
+
+
+def _decoding_s(stamps: Sequence[float], room_s: float) -> float:
+    """From the second token to the last, within what the server's other stages leave.
+
+    The client sees the stamps with the jitter of the network; if the second token came with the
+    first, it does not see the start at all.
+    """
+    if len(stamps) == 1:
+        return 0.0
+    return min(stamps[-1] - stamps[1], room_s)

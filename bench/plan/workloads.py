@@ -1,0 +1,288 @@
+"""What is asked, and when: a workload and arrivals become a plan of requests.
+
+The experiments make one plan per load and hand its requests to the client. Everything is drawn from
+one seed before the load starts; request n of a seed is the same however many there are, so arms and
+rounds are asked the same. Nothing repeats unless the trace, the file or `repeat` says so.
+
+A later turn of a conversation holds only what the user adds: the client puts the turns before it
+and their answers in front, messages before messages, ids before ids.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from baton.bench.plan.arrivals import (
+    ArrivalProcess,
+    Drawn,
+    Realised,
+    Recorded,
+    check_process,
+    mean_rate,
+    realised,
+    text_of,
+    times,
+)
+from baton.bench.plan.lengths import parse_lengths
+from baton.bench.plan.prompt_files import read_prompts
+from baton.bench.plan.replay import TraceOptions, Vocabulary
+from baton.bench.plan.sources import (
+    Draft,
+    DrawnSource,
+    Draws,
+    FileSource,
+    Shape,
+    Source,
+    TraceSource,
+)
+from baton.bench.plan.trace_files import read_trace, trace_path
+from baton.bench.records import Planned
+from baton.protocol.errors import ConfigError
+
+Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
+# Warm-up requests come this fast at most, and are followed by silence before the schedule starts.
+WARM_UP_SPACING_S, SETTLE_S = 0.5, 2.0
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What requests hold. `prompt` and `output` are texts of `lengths.py`.
+
+    A prompt has `shared_prefix` tokens that others have too, then `prompt` tokens of its own.
+    """
+
+    kind: Annotated[Kind, Meta(description="what is asked")] = "tokens"
+    prompt: Annotated[str, Meta(description="prompt lengths", extra={"unit": "tokens"})] = "512"
+    output: Annotated[str, Meta(description="output lengths", extra={"unit": "tokens"})] = "64"
+    vocabulary: Annotated[
+        Vocabulary, Meta(description="lowest and highest token id that prompts are drawn from")
+    ] = (300, 8000)
+    shared_prefix: Annotated[
+        int, Meta(ge=0, description="common start of prompts", extra={"unit": "tokens"})
+    ] = 0
+    num_prefixes: Annotated[int, Meta(ge=1, description="different common starts, in turn")] = 1
+    turns: Annotated[int, Meta(ge=1, description="requests of a conversation")] = 4
+    think_s: Annotated[
+        float,
+        Meta(ge=0, description="from an answer to the next turn", extra={"unit": "s"}),
+    ] = 0.0
+    conversation_form: Annotated[
+        Literal["chat", "tokens"],
+        Meta(description="turns as chat messages, or as token ids that are appended exactly"),
+    ] = "chat"
+    path: Annotated[
+        str, Meta(description="JSONL of prompts, or a trace: a file or a shipped trace's name")
+    ] = ""
+    trace: TraceOptions = TraceOptions()
+    repeat: Annotated[bool, Meta(description="start over when the trace or file is used up")] = (
+        False
+    )
+    seed: Annotated[int, Meta(ge=0, description="of everything that is drawn")] = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Requests in the order of sending; `requests[n].index` is n, warm-up requests come first.
+
+    `duration_s` is the schedule's: what was asked for, else up to the last arrival. `offered_rate`
+    is the rate that was asked for, `realised` what was drawn or recorded. All three are None in a
+    closed loop; `offered_rate` also when a trace plays as recorded.
+    """
+
+    requests: list[Planned]
+    notes: list[str]
+    realised: Realised | None = None
+    offered_rate: float | None = None
+    duration_s: float | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class _Schedule:
+    """When arrivals come; a time is None in a closed loop."""
+
+    times: Sequence[float | None]
+    notes: list[str]
+    realised: Realised | None = None
+    offered_rate: float | None = None
+    duration_s: float | None = None
+
+
+def make_plan(
+    workload: Workload,
+    arrivals: ArrivalProcess | None,
+    *,
+    count: int | None = None,
+    duration_s: float | None = None,
+    warm_up: int = 0,
+) -> Plan:
+    """The plan of an open loop, or of a closed one if `arrivals` is None.
+
+    `count` and `duration_s` bound the arrivals; a conversation arrives once and counts once. Traces
+    and files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
+    """
+    source = _source(workload)
+    if arrivals is None:
+        schedule = _closed(source, count, duration_s)
+    elif isinstance(arrivals, Recorded):
+        schedule = _recorded(source, arrivals, count, duration_s)
+    else:
+        schedule = _drawn(source, arrivals, count, duration_s, workload.seed)
+    num = len(schedule.times)
+    if source.num_rows is not None and num > source.num_rows and not workload.repeat:
+        raise ConfigError(
+            f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer, or "
+            "let it repeat"
+        )
+    # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
+    measured = [source.draw(place) for place in range(num)]
+    building = _Building(think_s=workload.think_s)
+    for place, at_s in enumerate(_warm_up_times(warm_up, schedule)):
+        building.add([source.warm_up(place)], at_s, warm_up=True)
+    for drafts, at_s in zip(measured, schedule.times, strict=True):
+        building.add(drafts, at_s)
+    notes = [*source.notes(num), *schedule.notes, *_lengths(building.requests)]
+    if warm_up:
+        notes.append(f"{warm_up} warm-up requests with prompts of their own go first")
+    notes.append(f"seed {workload.seed}")
+    return Plan(
+        building.requests, notes, schedule.realised, schedule.offered_rate, schedule.duration_s
+    )
+
+
+@dataclass(slots=True)
+class _Building:
+    """The requests of a plan as it grows."""
+
+    think_s: float
+    requests: list[Planned] = field(default_factory=list)
+    num_conversations: int = 0
+
+    def add(self, drafts: list[Draft], at_s: float | None, *, warm_up: bool = False) -> None:
+        """One arrival; several drafts are the turns of a conversation."""
+        conversation = self.num_conversations if len(drafts) > 1 else None
+        self.num_conversations += len(drafts) > 1
+        for turn, draft in enumerate(drafts):
+            request = Planned(
+                index=len(self.requests),
+                at_s=at_s if turn == 0 else None,
+                output_tokens=draft.output_tokens,
+                prompt_ids=draft.prompt_ids,
+                prompt=draft.prompt,
+                messages=draft.messages,
+                conversation=conversation,
+                turn=turn,
+                think_s=self.think_s if turn else 0.0,
+                warm_up=warm_up,
+            )
+            self.requests.append(request)
+
+
+def _source(workload: Workload) -> Source:
+    """Checks a workload and opens what it needs. Raises `ConfigError`."""
+    try:
+        msgspec.convert(msgspec.to_builtins(workload), Workload)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the workload does not fit: {error}") from None
+    low, high = workload.vocabulary
+    if not 0 <= low <= high:
+        raise ConfigError(f"the vocabulary {low}-{high} holds no token ids")
+    lengths = parse_lengths(workload.prompt), parse_lengths(workload.output)
+    draws = Draws(workload.seed, workload.vocabulary, *lengths)
+    reads = workload.kind in ("trace", "file")
+    if reads != bool(workload.path):
+        verb = "needs a" if reads else "has no"
+        raise ConfigError(f"a workload of kind {workload.kind} {verb} path")
+    common = workload.shared_prefix, workload.num_prefixes
+    match workload.kind:
+        case "trace":
+            return TraceSource(read_trace(trace_path(workload.path)), workload.trace, draws)
+        case "file":
+            return FileSource(read_prompts(Path(workload.path)), draws)
+        case "conversation":
+            return DrawnSource(Shape(workload.conversation_form, workload.turns, *common), draws)
+        case form:
+            return DrawnSource(Shape(form, 1, *common), draws)
+
+
+def _closed(source: Source, count: int | None, duration_s: float | None) -> _Schedule:
+    num = count if count is not None else source.num_rows
+    if duration_s is not None or num is None:
+        raise ConfigError("a closed loop needs a number of requests, and no duration")
+    if num < 1:
+        raise ConfigError(f"{num} requests are none")
+    return _Schedule([None] * num, ["closed loop: requests go when others were answered"])
+
+
+def _drawn(
+    source: Source,
+    arrivals: Drawn,
+    count: int | None,
+    duration_s: float | None,
+    seed: int,
+) -> _Schedule:
+    if count is None and duration_s is None:
+        count = source.num_rows
+    at = times(arrivals, duration_s=duration_s, count=count, seed=seed)
+    if not at:
+        raise ConfigError(f"no request of {text_of(arrivals)} arrives within {duration_s:g} s")
+    reality = realised(at)
+    notes = [f"{text_of(arrivals)}: {reality}"]
+    return _Schedule(at, notes, reality, mean_rate(arrivals), duration_s or at[-1])
+
+
+def _recorded(
+    source: Source, arrivals: Recorded, count: int | None, duration_s: float | None
+) -> _Schedule:
+    """The times of the rows; a rate is that of all rows, so cutting them changes no time."""
+    check_process(arrivals)
+    if source.times is None:
+        raise ConfigError("arrivals 'trace' need a trace, or a file whose rows say at_s")
+    if count is not None and not 1 <= count <= len(source.times):
+        raise ConfigError(f"{count} requests are wanted of {len(source.times)} recorded ones")
+    at, notes = list(source.times), []
+    if arrivals.rate is not None:
+        native = realised(at).rate
+        if native is None:
+            raise ConfigError("one recorded moment has no rate to change")
+        stretch = native / arrivals.rate
+        at = [at_s * stretch for at_s in at]
+        notes.append(f"times are stretched by {stretch:.6g} for {arrivals.rate:g} requests/s")
+    end_s = math.inf if duration_s is None else duration_s
+    at = [at_s for at_s in at[:count] if at_s < end_s]
+    if not at:
+        raise ConfigError(f"no recorded request arrives within {duration_s} s")
+    if duration_s is not None and len(at) == len(source.times):
+        notes.append(f"the recording ends after {at[-1]:.6g} s")
+    reality = realised(at)
+    notes.append(f"recorded times: {reality}")
+    return _Schedule(at, notes, reality, arrivals.rate, duration_s or at[-1])
+
+
+def _warm_up_times(warm_up: int, schedule: _Schedule) -> list[float | None]:
+    """At the rate of the load but not slower than one in half a second, then a silence."""
+    if schedule.realised is None:
+        return [None] * warm_up
+    rate = schedule.realised.rate
+    spacing_s = WARM_UP_SPACING_S if rate is None else min(WARM_UP_SPACING_S, 1 / rate)
+    return [-SETTLE_S - spacing_s * (warm_up - 1 - place) for place in range(warm_up)]
+
+
+def _lengths(requests: list[Planned]) -> list[str]:
+    """What the lengths turned out to be, without the warm-up."""
+    counted = [request for request in requests if not request.warm_up]
+    sides = {
+        "outputs": [request.output_tokens for request in counted],
+        "prompts": [len(request.prompt_ids) for request in counted if request.prompt_ids],
+    }
+    notes = []
+    for side, lengths in sides.items():
+        if lengths:
+            p50, p99 = np.percentile(lengths, (50, 99), method="inverted_cdf")
+            mean, longest = np.mean(lengths), max(lengths)
+            shown = f"mean {mean:.5g}, p50 {p50:g}, p99 {p99:g}, max {longest}"
+            notes.append(f"{side}, tokens: {shown}")
+    return notes
