@@ -28,14 +28,14 @@ SEED = 1
 NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 24, 7
 # A stream that goes on elsewhere begins with its whole prompt: long ones, so that this takes much
 # longer than anything that other processes do to a step.
-PROMPT_TOKENS, OUTPUT_TOKENS = 600, 150
+PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 150
 
 
 def settings() -> ClusterConfig:
     return ClusterConfig(
         decode=2,
         model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=1200),
+        cache=CacheConfig(num_blocks=1200, prefix=False),
         engine=EngineConfig(chunk_tokens=64),
         router=RouterConfig(local_prefill="never"),
     )
