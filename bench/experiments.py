@@ -21,6 +21,7 @@ from baton.bench.client.turns import units_of
 from baton.bench.figures.metrics import Bounds, Window, summarise
 from baton.bench.figures.validity import Problem, Severity, check
 from baton.bench.plan.arrivals import ArrivalProcess
+from baton.bench.plan.prompts import shared_share
 from baton.bench.plan.vocabulary import AUTO, accepted
 from baton.bench.plan.workloads import Plan
 from baton.bench.progress import LoadProgress
@@ -39,12 +40,12 @@ from baton.runtime.interrupts import Interrupts
 OnStart = Callable[[float], None]
 ALL_FAILED = "all_failed"
 WATCH_EVERY_S = 0.1
-# Of the tokens of prompts that share nothing; a chat template may be shared.
+# Of prompt tokens, beyond what the prompts share among themselves; a chat template may be shared.
 MAX_CACHED_SHARE = 0.1
 STOPPING = "stopping: the report keeps what there is; Ctrl-C again ends at once, without one"
 CACHED = (
-    "the server had parts of these prompts cached although they share nothing: it saw them before, "
-    "so TTFT is too good; choose another --seed, or reset the cache"
+    "the server had more of these prompts cached than they share among themselves: it saw them "
+    "before, so TTFT is too good; choose another --seed, or reset the cache"
 )
 
 
@@ -59,7 +60,7 @@ class Case:
     load: LoadSettings
     bounds: Bounds | None = None
     verify: bool = False
-    may_be_cached: bool = False  # prompts share prefixes, or were sent before, on purpose
+    may_be_cached: bool = False  # nobody can say how much of the prompts a cache should know
     arm: str = ""
     round: int = 0
     rate: float | None = None
@@ -294,7 +295,9 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         text = f"{num_units} requests cannot keep {case.concurrency} clients busy"
         problems.append(Problem(Severity.WARNING, text))
     if not case.may_be_cached and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
-        problems.append(Problem(Severity.WARNING, CACHED))
+        shared = shared_share([one.prompt_ids for one in case.plan.requests])
+        if (summary.cached_share or 0.0) > MAX_CACHED_SHARE + shared:
+            problems.append(Problem(Severity.WARNING, CACHED))
     return Run(
         label=case.label,
         summary=summary,
@@ -311,9 +314,14 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
 
 
 def shares_prompts(workload: WorkloadSettings) -> bool:
-    """Whether a server with a prefix cache is meant to find something in it."""
-    own = workload.workload in ("tokens", "text", "chat")
-    return not own or workload.shared_prefix > 0
+    """Whether the server may have cached more than the plan's token ids can tell."""
+    match workload.workload:
+        case "conversation" | "file":
+            return True
+        case "text" | "chat":
+            return workload.shared_prefix > 0
+        case _:
+            return False
 
 
 def loop_of(settings: ArrivalSettings) -> str:

@@ -15,6 +15,9 @@ from baton.bench.settings import SearchSettings
 from baton.bench.sweep import add_run, at_rate, repeated_prompts
 from baton.protocol.errors import BatonError
 
+# Mean requests in flight below which a request meets no other most of the time.
+ALONE = 0.2
+
 
 def search(settings: SearchSettings) -> int:
     """The exit code: 0 if a rate was confirmed."""
@@ -51,7 +54,8 @@ def observe(rates: RateSearch, rate: float, run: Run) -> None:
     attainment = run.summary.attainment or 0.0
     saturated = find_growth(run.records, None) is not None
     valid = not run.invalid or is_servers_fault(run)
-    rates.observe(rate, attainment, valid, saturated=saturated)
+    alone = run.summary.concurrency < ALONE
+    rates.observe(rate, attainment, valid, saturated=saturated, alone=alone)
 
 
 def is_servers_fault(run: Run) -> bool:

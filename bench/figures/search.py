@@ -75,6 +75,7 @@ class _Rate:
     num_confirmed: int = 0
     num_invalid: int = 0  # in a row
     is_rechecked: bool = False
+    is_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -104,12 +105,19 @@ class RateSearch:
         return self._next[1] if self._next else None
 
     def observe(
-        self, rate: float, attainment: float, valid: bool, *, saturated: bool = False
+        self,
+        rate: float,
+        attainment: float,
+        valid: bool,
+        *,
+        saturated: bool = False,
+        alone: bool = False,
     ) -> None:
         """What came of the run at `next_rate()`. A run in which all requests failed attains 0.
 
         `saturated`: the queue grew throughout, so that a longer run would attain less; such a run
-        does not count as attained.
+        does not count as attained. `alone`: hardly any two requests were there at the same time,
+        so that a lower rate would attain no more.
         """
         assert self._next is not None, "the search has ended"
         assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"
@@ -120,6 +128,7 @@ class RateSearch:
             known.num_invalid = 0
             is_attained = attainment >= self.options.attainment and not saturated
             self._judge(rate, known, is_attained)
+            known.is_alone = alone
         else:
             known.num_invalid += 1
             if known.num_invalid >= MAX_INVALID:
@@ -165,7 +174,7 @@ class RateSearch:
         low, high, limit = self._low(), self._high(), self.options.max_rate
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
-            if high <= self.options.min_rate:
+            if high <= self.options.min_rate or self._known[high].is_alone:
                 is_measured = high in self._failed
                 self._ending = Ending.NEVER_ATTAINED if is_measured else Ending.NO_VALID_RUN
                 return None

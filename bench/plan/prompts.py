@@ -5,6 +5,8 @@ how many others are drawn, as long as its twin was not drawn before. Ids are exa
 one token, and how many there were only the server's usage says.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from baton.bench.plan.replay import Vocabulary
@@ -80,3 +82,18 @@ class Prompts:
 
 def _written(places: tuple[int, ...]) -> str:
     return " ".join(WORDS[place] for place in places)
+
+
+def shared_share(prompts: Sequence[Sequence[int]], block_tokens: int = 16) -> float:
+    """Tokens that begin as an earlier prompt began, in whole blocks, of all: what an endless
+    prefix cache that knew nothing before would find."""
+    known: set[int] = set()
+    num_shared = 0
+    for prompt in prompts:
+        chain, is_known = 0, True
+        for start in range(0, len(prompt) - block_tokens + 1, block_tokens):
+            chain = hash((chain, *prompt[start : start + block_tokens]))
+            is_known = is_known and chain in known
+            num_shared += block_tokens * is_known
+            known.add(chain)
+    return num_shared / max(1, sum(len(prompt) for prompt in prompts))

@@ -21,6 +21,7 @@ from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Ending, Found, RateSearch
 from baton.bench.figures.validity import Severity
 from baton.bench.one_load import spread
+from baton.bench.plan.prompts import shared_share
 from baton.bench.plan.workloads import Plan
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.report.document import Report, Run, read_json, write_json
@@ -137,8 +138,20 @@ def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
 
 def test_shared_prompts_are_meant_to_be_cached() -> None:
     assert not shares_prompts(WorkloadSettings())
-    assert shares_prompts(WorkloadSettings(shared_prefix=16))
+    # Of token ids the plan knows what they share.
+    assert not shares_prompts(WorkloadSettings(shared_prefix=16))
+    assert not shares_prompts(WorkloadSettings(workload="trace"))
+    assert shares_prompts(WorkloadSettings(workload="chat", shared_prefix=16))
     assert shares_prompts(WorkloadSettings(workload="conversation"))
+
+
+def test_what_a_cache_should_know_is_counted_in_whole_blocks() -> None:
+    start, other = list(range(40)), list(range(100, 140))
+    assert shared_share([start, other]) == 0.0
+    assert shared_share([start, [*start[:33], 7]]) == 32 / 74
+    assert shared_share([start, start, other]) == 32 / 120
+    # A block after a different one is a different block.
+    assert shared_share([start, [*other[:16], *start[16:32]]]) == 0.0
 
 
 def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:

@@ -55,6 +55,15 @@ def test_bounds_that_nothing_meets_end_in_never_attained() -> None:
     assert found.line.startswith("not even 0.1/s holds an attainment of 90%")
 
 
+def test_bounds_that_a_request_misses_when_it_is_alone_end_the_search_at_once() -> None:
+    rates = RateSearch(SearchOptions(start_rate=4.0))
+    rates.observe(4.0, 0.0, True)
+    assert rates.next_rate() == 2.0
+    rates.observe(2.0, 0.0, True, alone=True)
+    assert rates.next_rate() is None
+    assert rates.result().ending is Ending.NEVER_ATTAINED
+
+
 def test_a_rate_that_the_client_cannot_send_is_no_failure_of_the_server() -> None:
     found = run(knee(1000.0), reach=50.0)
     assert found.ending is Ending.CLIENT_LIMIT
