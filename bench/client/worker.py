@@ -197,7 +197,12 @@ class Line:
         self.writer.write(frame(Batch(batch)))
         self.writer.write(frame(tally.count()))
         self.writer.write(frame(Finished(client)))
-        await self.writer.drain()
+        await self.close()
+
+    async def close(self) -> None:
+        """Returns when the load's end has taken in everything. `drain` would return before."""
+        self.writer.close()
+        await self.writer.wait_closed()
 
 
 async def _main(end: socket.socket) -> None:
@@ -208,7 +213,7 @@ async def _main(end: socket.socket) -> None:
         session = Session(share.target)
     except ConfigError as error:
         line.writer.write(frame(Misfit(error.message)))
-        await line.writer.drain()
+        await line.close()
         return
     tally = Tally(share.keep_text)
     async with session, asyncio.TaskGroup() as group:

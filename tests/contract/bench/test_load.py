@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 from collections import Counter
 from itertools import pairwise
@@ -12,7 +13,9 @@ from aiohttp import web
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
-from baton.bench.records import LoadResult, Message, Outcome, Planned
+from baton.bench.client.worker import Line, Tally
+from baton.bench.client.worker_messages import LENGTH, Batch, Finished, decode_from_worker
+from baton.bench.records import ClientProcess, LoadResult, Message, Outcome, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from tests.support.scripted_openai import Call, ScriptedOpenAI, answer, error, token
@@ -298,3 +301,34 @@ def test_certificates_that_cannot_be_read_are_a_mistake_of_the_user() -> None:
     target = Target("https://127.0.0.1:1", "tiny", ca_file="no-such-file.pem")
     with pytest.raises(ConfigError, match=r"cannot read certificates from 'no-such-file.pem'"):
         run_load(Load(target, requests(2)))
+
+
+def test_the_last_records_arrive_although_the_load_reads_late() -> None:
+    """What the kernel does not take at once is less than asyncio would make a writer wait for."""
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    tally = Tally(keep_text=False)
+    tally.start(0.0)
+    for index in range(200):
+        tally.add(
+            Record(index=index, intended_s=0.0, sent_s=0.0, end_s=0.0, outcome=Outcome.ANSWERED)
+        )
+    assert sum(map(len, tally.encoded)) < 64 * 1024
+
+    async def report() -> None:
+        line = Line(*await asyncio.open_connection(sock=theirs))
+        await line.report(tally, ClientProcess(1, 0.0, 0.0, 200, 0, 0.0))
+
+    thread = threading.Thread(target=asyncio.run, args=(report(),))
+    thread.start()
+    thread.join(0.5)  # it must still wait by then, for nothing was read
+    with ours:
+        data = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+    thread.join(WAIT_S)
+    messages = []
+    while data:
+        end = LENGTH.size + LENGTH.unpack_from(data)[0]
+        messages.append(decode_from_worker(data[LENGTH.size : end]))
+        data = data[end:]
+    assert isinstance(messages[-1], Finished)
+    assert sum(len(message.records) for message in messages if isinstance(message, Batch)) == 200
