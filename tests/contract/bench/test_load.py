@@ -323,6 +323,7 @@ def test_the_last_records_arrive_although_the_load_reads_late() -> None:
     thread.start()
     thread.join(0.5)  # it must still wait by then, for nothing was read
     with ours:
+        ours.settimeout(WAIT_S)
         data = b"".join(iter(lambda: ours.recv(1 << 16), b""))
     thread.join(WAIT_S)
     messages = []
