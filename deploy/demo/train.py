@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stage in CURRICULUM:
         trainer.run(stage)
         model_folder.write(given.folder, trainer.model, trainer.tokenizer)
-        _write_curves(given.folder / "curves.csv", trainer.curves)
+        write_curves(given.folder / "curves.csv", trainer.curves)
     provenance = {
         "command": "python -m baton.deploy.demo.train FOLDER "
         f"--seed {given.seed} --threads {given.threads}",
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write_curves(file: Path, curves: Sequence[Mapping[str, float]]) -> None:
+def write_curves(file: Path, curves: Sequence[Mapping[str, float]]) -> None:
     with file.open("w", newline="") as opened:
         writer = csv.DictWriter(opened, list(curves[0]), lineterminator="\n")
         writer.writeheader()
