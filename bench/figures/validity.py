@@ -61,6 +61,8 @@ def check(
     window = _window_of(result, summary)
     records = counted(result.records, window)
     _refuse_if_all_failed(records)
+    if max_concurrency is not None and not _may_have_waited(result, max_concurrency):
+        max_concurrency = None
     found = [
         *_missing(result, planned),
         *_lag(result, summary, planned, max_concurrency),
@@ -76,6 +78,17 @@ def check(
         *_samples(summary),
     ]
     return sorted(found, key=lambda problem: not problem.is_invalid)
+
+
+def _may_have_waited(result: LoadResult, max_concurrency: int) -> bool:
+    """Whether the slots of some client process, each of which has its share, can have been full."""
+    steps = [(record.sent_s, 1) for record in result.records]
+    steps += [(record.end_s, -1) for record in result.records]
+    in_flight = most = 0
+    for _, step in sorted(steps):
+        in_flight += step
+        most = max(most, in_flight)
+    return most >= max_concurrency // max(1, len(result.clients))
 
 
 def lag_gate_ms(summary: Summary) -> float:

@@ -58,10 +58,19 @@ def test_lag_that_was_asked_for_is_judged_by_the_event_loop() -> None:
     records = steady(1000)
     for record in records:
         record.sent_s += 1.0
-    assert problems_of(load(records, IDLE), max_concurrency=4) == []
+        record.end_s += 1.0
+    assert problems_of(load(records, IDLE), max_concurrency=1) == []
     late = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)
-    text = only(problems_of(load(records, late), max_concurrency=4), Severity.WARNING)
+    text = only(problems_of(load(records, late), max_concurrency=1), Severity.WARNING)
     assert "late by up to 200.0 ms" in text
+
+
+def test_a_limit_that_no_request_met_excuses_no_lag() -> None:
+    records = steady(1000)
+    for record in records:
+        record.sent_s += 0.02
+    text = only(problems_of(load(records, IDLE), max_concurrency=1000), Severity.INVALID)
+    assert "lag p99 is 20.0 ms" in text
 
 
 def test_a_busy_client_makes_a_run_invalid() -> None:
