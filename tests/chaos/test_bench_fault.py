@@ -99,7 +99,7 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown
     assert found.time_to_recover_s is not None, shown
-    assert 0 < found.time_to_detect_s < found.time_to_resume_s < 10, shown
+    assert 0 <= found.time_to_detect_s < found.time_to_resume_s < 10, shown
     assert found.time_to_resume_s <= found.time_to_recover_s < 10, shown
     assert found.num_in_flight >= found.num_interrupted == found.num_resumed >= 1, shown
     assert found.num_failed == 0, shown
@@ -119,5 +119,5 @@ def test_a_decode_node_that_was_stopped_goes_on_and_the_pause_is_seen(tmp_path: 
     shown = msgspec.json.encode(found).decode()
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown
-    assert 0 < found.time_to_detect_s < 1.5 <= found.time_to_resume_s, shown
+    assert 0 <= found.time_to_detect_s < 1.5 <= found.time_to_resume_s, shown
     assert found.longest_wait_s >= 1.4, shown
