@@ -42,10 +42,6 @@ class Target(msgspec.Struct, frozen=True):
     usage: bool = True
     continuous_usage: bool = False
 
-    def public(self) -> "Target":
-        """Without the key."""
-        return msgspec.structs.replace(self, api_key="")
-
 
 class Place(msgspec.Struct, frozen=True):
     """Where requests go: what a URL says."""

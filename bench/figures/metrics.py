@@ -14,7 +14,7 @@ import numpy as np
 
 from baton.bench.figures.paired import Floats, Interval, batch_means, nearest_rank, share_interval
 from baton.bench.records import LoadResult, Outcome, Record
-from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError
 
 STUTTER = 3.0  # a gap of more than this many TPOTs
 
@@ -145,29 +145,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cached_share: float | None
     concurrency: float
     num_unfinished: int  # arrived within the window and ended after it
-
-
-def parse_bounds(text: str) -> Bounds:
-    """A preset's name, or bounds in milliseconds: `ttft=300,tpot=25,gap_max=250,e2e=9000`."""
-    if text in PRESETS:
-        return PRESETS[text]
-    given: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        field = f"{name.strip()}_ms"
-        if field not in Bounds.__struct_fields__ or field in given:
-            known = ", ".join(one.removesuffix("_ms") for one in Bounds.__struct_fields__)
-            raise ConfigError(
-                f"bounds {text!r}: {part.strip()!r} is not one of {known}, each once and followed "
-                f"by =MILLISECONDS; or name a preset: {', '.join(PRESETS)}"
-            )
-        try:
-            given[field] = float(value)
-        except ValueError:
-            given[field] = -1.0
-        if not 0 < given[field] < float("inf"):
-            raise ConfigError(f"bounds {text!r}: {value!r} is not a number of milliseconds")
-    return Bounds(**given)
 
 
 def chunk_gaps(record: Record) -> tuple[Floats, Floats]:

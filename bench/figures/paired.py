@@ -64,22 +64,6 @@ def nearest_rank(ordered: Sequence[float] | Floats, percent: float) -> float:
     return float(ordered[max(1, rank) - 1])
 
 
-def bootstrap(samples: Sequence[float], *, percent: float = 50, seed: int = 0) -> Interval:
-    """A percentile of independent samples with its 95 % interval (percentile bootstrap)."""
-    values = np.sort(np.asarray(samples, np.float64))
-    size = len(values)
-    at_once = max(1, min(RESAMPLES, _DRAWN_AT_ONCE // size))
-    rank = max(1, math.ceil(percent * size / 100 - 1e-9)) - 1
-    dice = np.random.default_rng(seed)
-    found: list[Floats] = []
-    for begin in range(0, RESAMPLES, at_once):
-        rows = min(at_once, RESAMPLES - begin)
-        # The sample is sorted, so the k-th smallest index names the k-th smallest value.
-        drawn = dice.integers(size, size=(rows, size))
-        found.append(values[np.partition(drawn, rank, axis=1)[:, rank]])
-    return _interval(nearest_rank(values, percent), np.concatenate(found))
-
-
 def paired(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -> Ratio:
     """How A compares with B when round i of both ran side by side. All figures are positive."""
     if len(a) != len(b) or not a:

@@ -59,7 +59,6 @@ class Trainer:
         self.model = Qwen3ForCausalLM(model_folder.config())
         self.tokenizer = demo_tokenizer.train(seed)
         self.curves: list[dict[str, float]] = []
-        self._curriculum = curriculum
         self._rng = random.Random(seed)
         self._lessons = LessonMaker(self.tokenizer, self._rng)
         self._optimizers = _optimizers(self.model)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from baton.bench.figures.metrics import (
     DEFINITIONS,
-    PRESETS,
     Bounds,
     Distribution,
     Summary,
@@ -16,11 +15,10 @@ from baton.bench.figures.metrics import (
     distribution,
     measure,
     meets,
-    parse_bounds,
     summarise,
 )
 from baton.bench.records import LoadResult, Outcome, Record
-from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError
 from tests.support.load_records import load, loads, request, steady
 
 BOUNDS = Bounds(ttft_ms=150, tpot_ms=60, gap_max_ms=200)
@@ -225,22 +223,6 @@ def test_a_distribution_interpolates_nothing() -> None:
     found = distribution([float(number) for number in range(1, 1001)])
     assert found == Distribution(1000, 500.5, 500, 900, 950, 990, 1000, 1)
     assert distribution([]) is None
-
-
-def test_bounds_are_presets_or_milliseconds() -> None:
-    assert parse_bounds("chat") is PRESETS["chat"]
-    assert parse_bounds("ttft=300, e2e=9000") == Bounds(ttft_ms=300, e2e_ms=9000)
-    assert str(parse_bounds("tight")) == "ttft <= 150 ms, tpot <= 10 ms, gap_max <= 100 ms"
-    assert str(Bounds()) == "answered"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "fast", "ttft", "ttft=", "ttft=-1", "ttft=1,ttft=2", "itl=nan"]
-)
-def test_wrong_bounds_are_named(text: str) -> None:
-    with pytest.raises(ConfigError, match="bounds") as caught:
-        parse_bounds(text)
-    assert "\n" not in caught.value.message
 
 
 def test_every_figure_has_a_definition() -> None:

@@ -1,6 +1,5 @@
 """Percentiles, intervals, ratios and trends, against what is known of the samples."""
 
-import math
 import random
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from baton.bench.figures.paired import (
     MIN_ROUNDS,
     batch_means,
-    bootstrap,
     nearest_rank,
     paired,
     share_interval,
@@ -39,24 +37,6 @@ def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
 )
 def test_ranks_do_not_suffer_from_floating_point(count: int, percent: float, rank: int) -> None:
     assert nearest_rank([float(number) for number in range(1, count + 1)], percent) == rank
-
-
-def test_a_bootstrap_is_repeatable_and_covers_its_estimate() -> None:
-    dice = random.Random(5)
-    samples = [dice.gauss(100, 10) for _ in range(200)]
-    found = bootstrap(samples)
-    assert found == bootstrap(list(reversed(samples)))
-    assert found.low < found.estimate < found.high
-    assert found.high - found.low < 8
-
-
-def test_bootstrap_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
-    dice = random.Random(11)
-    covered = 0
-    for _ in range(100):
-        found = bootstrap([dice.expovariate(1.0) for _ in range(60)])
-        covered += found.low <= math.log(2) <= found.high
-    assert 88 <= covered <= 100
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:

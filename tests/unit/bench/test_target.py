@@ -110,11 +110,6 @@ def test_a_load_that_cannot_be_asked_for_is_refused(
         check(Target(**fields), [Planned(**planned)])  # type: ignore[arg-type]
 
 
-def test_the_key_is_not_for_reports() -> None:
-    target = Target(url="http://a", model="tiny", api_key="secret")
-    assert "secret" not in str(target.public())
-
-
 @pytest.mark.parametrize("url", ["http://me:hidden@a:port", "me:hidden@a:8000", "http://me:hid@a"])
 def test_a_password_in_an_address_is_not_shown(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
