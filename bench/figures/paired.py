@@ -20,7 +20,6 @@ RESAMPLES = 10_000
 MIN_ROUNDS = 6
 NUM_BATCHES = 20
 _T_OF_19 = 2.093  # two-sided 95 % of Student's t with NUM_BATCHES - 1 degrees of freedom
-_DRAWN_AT_ONCE = 2_000_000
 
 
 class Interval(msgspec.Struct, frozen=True):
