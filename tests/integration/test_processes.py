@@ -104,10 +104,13 @@ def test_blocks_are_read_while_the_next_chunk_computes(tmp_path: Path) -> None:
 
 def test_four_nodes_share_the_load(tmp_path: Path) -> None:
     config = settings("qwen3", prefill=2, decode=2)
-    with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: answered(cluster, 80, i), range(8)))
-    for salt, tokens in enumerate(answers):
-        count_ties(oracle("qwen3").greedy(prompt(80, salt), NUM_TOKENS), tokens)
+    prompts = [prompt(80, salt) for salt in range(8)]
+    with Cluster(tmp_path, config) as cluster:
+        # In one request, so that all are in hand before the first of them can end.
+        answer = cluster.complete(**{**body(80), "prompt": prompts})
+    choices: list[dict[str, list[int]]] = answer["choices"]  # type: ignore[assignment]
+    for token_ids, choice in zip(prompts, choices, strict=True):
+        count_ties(oracle("qwen3").greedy(token_ids, NUM_TOKENS), choice["token_ids"])
     served = {
         name: len({part.key for step in cluster.steps(name) for part in step.slices})
         for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")
