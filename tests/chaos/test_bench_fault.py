@@ -23,12 +23,13 @@ from tests.support.checkpoints import model_folder
 from tests.support.cluster import Cluster
 
 SEED = 1
-# A closed loop whose fault comes when so many were answered: streams are in flight then, and there
-# is something to compare with, however fast this machine is.
+# A closed loop whose fault comes when so many were answered and the node has a stream in its first
+# half: there is something to compare with and to interrupt, however fast this machine is.
 NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 24, 7
 # A stream that goes on elsewhere begins with its whole prompt: long ones, so that this takes much
 # longer than anything that other processes do to a step.
-PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 150
+PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 300
+VICTIM = "decode-0"
 
 
 def settings() -> ClusterConfig:
@@ -69,7 +70,7 @@ def run_with(cluster: Cluster, fault: str) -> tuple[LoadResult, Injected]:
     with FaultInjector([parse_fault(fault)]) as injector:
 
         def strike(progress: Progress) -> None:
-            if progress.ended >= NUM_BEFORE and not injector.has_begun:
+            if progress.ended >= NUM_BEFORE and not injector.has_begun and streams(cluster):
                 injector.begin(starts_s[0])
 
         load = Load(target, REQUESTS, concurrency=NUM_CLIENTS, closed=True)
@@ -79,9 +80,15 @@ def run_with(cluster: Cluster, fault: str) -> tuple[LoadResult, Injected]:
     return result, done
 
 
+def streams(cluster: Cluster) -> bool:
+    """Whether a sequence of the victim's last step has at least half of its tokens before it."""
+    slices = cluster.steps(VICTIM)[-1].slices
+    return any(0 < part.start - PROMPT_TOKENS < OUTPUT_TOKENS // 2 for part in slices)
+
+
 def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings()) as cluster:
-        fault = f"kill:{cluster.children['decode-0'].pid}@0"
+        fault = f"kill:{cluster.children[VICTIM].pid}@0"
         result, done = run_with(cluster, fault)
         in_flight = [
             record for record in result.records if record.sent_s <= done.at_s <= record.end_s
@@ -89,7 +96,8 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
         # After the load, because it warms the prefix caches.
         alone = reference(target_of(cluster), [REQUESTS[record.index] for record in in_flight])
     assert all(record.outcome is Outcome.ANSWERED for record in result.records)
-    assert len(in_flight) == NUM_CLIENTS
+    # One may be between the end of a request and the next.
+    assert NUM_CLIENTS - 1 <= len(in_flight) <= NUM_CLIENTS
     assert compare_outputs(alone, in_flight) == []
 
     assert done.gone_s is not None
@@ -99,8 +107,8 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown
     assert found.time_to_recover_s is not None, shown
-    assert 0 <= found.time_to_detect_s < found.time_to_resume_s < 10, shown
-    assert found.time_to_resume_s <= found.time_to_recover_s < 10, shown
+    assert 0 <= found.time_to_detect_s < found.time_to_resume_s < 30, shown
+    assert found.time_to_resume_s <= found.time_to_recover_s < 30, shown
     assert found.num_in_flight >= found.num_interrupted == found.num_resumed >= 1, shown
     assert found.num_failed == 0, shown
     assert found.goodput_before > 0, shown
@@ -108,7 +116,7 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
 
 def test_a_decode_node_that_was_stopped_goes_on_and_the_pause_is_seen(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings()) as cluster:
-        fault = f"stop:{cluster.children['decode-0'].pid}@0+1.5"
+        fault = f"stop:{cluster.children[VICTIM].pid}@0+1.5"
         result, done = run_with(cluster, fault)
         assert cluster.get("/health")[0] == 200
         assert all(child.poll() is None for child in cluster.children.values())

@@ -76,32 +76,6 @@ def test_processes_say_what_transformers_says(
     assert moved == blocks * block_bytes(Path(config.model.path), 16)
 
 
-def test_blocks_are_read_while_the_next_chunk_computes(tmp_path: Path) -> None:
-    chunk = 256
-    # Wide keys and values, so that reads take milliseconds and chunks take longer.
-    folder = model_folder("qwen3", hidden_size=768, intermediate_size=1024, num_kv_heads=4)
-    config = msgspec.structs.replace(
-        settings("qwen3"),
-        model=ModelConfig(path=str(folder), name="tiny"),
-        engine=EngineConfig(chunk_tokens=chunk),
-    )
-    with Cluster(tmp_path, config) as cluster:
-        for salt in range(3):
-            cluster.complete(**body(4 * chunk, salt, num_tokens=4))
-    chunks, reads = cluster.steps("prefill-0"), cluster.reads("decode-0")
-    assert [step.num_prompt_tokens for step in chunks] == [chunk] * 12
-    assert len(reads) == 12
-    overlaps_s = []
-    for index, (read, done) in enumerate(zip(reads, chunks, strict=True)):
-        assert read.posted_s >= done.ended_s, "read before it was computed"
-        if index % 4 != 3:  # a chunk of the same prompt follows
-            following = chunks[index + 1]
-            begin_s, end_s = max(read.posted_s, following.started_s), following.ended_s
-            overlaps_s.append(min(read.ended_s, end_s) - begin_s)
-    # On a machine with more processes than cores the next chunk's start may have to wait.
-    assert sum(overlap_s > 0 for overlap_s in overlaps_s) >= 3, overlaps_s
-
-
 def test_four_nodes_share_the_load(tmp_path: Path) -> None:
     config = settings("qwen3", prefill=2, decode=2)
     prompts = [prompt(80, salt) for salt in range(8)]

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -254,6 +255,15 @@ def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
     assert outcomes(result) == {Outcome.TIMED_OUT: 1}
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """Whoever started these tests may have told them to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 def test_ctrl_c_brings_back_what_there_is() -> None:
     def interrupt(progress: Progress) -> None:
         if progress.in_flight == 2:
