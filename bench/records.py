@@ -15,6 +15,7 @@ class Outcome(StrEnum):
 
     ANSWERED = "answered"
     UNREACHABLE = "unreachable"  # no connection, TLS refused, name unknown
+    NO_SOCKET = "no_socket"  # the client's machine had no file or port left for a connection
     REFUSED = "refused"  # 429 or 503: the server said that it has no room
     CLIENT_ERROR = "client_error"  # any other 4xx
     SERVER_ERROR = "server_error"  # any other 5xx

@@ -62,9 +62,11 @@ def is_servers_fault(run: Run) -> bool:
     """Whether an invalid run says something of the server at this rate, not of the client.
 
     So it is if every request failed, or if answers of a wrong length are all that is wrong; both
-    count as failed requests.
+    count as failed requests. A client without a socket left says nothing.
     """
     outcomes = run.summary.outcomes
+    if outcomes.get(Outcome.NO_SOCKET):
+        return False
     num_invalid = sum(problem.is_invalid for problem in run.problems)
     wrong_length = outcomes.get(Outcome.WRONG_LENGTH, 0) > MAX_WRONG_LENGTHS * sum(
         outcomes.values()

@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 
 from baton.bench.client.answer_reader import AnswerReader, Problem, message_of, one_line
-from baton.bench.client.connection import Connection, Pool, reason_of
+from baton.bench.client.connection import Connection, Pool, is_clients, reason_of
 from baton.bench.client.http_wire import ResponseParser
 from baton.bench.client.pacing import Waits
 from baton.bench.client.target import PATHS, Api, Target, body_of, place_of
@@ -74,7 +74,7 @@ class Session:
         """Fills the pool; what cannot be opened is tried again, and judged, when it is needed."""
         opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
         for connection in opened:
-            if not isinstance(connection, str):
+            if not isinstance(connection, Problem):
                 self.pool.give_back(connection)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
@@ -92,7 +92,7 @@ class Session:
             head.append(f"Authorization: Bearer {self._key}")
         return "\r\n".join([*head, "", ""]).encode() + body
 
-    async def open(self, timeout_s: float) -> "Connection | str":
+    async def open(self, timeout_s: float) -> "Connection | Problem":
         """A new connection, or why there is none."""
         opening = asyncio.ensure_future(self.pool.open())
         self._openings.add(opening)
@@ -102,11 +102,13 @@ class Session:
             self._openings.discard(opening)
             opening.cancel()
         if not opening.done():
-            return f"no connection within {timeout_s:g} s"
+            return _unreachable(f"no connection within {timeout_s:g} s")
         if opening.cancelled():
-            return "the load was stopped before there was a connection"
-        error = opening.exception()
-        return opening.result() if error is None else one_line(reason_of(error))
+            return _unreachable("the load was stopped before there was a connection")
+        if (error := opening.exception()) is None:
+            return opening.result()
+        outcome = Outcome.NO_SOCKET if is_clients(error) else Outcome.UNREACHABLE
+        return Problem(outcome, one_line(reason_of(error)))
 
     async def exchange(
         self, connection: Connection, request: bytes, exchange: "Exchange", timeout_s: float
@@ -269,11 +271,12 @@ async def ask_from(session: Session, target: Target, planned: Planned, zero_s: f
         turn=planned.turn,
         warm_up=planned.warm_up,
     )
-    if not isinstance(found, str) and not found.is_idle:
+    if not isinstance(found, Problem) and not found.is_idle:
         session.pool.discard(found)
-        found = "the server closed the connection at once"
-    if isinstance(found, str):
-        record.end_s, record.detail = monotonic() - zero_s, found
+        found = _unreachable("the server closed the connection at once")
+    if isinstance(found, Problem):
+        record.end_s = monotonic() - zero_s
+        record.outcome, record.detail = found
         return record
     exchange = Exchange(target.api)
     await session.exchange(found, request, exchange, target.timeout_s)
@@ -283,7 +286,7 @@ async def ask_from(session: Session, target: Target, planned: Planned, zero_s: f
 
 async def _at_its_moment(
     session: Session, due_s: float, timeout_s: float
-) -> tuple[float, Connection | str]:
+) -> tuple[float, Connection | Problem]:
     """Waits until `due_s`; the moment of sending, and a connection or why there is none.
 
     Opening starts before. If it takes beyond the moment, that is the server's time and not a lag
@@ -294,15 +297,20 @@ async def _at_its_moment(
     if not await session.waits.until(due_s):
         if connection is not None:
             session.pool.give_back(connection)
-        if opening is not None and not isinstance(found := await opening, str):
-            session.pool.give_back(found)
+        if opening is not None and not isinstance(opened := await opening, Problem):
+            session.pool.give_back(opened)
         raise Stopped("the load was stopped")
     sent_s = monotonic()
     was_opened = opening is None or opening.done()
-    found = connection or "" if opening is None else await opening
-    if was_opened and (isinstance(found, str) or not found.is_idle):
+    found = connection if opening is None else await opening
+    assert found is not None
+    if was_opened and (isinstance(found, Problem) or not found.is_idle):
         found = await session.open(timeout_s)
     return sent_s, found
+
+
+def _unreachable(detail: str) -> Problem:
+    return Problem(Outcome.UNREACHABLE, detail)
 
 
 def _fill(record: Record, exchange: Exchange, planned: Planned, zero_s: float) -> None:

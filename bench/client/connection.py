@@ -6,6 +6,7 @@ runs later, after the reads of all other connections. Nothing is ever sent twice
 """
 
 import asyncio
+import errno
 import os
 import ssl
 from typing import Protocol
@@ -17,6 +18,7 @@ from baton.runtime.clock import Clock
 
 # Servers close idle connections after 5 s and more; a request must not cross that on the way.
 IDLE_LIMIT_S = 2.0
+NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 class Receiver(Protocol):
@@ -147,6 +149,11 @@ class Pool:
             connection.close()
         self._connections.clear()
         self._idle.clear()
+
+
+def is_clients(error: BaseException) -> bool:
+    """Whether it is this machine that had nothing left for a connection."""
+    return isinstance(error, OSError) and error.errno in NO_SOCKET
 
 
 def reason_of(error: BaseException) -> str:

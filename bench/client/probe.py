@@ -9,7 +9,7 @@ import asyncio
 
 import msgspec
 
-from baton.bench.client.answer_reader import message_of, one_line
+from baton.bench.client.answer_reader import Problem, message_of, one_line
 from baton.bench.client.ask import Exchange, Session
 from baton.bench.client.target import PATHS, Target, body_of, check, place_of
 from baton.bench.records import Outcome, Planned
@@ -125,8 +125,8 @@ async def _try(session: Session, target: Target) -> Exchange:
 async def _send(session: Session, target: Target, request: bytes) -> Exchange:
     timeout_s = min(target.timeout_s, TIMEOUT_S)
     connection = session.pool.take() or await session.open(timeout_s)
-    if isinstance(connection, str):
-        raise ConfigError(f"cannot reach {target.url}: {connection}")
+    if isinstance(connection, Problem):
+        raise ConfigError(f"cannot reach {target.url}: {connection.detail}")
     if not connection.is_idle:
         text = "spoke or hung up before it was asked: is another program listening there?"
         raise ConfigError(f"{target.url} {text}")

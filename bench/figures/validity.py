@@ -71,6 +71,7 @@ def check(
         *_lengths(records),
         *_prompts(records, planned),
         *_empty_end(records, summary.window),
+        *_sockets(records),
         *_failures(records),
         *_warm_up(result, summary),
         *_merging(summary),
@@ -252,6 +253,17 @@ def _empty_end(records: Sequence[Record], window: Window) -> list[Problem]:
         "it should end with the load"
     )
     return [_warning(text)]
+
+
+def _sockets(records: Sequence[Record]) -> list[Problem]:
+    without = [record for record in records if record.outcome is Outcome.NO_SOCKET]
+    if not without:
+        return []
+    text = (
+        f"the client's machine had no socket for {len(without)} of {len(records)} requests "
+        f"({without[0].detail}): raise its limit of open files (ulimit -n), or ask for less at once"
+    )
+    return [_invalid(text)]
 
 
 def _failures(records: Sequence[Record]) -> list[Problem]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import shutil
 import ssl
 import subprocess
@@ -212,6 +214,29 @@ def test_a_server_that_is_not_there_is_unreachable() -> None:
     for record in (sent, scheduled):
         assert (record.outcome, record.detail) == (Outcome.UNREACHABLE, "connection refused")
         assert record.end_s >= record.sent_s >= record.intended_s
+
+
+def test_a_client_without_files_left_does_not_blame_the_server() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def run(url: str) -> Record:
+        target = Target(url, "tiny")
+        async with Session(target) as session:
+            files = [os.open(os.devnull, os.O_RDONLY)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] + 1, limits[1]))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:  # until all numbers below the limit are taken
+                        files.append(os.dup(files[0]))
+                return await ask_from(session, target, planned(), 0.0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for file in files:
+                    os.close(file)
+
+    with ScriptedOpenAI() as server:
+        record = asyncio.run(run(server.url))
+    assert (record.outcome, record.detail) == (Outcome.NO_SOCKET, "too many open files")
 
 
 def test_a_name_that_is_not_known_is_unreachable() -> None:

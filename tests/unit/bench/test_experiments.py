@@ -239,6 +239,15 @@ def test_a_run_that_the_server_failed_says_something_of_the_server() -> None:
     assert search.probes[0].attainment == 0.0
 
 
+@pytest.mark.parametrize("others", [(), (Outcome.ANSWERED,)])
+def test_a_run_without_sockets_says_nothing_of_the_server(others: tuple[Outcome, ...]) -> None:
+    search = RateSearch()
+    rate = search.next_rate()
+    assert rate is not None
+    observe(search, rate, judge(case(1), result(Outcome.NO_SOCKET, *others), ""))
+    assert not search.probes[0].is_valid
+
+
 def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
     outcomes = [Outcome.ANSWERED] * 3 + [Outcome.WRONG_LENGTH]
     run = judge(case(4), result(*outcomes), "")

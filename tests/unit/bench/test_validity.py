@@ -169,6 +169,17 @@ def test_failures_are_counted_by_kind_with_one_of_them_in_words() -> None:
     )
 
 
+def test_a_client_that_had_no_socket_left_makes_the_run_invalid() -> None:
+    records = steady(1100)
+    records[2].outcome, records[2].detail = Outcome.NO_SOCKET, "too many open files"
+    first, *_ = problems_of(load(records, IDLE))
+    assert first.is_invalid
+    assert first.text == (
+        "the client's machine had no socket for 1 of 1100 requests (too many open files): "
+        "raise its limit of open files (ulimit -n), or ask for less at once"
+    )
+
+
 def test_a_run_without_an_answer_is_an_error_not_a_report() -> None:
     records = [request(0.0, (), outcome=Outcome.UNREACHABLE, index=place) for place in range(3)]
     records[0].detail = "connection refused"
