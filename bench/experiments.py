@@ -33,8 +33,8 @@ from baton.bench.settings import (
     TargetSettings,
     WorkloadSettings,
 )
-from baton.bench.verify import Mismatch, MismatchKind, compare_outputs, reference
-from baton.protocol.errors import BatonError, ConfigError
+from baton.bench.verify import Mismatch, MismatchKind, check_greedy, compare_outputs, reference
+from baton.protocol.errors import BatonError
 from baton.runtime.interrupts import Interrupts
 
 OnStart = Callable[[float], None]
@@ -147,8 +147,11 @@ class Bench:
     def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
         """Runs one load. A load of which nothing was answered is an invalid run, not an error.
 
-        `on_start` is told when the schedule starts, on the monotonic clock.
+        `on_start` is told when the schedule starts, on the monotonic clock. Raises `ConfigError`
+        for outputs that are to be verified and cannot be.
         """
+        if case.verify:
+            check_greedy(case.target)
         watch = _Watch(self, case)
         result = run_load(
             Load(
@@ -180,8 +183,6 @@ class Bench:
         with self._stopped_by_interrupt() as stop:
             try:
                 references = reference(case.target, case.plan.requests, stop)
-            except ConfigError:
-                raise
             except BatonError as error:  # what was measured is kept, but not as verified
                 return [Problem(Severity.INVALID, f"not verified: {error.message}")], []
         known = [record for record in result.records if record.index in references]

@@ -60,17 +60,21 @@ class Mismatch(msgspec.Struct, frozen=True):
         )
 
 
+def check_greedy(target: Target) -> None:
+    """Raises `ConfigError` if the server is asked for outputs that nothing can be compared with."""
+    for name, greedy in GREEDY.items():
+        if target.extra_body.get(name, greedy) != greedy:
+            raise ConfigError(f"outputs can only be verified when greedy, not with {name} set")
+
+
 def reference(
     target: Target, requests: Sequence[Planned], stop: threading.Event | None = None
 ) -> dict[int, Output]:
     """The output of each request alone on the server, by its index.
 
-    Raises `BatonError` if the server does not answer one, `ConfigError` if it is not asked to be
-    greedy. Once `stop` is set, those that were answered by then.
+    Raises `BatonError` if the server does not answer one. Once `stop` is set, those that were
+    answered by then.
     """
-    for name, greedy in GREEDY.items():
-        if target.extra_body.get(name, greedy) != greedy:
-            raise ConfigError(f"outputs can only be verified when greedy, not with {name} set")
     load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
     records = run_load(load, stop=stop).records
     if stop is not None and stop.is_set():

@@ -11,6 +11,7 @@ from baton.bench.console import shown
 from baton.bench.experiments import (
     ALL_FAILED,
     CACHED,
+    Bench,
     Case,
     judge,
     loop_of,
@@ -237,6 +238,12 @@ def test_a_run_that_the_server_failed_says_something_of_the_server() -> None:
     observe(search, rate, judge(case(1), result(Outcome.REFUSED), ""))
     assert search.probes[0].is_valid
     assert search.probes[0].attainment == 0.0
+
+
+def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -> None:
+    target = Target("http://a", "m", extra_body={"temperature": 0.7})
+    with Bench() as bench, pytest.raises(ConfigError, match="when greedy, not with temperature"):
+        bench.measure(case(1, verify=True, target=target))
 
 
 @pytest.mark.parametrize("others", [(), (Outcome.ANSWERED,)])

@@ -9,9 +9,9 @@ from baton.bench.verify import (
     MismatchKind,
     Output,
     alone,
+    check_greedy,
     compare_outputs,
     outputs,
-    reference,
 )
 from baton.protocol.errors import BatonError, ConfigError
 
@@ -159,4 +159,4 @@ def test_alone_means_without_schedule_and_without_warm_up() -> None:
 def test_sampled_outputs_are_refused(field: dict[str, object]) -> None:
     target = Target(url="http://127.0.0.1:1", model="m", extra_body=field)
     with pytest.raises(ConfigError, match="only be verified when greedy"):
-        reference(target, [Planned(0, None, 1, (1,))])
+        check_greedy(target)
