@@ -51,9 +51,9 @@ class Ramp(msgspec.Struct, frozen=True, tag="ramp"):
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="trace"):
-    """The times that a trace or file brings, stretched or squeezed to a mean rate if one is given.
+    """The times that a trace or file brings; a rate is the mean of the rows that are played.
 
-    `workloads.py` knows the rows; `times` refuses this one.
+    `workloads.py` knows the rows and stretches them; `times` refuses this one.
     """
 
     rate: float | None = None

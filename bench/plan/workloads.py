@@ -99,6 +99,14 @@ class Plan(msgspec.Struct, frozen=True):
     offered_rate: float | None = None
     duration_s: float | None = None
 
+    @property
+    def planned_rate(self) -> float | None:
+        """Requests/s that the arrivals come to, with the turns that each of them brings."""
+        if self.realised is None or self.realised.rate is None:
+            return None
+        num_requests = sum(not one.warm_up for one in self.requests)
+        return self.realised.rate * num_requests / self.realised.num_arrivals
+
 
 @dataclass(slots=True, frozen=True)
 class _Schedule:
@@ -237,22 +245,20 @@ def _drawn(
 def _recorded(
     source: Source, arrivals: Recorded, count: int | None, duration_s: float | None
 ) -> _Schedule:
-    """The times of the rows; a rate is that of all rows, so cutting them changes no time."""
+    """The times of the rows that are played; a rate is theirs, whatever the other rows have."""
     check_process(arrivals)
     if source.times is None:
         raise ConfigError("arrivals 'trace' need a trace, or a file whose rows say at_s")
     if count is not None and not 1 <= count <= len(source.times):
         raise ConfigError(f"{count} requests are wanted of {len(source.times)} recorded ones")
-    at, notes = list(source.times), []
-    if arrivals.rate is not None:
-        native = realised(at).rate
-        if native is None:
-            raise ConfigError("one recorded moment has no rate to change")
-        stretch = native / arrivals.rate
-        at = [at_s * stretch for at_s in at]
-        notes.append(f"times are stretched by {stretch:.6g} for {arrivals.rate:g} requests/s")
+    at, notes = list(source.times[:count]), []
     end_s = math.inf if duration_s is None else duration_s
-    at = [at_s for at_s in at[:count] if at_s < end_s]
+    if arrivals.rate is not None:
+        at = at[: round(min(len(at), arrivals.rate * end_s))]
+        at, stretch = _stretched(at, arrivals.rate)
+        what = f"the times of the first {len(at)} rows are stretched by {stretch:.6g}"
+        notes.append(f"{what} for {arrivals.rate:g} requests/s")
+    at = [at_s for at_s in at if at_s < end_s]
     if not at:
         raise ConfigError(f"no recorded request arrives within {duration_s} s")
     if duration_s is not None and len(at) == len(source.times):
@@ -260,6 +266,18 @@ def _recorded(
     reality = realised(at)
     notes.append(f"recorded times: {reality}")
     return _Schedule(at, notes, reality, arrivals.rate, duration_s or at[-1])
+
+
+def _stretched(at: list[float], rate: float) -> tuple[list[float], float]:
+    """The times from 0 on at this mean rate, which one request alone does not have."""
+    native = realised(at).rate
+    if native is None and len(at) > 1:
+        raise ConfigError(
+            f"the first {len(at)} recorded requests come at one moment, which has no rate to "
+            "change: play more of them, or spread them"
+        )
+    stretch = (native or rate) / rate
+    return [(at_s - at[0]) * stretch for at_s in at], stretch
 
 
 def _warm_up_times(warm_up: int, schedule: _Schedule) -> list[float | None]:

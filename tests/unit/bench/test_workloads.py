@@ -166,6 +166,53 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert make_plan(workload, None).requests[2].at_s is None
 
 
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("path", ["azure-code", "azure-conv"])
+def test_a_recorded_shape_offers_the_rate_asked_for_within_its_duration(
+    path: str, rate: float
+) -> None:
+    workload = Workload(kind="trace", path=path, trace=TraceOptions(max_input=20, max_output=20))
+    plan = make_plan(workload, Recorded(rate), duration_s=120.0)
+    assert len(plan.requests) == 120 * rate
+    assert plan.offered_rate == plan.planned_rate == pytest.approx(rate)
+    assert plan.requests[-1].at_s == pytest.approx(120 - 1 / rate)
+    assert plan.requests == make_plan(workload, Recorded(rate), count=int(120 * rate)).requests
+    shorter = make_plan(workload, Recorded(rate), count=30, duration_s=120.0)
+    assert (len(shorter.requests), shorter.planned_rate) == (30, pytest.approx(rate))
+    # The rows keep their shape: the same gaps as recorded, all by one factor.
+    recorded = [one.at_s for one in make_plan(workload, Recorded(), count=30).requests]
+    factor = 29 / rate / (recorded[-1] or 0.0)
+    assert [one.at_s for one in shorter.requests] == pytest.approx(
+        [(at_s or 0.0) * factor for at_s in recorded]
+    )
+
+
+def test_a_recording_too_short_for_its_rate_ends_early_and_says_so(tmp_path: Path) -> None:
+    workload = Workload(kind="trace", path=written(tmp_path, TRACE))
+    plan = make_plan(workload, Recorded(rate=2.0), duration_s=60.0)
+    assert [one.at_s for one in plan.requests] == pytest.approx([0, 0.25, 1])
+    assert "the recording ends after 1 s" in said(plan)
+    alone = make_plan(workload, Recorded(rate=0.01), duration_s=60.0)
+    assert [one.at_s for one in alone.requests] == [0]
+    with pytest.raises(ConfigError, match="no recorded request arrives within 10"):
+        make_plan(workload, Recorded(rate=0.01), duration_s=10.0)
+
+
+def test_a_recorded_rate_counts_from_the_first_row_of_a_file(tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "{at}", "at_s": {at}}}\n' for at in (100, 101, 103, 109))
+    workload = Workload(kind="file", path=written(tmp_path, rows))
+    plan = make_plan(workload, Recorded(rate=1.0), duration_s=3.0)
+    assert [one.at_s for one in plan.requests] == pytest.approx([0, 2 / 3, 2])
+
+
+def test_rows_of_one_moment_have_no_rate(tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "{number}", "at_s": {number // 3}}}\n' for number in range(9))
+    workload = Workload(kind="file", path=written(tmp_path, rows))
+    assert len(make_plan(workload, Recorded(rate=1.0), duration_s=4.0).requests) == 4
+    with pytest.raises(ConfigError, match="the first 3 recorded requests come at one moment"):
+        make_plan(workload, Recorded(rate=1.0), duration_s=3.0)
+
+
 def test_a_trace_that_starts_over_says_which_prompts_come_again(tmp_path: Path) -> None:
     row = '{"timestamp": 0, "input_length": 512, "output_length": 2, "hash_ids": [%d]}\n'
     path = written(tmp_path, row % 1 + row % 2)
