@@ -188,8 +188,6 @@ def finish(report: Report, arms: list[str], loop: str) -> None:
     left_out = len({run.round for run in report.runs}) - len(rounds)
     if left_out:
         report.notes.append(f"{left_out} rounds are not compared: an arm has no valid run in them")
-    if 0 < len(rounds) < MIN_ROUNDS:
-        report.notes.append(f"fewer than {MIN_ROUNDS} rounds cannot show a difference")
     for name, unit, better, figure in FIGURES:
         values = {arm: [figure(one[arm].summary) for one in rounds.values()] for arm in arms}
         plain = {
@@ -208,6 +206,18 @@ def finish(report: Report, arms: list[str], loop: str) -> None:
                 ratios={arm: paired(plain[arm], plain[arms[0]]) for arm in arms[1:]},
             )
         )
+    report.notes += _how_sure(len(rounds), len(report.comparison) * (len(arms) - 1))
+
+
+def _how_sure(num_rounds: int, num_intervals: int) -> list[str]:
+    if not num_intervals:
+        return []
+    if num_rounds < MIN_ROUNDS:
+        return [f"fewer than {MIN_ROUNDS} rounds cannot show a difference"]
+    return [
+        f"each of the {num_intervals} intervals (sign test) misses by chance in up to 5 of 100 "
+        "comparisons: a difference in one figure alone may be none"
+    ]
 
 
 def _left_out(name: str, values: Mapping[str, list[float | None]]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Statistics of samples: percentiles, intervals by bootstrap and batch means, ratios, trends.
+"""Statistics of samples: percentiles, intervals by ranks and batch means, ratios, trends.
 
 `metrics` takes its percentiles from here, `compare` the ratios of interleaved rounds, `validity`
-the trends. Every draw is seeded, so a report computed twice says the same. Nothing here may drop a
+the trends. Nothing is drawn, so a report computed twice says the same. Nothing here may drop a
 sample, or interpolate between two of them where a percentile is asked for.
 """
 
@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-RESAMPLES = 10_000
 # With fewer rounds not even the range of all of them covers a median in 95 of 100 cases.
 MIN_ROUNDS = 6
 NUM_BATCHES = 20
@@ -63,18 +62,30 @@ def nearest_rank(ordered: Sequence[float] | Floats, percent: float) -> float:
     return float(ordered[max(1, rank) - 1])
 
 
-def paired(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -> Ratio:
-    """How A compares with B when round i of both ran side by side. All figures are positive."""
+def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """How A compares with B when round i of both ran side by side. All figures are positive.
+
+    The interval is that of the sign test: it lies between two of the ratios, and covers at least
+    95 % however they are distributed, if rounds do not depend on each other.
+    """
     if len(a) != len(b) or not a:
         raise ValueError(f"{len(a)} rounds of one and {len(b)} of the other cannot be paired")
-    ratios = np.asarray(a, np.float64) / np.asarray(b, np.float64)
-    middle = statistics.median(ratios.tolist())
-    if len(ratios) < MIN_ROUNDS:
-        return Ratio(middle, float(ratios.min()), float(ratios.max()), len(ratios))
-    dice = np.random.default_rng(seed)
-    drawn = ratios[dice.integers(len(ratios), size=(RESAMPLES, len(ratios)))]
-    found = _interval(middle, np.median(drawn, axis=1))
-    return Ratio(middle, found.low, found.high, len(ratios))
+    ratios = sorted(one / other for one, other in zip(a, b, strict=True))
+    cut = _outside(len(ratios))
+    return Ratio(statistics.median(ratios), ratios[cut], ratios[-1 - cut], len(ratios))
+
+
+def _outside(num_rounds: int) -> int:
+    """How many ratios lie below the 95 % interval of their median, and as many above.
+
+    More than n - k ratios lie on one side of the true median as often as fewer than k of n coins
+    show heads; on either side that may be once in 40 times.
+    """
+    cut, chances = 0, 1 + num_rounds  # `chances` of 2 ** num_rounds: at most `cut + 1` heads
+    while 40 * chances <= 2**num_rounds:
+        cut += 1
+        chances += math.comb(num_rounds, cut + 1)
+    return cut
 
 
 def batch_means(samples: Sequence[float]) -> Interval | None:
@@ -121,8 +132,3 @@ def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
     if error == 0:
         return Trend(slope, math.copysign(math.inf, slope) if slope else 0.0)
     return Trend(slope, slope / error)
-
-
-def _interval(estimate: float, found: Floats) -> Interval:
-    ordered = np.sort(found)
-    return Interval(estimate, nearest_rank(ordered, 2.5), nearest_rank(ordered, 97.5))

@@ -10,6 +10,7 @@ import msgspec
 
 from baton.bench.figures.faults import Impact
 from baton.bench.figures.metrics import Bounds, Distribution, Summary, meets
+from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.report.document import Compared, Report, Run
 from baton.bench.report.wording import NONE, duration, limit, number, quantity, several, share, span
 
@@ -169,7 +170,8 @@ def _compared(row: Compared, arm: str) -> Headline:
     holds = None
     if ratio.is_conclusive:
         holds = (ratio.median < 1.0) == (row.better == "lower")
-    note = f"95 % interval {span(ratio.low, ratio.high)}, {several(ratio.rounds, 'round')}"
+    ends = "95 % interval" if ratio.rounds >= MIN_ROUNDS else "range"
+    note = f"{ends} {span(ratio.low, ratio.high)}, {several(ratio.rounds, 'round')}"
     verdict = "no difference shown" if holds is None else "better" if holds else "worse"
     name = row.name + (f", {arm}" if several_arms else "")
     return Headline(name, f"{ratio.median:.2f}", TIMES, note, holds, verdict)

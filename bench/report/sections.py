@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from baton.bench.figures.metrics import Distribution, Summary
+from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, summarise_stages
 from baton.bench.report.document import Report, Run, Table
 from baton.bench.report.provenance import Load, Provenance
@@ -153,8 +154,8 @@ def _comparison(report: Report) -> Section | None:
             rows.append([row.name, *medians, *ratios, row.better])
         caption = (
             "medians of the rounds; ratios are medians of the rounds' ratios with the ends of "
-            "their 95 % interval. * no difference shown: the interval includes 1, or there were "
-            "too few rounds"
+            f"their 95 % interval, or of their range in fewer than {MIN_ROUNDS} rounds. * no "
+            "difference shown: the interval includes 1, or there were too few rounds"
         )
         tables.append(Table("", columns, rows, caption))
     if report.parity:

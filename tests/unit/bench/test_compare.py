@@ -55,6 +55,15 @@ def test_an_arm_that_answers_less_shows() -> None:
     assert row.better == "higher"
 
 
+def test_a_report_says_that_some_of_many_intervals_miss() -> None:
+    report = compared(rounds(6))
+    (note,) = [note for note in report.notes if "by chance" in note]
+    assert note.startswith(f"each of the {len(report.comparison)} intervals (sign test) misses")
+    few = compared(rounds(5))
+    assert not [note for note in few.notes if "by chance" in note]
+    assert "fewer than 6 rounds cannot show a difference" in few.notes
+
+
 def test_arms_of_one_server_are_noticed() -> None:
     arms = [Arm("a", "http://h:80/v1"), Arm("b", "http://h"), Arm("c", "http://h:81")]
     (line,) = same_servers(arms)

@@ -205,6 +205,16 @@ def test_headlines_say_what_they_are_held_against() -> None:
     assert (rate.value, rate.verdict) == ("4.00", "confirmed")
 
 
+def test_a_few_rounds_have_a_range_and_no_interval() -> None:
+    found = compared()
+    assert "95 % interval" in headlines(found)[0].note
+    for row in found.comparison:
+        row.ratios = {
+            arm: msgspec.structs.replace(ratio, rounds=5) for arm, ratio in row.ratios.items()
+        }
+    assert headlines(found)[0].note.startswith("range 0.")
+
+
 def test_a_rate_that_was_not_confirmed_is_no_result() -> None:
     found = searched()
     assert found.search is not None

@@ -1,6 +1,8 @@
 """Percentiles, intervals, ratios and trends, against what is known of the samples."""
 
+import math
 import random
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,36 @@ def test_equal_servers_do_not_differ() -> None:
     found = paired(a, b)
     assert not found.is_conclusive
     assert found.low < 1 < found.high
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "rank"), [(6, 1), (8, 1), (9, 2), (11, 2), (12, 3), (15, 4), (20, 6), (100, 40)]
+)
+def test_an_interval_of_the_median_lies_between_ranks(num_rounds: int, rank: int) -> None:
+    found = paired([float(one) for one in range(1, num_rounds + 1)], [1.0] * num_rounds)
+    assert (found.low, found.high) == (rank, num_rounds + 1 - rank)
+
+
+def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does() -> None:
+    for num in range(MIN_ROUNDS, 60):
+        found = paired([float(one) for one in range(1, num + 1)], [1.0] * num)
+        # The chances of the interval found, and of that between the ranks next to its ends.
+        covered, narrower = (
+            Fraction(sum(math.comb(num, below) for below in range(rank, num - rank + 1)), 2**num)
+            for rank in (int(found.low), int(found.low) + 1)
+        )
+        assert covered >= Fraction(95, 100) > narrower
+
+
+@pytest.mark.parametrize("num_rounds", [6, 7, 13, 20])
+def test_arms_that_are_alike_seldom_seem_to_differ(num_rounds: int) -> None:
+    dice = random.Random(7)
+    wrong = 0
+    for _ in range(2000):
+        a, b = ([dice.lognormvariate(0, 0.2) for _ in range(num_rounds)] for _ in range(2))
+        wrong += paired(a, b).is_conclusive
+    # 2.5 standard deviations beyond one in 20.
+    assert wrong / 2000 < 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / 2000)
 
 
 def test_rounds_of_one_server_only_cannot_be_paired() -> None:
