@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.bench.device.cases import STEPS, StepCase
 from baton.bench.device.floors import Shape, decode_work, prefill_work
-from baton.bench.device.rows import Check, Measured, Note
+from baton.bench.device.rows import Check, Measured, Unreached
 from baton.bench.device.section import Desk
 from baton.bench.device.timing import timing_of
 from baton.engine.attention.backend import Backend, Batch
@@ -52,15 +52,19 @@ def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> 
     desk.check(AGREES, lambda: agreement(desk.device))
     for model in _models(steps):
         shape, num_blocks = model[0].shape, max(map(_num_blocks, model))
-        lacking = _lacking(desk, shape, num_blocks)
-        if lacking or desk.left_s() < BUILD_S:
+        if lacking := _lacking(desk, shape, num_blocks):
             for case in model:
-                desk.emit(Note(f"{case.key}: {lacking or 'no time was left'}"))
+                desk.emit(Measured(case.key, "ms", note=lacking))
+            continue
+        if desk.left_s() < BUILD_S:
+            for case in model:
+                desk.emit(Unreached(case.key))
             continue
         try:
             runner = build(shape, num_blocks, desk.device)
         except torch.OutOfMemoryError as error:
-            desk.emit(Note(f"{shape.name} with {num_blocks} blocks: {str(error)[:200]}"))
+            for case in model:
+                desk.emit(Measured(case.key, "ms", error=str(error)[:200]))
             continue
         for case in model:
             _measure(desk, runner, case, rounds)

@@ -33,7 +33,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """One case. Either `timing` is there or `error` says in one line why not.
+    """One case. Without `timing`, `error` says in one line what failed, or `note` what is lacking.
 
     `payload_bytes`: what a rate in TB/s counts, if that is less than all bytes that moved.
     """
@@ -48,7 +48,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Something that holds or not; `passed` is None where it could not be tried.
+    """Something that holds or not; `passed` is None where this machine lacks what it takes to try.
 
     A target that is missed is a figure like any other; whatever else does not hold is a failure.
     """
@@ -82,7 +82,13 @@ class Environment(msgspec.Struct, frozen=True, tag="environment"):
     num_cpus: int
 
 
-Event = Measured | Check | Note | Environment | Floors
+class Unreached(msgspec.Struct, frozen=True, tag="unreached"):
+    """A case or check for which the section had no time left."""
+
+    key: str
+
+
+Event = Measured | Check | Note | Unreached | Environment | Floors
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -99,10 +105,14 @@ class Row(msgspec.Struct, frozen=True):
     stretch: float | None = None
     verdict: Verdict = ""
     note: str = ""
+    error: str = ""
 
 
 class Section(msgspec.Struct):
-    """What came of a section. `reason` says why it is not complete."""
+    """What came of a section. `reason` says why it is not complete.
+
+    It is complete when all of it was reached and nothing failed.
+    """
 
     name: str
     title: str
@@ -114,6 +124,19 @@ class Section(msgspec.Struct):
     checks: list[Check] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
 
+    def settle(self, unreached: Sequence[str]) -> None:
+        """What its rows, its checks and the keys that it did not reach say of its state."""
+        self.notes += [f"{key}: no time was left" for key in unreached]
+        if self.state != "complete":
+            return
+        failed = [row.key for row in self.rows if row.error]
+        failed += [check.key for check in self.checks if check.has_failed]
+        if failed:
+            self.state, self.reason = "failed", f"{len(failed)} of its cases: {failed[0]}"
+        elif unreached:
+            self.state = "cut short"
+            self.reason = f"no time for {len(unreached)} of its cases: {unreached[0]}"
+
 
 class GpuReport(msgspec.Struct):
     provenance: Provenance
@@ -124,11 +147,8 @@ class GpuReport(msgspec.Struct):
 
     @property
     def has_passed(self) -> bool:
-        """Every section is complete and no check failed. Missed targets are no failure."""
-        return all(
-            section.state == "complete" and not any(check.has_failed for check in section.checks)
-            for section in self.sections
-        )
+        """Every section is complete. Missed targets are no failure."""
+        return all(section.state == "complete" for section in self.sections)
 
 
 class Judge(msgspec.Struct, frozen=True):
@@ -140,7 +160,7 @@ class Judge(msgspec.Struct, frozen=True):
     def row(self, measured: Measured) -> Row:
         timing = measured.timing
         if timing is None:
-            return Row(measured.key, measured.unit, None, note=measured.error)
+            return Row(measured.key, measured.unit, None, note=measured.note, error=measured.error)
         floor_s = None if self.floors is None else self.floors.seconds(measured.work)
         value, low, high = (
             _value(measured, seconds, floor_s)
@@ -264,7 +284,8 @@ def _line(row: Row) -> str:
     if goals:
         target = ("≥ " if row.unit in RATES else "≤ ") + target
     value = f"{_number(row.value)} {row.unit}" if row.value is not None else "-"
-    cells = (row.key, value, spread, share, host, target, row.verdict, _cell(row.note))
+    mark, note = ("**FAILED**", row.error) if row.error else (row.verdict, row.note)
+    cells = (row.key, value, spread, share, host, target, mark, _cell(note))
     return "| " + " | ".join(cells) + " |"
 
 

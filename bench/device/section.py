@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.bench.device.rows import Check, Event, Measured, Note
+from baton.bench.device.rows import Check, Event, Measured, Unreached
 from baton.bench.device.timing import Stopwatch
 from baton.runtime.clock import Clock
 
@@ -30,10 +30,16 @@ class Desk:
     def left_s(self) -> float:
         return self.deadline_s - self.clock()
 
+    def has_time(self, key: str, needs_s: float) -> bool:
+        """Reports the key as not reached if not."""
+        if self.left_s() >= needs_s:
+            return True
+        self.emit(Unreached(key))
+        return False
+
     def measure(self, blank: Measured, work: Callable[[], Measured], needs_s: float = 5.0) -> None:
         """Report what `work` measures, or why it does not, under the key of `blank`."""
-        if self.left_s() < needs_s:
-            self.emit(Note(f"{blank.key}: no time was left"))
+        if not self.has_time(blank.key, needs_s):
             return
         try:
             self.emit(work())
@@ -43,8 +49,7 @@ class Desk:
 
     def check(self, key: str, work: Callable[[], Check], needs_s: float = 5.0) -> None:
         """Report what `work` found, or what it raised as a failure."""
-        if self.left_s() < needs_s:
-            self.emit(Check(key, None, "no time was left"))
+        if not self.has_time(key, needs_s):
             return
         try:
             self.emit(work())

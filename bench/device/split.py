@@ -3,7 +3,7 @@
 A section of the GPU benchmark. It serves a random model twice through `LLM`, which starts real node
 processes: once with a prefill and a decode node, once with a decode node that computes prompts
 itself. Both roles share one GPU here, so neither isolation nor throughput is measured or claimed.
-What the engine refuses on this machine is reported with its reason.
+Only a machine without NIXL leaves it untried.
 """
 
 import statistics
@@ -83,21 +83,20 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
             desk.emit(compare(plan, colocated, split))
             _report_first_tokens(desk, plan, {"colocated": colocated, "split": split})
         if split is not None:
-            _report_handovers(desk, plan, handovers(records))
+            report_handovers(desk, plan, handovers(records))
 
 
 def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: Path) -> Arm | None:
-    """What the arm answered; None, and a check that says why, where it cannot be served."""
+    """What the arm answered; None where it was not served, and the report says why."""
     key = f"{name} serving on this GPU" if plan.device == "cuda" else f"{name} serving"
-    if desk.left_s() < START_S / 2:
-        desk.emit(Check(key, None, "no time was left"))
+    if not desk.has_time(key, START_S / 2):
         return None
     # Written line by line: what a node last said matters most when this process is ended.
     with (folder / f"nodes-{name}.log").open("w") as log:
         try:
             arm = serve(plan, config, lambda node, line: print(node, line, file=log, flush=True))
         except BatonError as error:
-            desk.emit(Check(key, None, f"not served: {error.message[-250:]}"))
+            desk.emit(Check(key, False, f"not served: {error.message[-250:]}"))
             return None
     wanted = "disaggregated" if name == "split" else "local_prefill"
     desk.emit(Check(key, arm.paths == {wanted}, f"requests went the way {sorted(arm.paths)}"))
@@ -169,14 +168,14 @@ def _report_first_tokens(desk: Desk, plan: SplitPlan, arms: dict[str, Arm]) -> N
             desk.emit(Measured(key, "ms", timing=timing, note="one request at a time"))
 
 
-def _report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> None:
+def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> None:
     """Of each prompt length, told apart by the bytes that moved; warm-ups do not count."""
     per_token = plan.shape.kv_bytes_per_token
     for length in plan.prompts:
         own = [one for one in found if _is_of(one, length * per_token, 16 * per_token)]
         counted = own[plan.warm_ups :]
         if not counted:
-            desk.emit(Note(f"{handover_key(length)}: no record of a hand-over"))
+            desk.emit(Measured(handover_key(length), "ms", error="no record of a hand-over"))
             continue
         num_bytes = counted[0].num_bytes
         exposed = statistics.median(one.exposed_ms for one in counted)

@@ -9,7 +9,7 @@ import torch
 from baton.bench import gpu
 from baton.bench.device import split as gpu_split
 from baton.bench.device.floors import Shape
-from baton.bench.device.rows import Check, Event, GpuReport, Measured, Note
+from baton.bench.device.rows import Check, Event, GpuReport, Measured, Note, Unreached
 from baton.bench.device.section import Desk
 from baton.bench.device.split import SplitPlan
 from baton.bench.device.timing import Stopwatch
@@ -54,15 +54,22 @@ def test_split_and_colocated_serving_are_compared_and_hand_overs_measured(tmp_pa
     assert (tmp_path / "nodes-split.log").exists()
 
 
-def test_what_cannot_be_served_is_said_and_not_raised(tmp_path: Path) -> None:
+def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
     """A pool for which there is no room."""
     plan = SplitPlan(
         shape=SMALL.shape, device="cpu", prompts=(40,), memory_mib=1 << 24, warm_ups=0, rounds=1
     )
     checks = [event for event in events_of(plan, tmp_path) if isinstance(event, Check)]
-    assert [check.passed for check in checks] == [None, None]
+    assert [check.passed for check in checks] == [False, False]
     assert all("not served: " in check.detail for check in checks)
     assert "does not fit" in checks[0].detail
+
+
+def test_an_arm_for_which_no_time_is_left_is_not_reached(tmp_path: Path) -> None:
+    events = events_of(SMALL, tmp_path, left_s=0.0)
+    assert events == [
+        Note(gpu_split.CLAIM), Unreached("colocated serving"), Unreached("split serving")
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="sections would run, for minutes")

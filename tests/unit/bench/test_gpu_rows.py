@@ -28,6 +28,7 @@ from baton.bench.device.rows import (
     Note,
     Section,
     Timing,
+    Unreached,
     heading,
     markdown,
     ratio_check,
@@ -112,7 +113,8 @@ def test_every_target_belongs_to_a_row_that_is_measured() -> None:
 
 
 def test_keys_are_unique() -> None:
-    keys = [case.key for case in (*KERNELS.prefill, *KERNELS.decode, *KERNELS.fused, *STEPS)]
+    kernels = (KERNELS.prefill, KERNELS.decode, KERNELS.copies, KERNELS.fused, KERNELS.sampling)
+    keys = [case.key for cases in (*kernels, STEPS) for case in cases]
     assert len(keys) == len(set(keys))
 
 
@@ -161,9 +163,9 @@ def test_a_share_of_the_floor_needs_a_floor() -> None:
 
 def test_a_case_that_failed_is_a_row_without_a_figure() -> None:
     row = Judge(H200, {"x": Target(1.0)}).row(Measured("x", "ms", error="RuntimeError: no | way"))
-    assert (row.value, row.verdict, row.note) == (None, "", "RuntimeError: no | way")
+    assert (row.value, row.verdict, row.error) == (None, "", "RuntimeError: no | way")
     section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete", rows=[row])
-    assert "| x | - |  |  |  |  |  | RuntimeError: no \\| way |" in markdown(section)
+    assert "| x | - |  |  |  |  | **FAILED** | RuntimeError: no \\| way |" in markdown(section)
 
 
 def test_targets_hold_for_the_gpu_that_they_name_only() -> None:
@@ -182,16 +184,40 @@ def test_checks_of_figures_are_targets() -> None:
     assert spread_check("even", [0.9, 1.0, 1.1], 0.05).passed is False
 
 
-def test_a_report_passes_when_everything_ran_and_no_check_failed() -> None:
+NOTHING_WRONG: tuple[Event, ...] = (
+    Check("a", True, ""),
+    Check("b", None, "no NIXL"),
+    Check("c", False, "slow", is_target=True),
+    Measured("d", "ms", timing=Timing(1.0, 1.0, 1.0, 3)),
+    Measured("e", "ms", note="needs 90 GiB, 80 GiB are free"),
+)
+
+
+@pytest.mark.parametrize(
+    ("event", "state", "reason"),
+    [
+        (Note("warm"), "complete", ""),
+        (Measured("f", "ms", error="OutOfMemoryError"), "failed", "1 of its cases: f"),
+        (Check("g", False, "differs"), "failed", "1 of its cases: g"),
+        (Unreached("h"), "cut short", "no time for 1 of its cases: h"),
+    ],
+)
+def test_a_report_passes_when_everything_was_reached_and_nothing_failed(
+    event: Event, state: str, reason: str
+) -> None:
     report = GpuReport(collect({}, ["gpu"]))
-    good = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
-    good.checks = [Check("a", True, ""), Check("b", None, "refused"), Check("c", False, "", True)]
-    report.sections = [good]
-    assert report.has_passed
-    good.checks.append(Check("d", False, "differs"))
-    assert not report.has_passed
-    report.sections = [Section("engine", "Engine", 10.0, 10.0, "cut short", "no time")]
-    assert not report.has_passed
+    section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
+    report.sections = [section]
+    gpu.fill(report, section, [*NOTHING_WRONG, event])
+    assert (section.state, section.reason) == (state, reason)
+    assert report.has_passed == (state == "complete")
+
+
+def test_why_a_section_ended_early_stays_its_reason() -> None:
+    section = Section("engine", "Engine", 10.0, 10.0, "cut short", "its 10 s were over")
+    gpu.fill(GpuReport(collect({}, ["gpu"])), section, [Check("a", False, ""), Unreached("b")])
+    assert (section.state, section.reason) == ("cut short", "its 10 s were over")
+    assert section.notes == ["b: no time was left"]
 
 
 def test_a_page_says_machine_floors_definitions_and_what_was_cut() -> None:

@@ -1,0 +1,67 @@
+"""What becomes of a case of the GPU benchmark that fails, or that there is no time for."""
+
+import pytest
+import torch
+
+from baton.bench.device import engine, split
+from baton.bench.device.cases import QWEN3_06B, STEPS
+from baton.bench.device.rows import Check, Event, Measured, Unreached
+from baton.bench.device.section import Desk
+from baton.bench.device.timing import Stopwatch
+
+
+def desk_with(left_s: float) -> tuple[Desk, list[Event]]:
+    events: list[Event] = []
+    return Desk(Stopwatch(torch.device("cpu")), events.append, lambda: 0.0, left_s), events
+
+
+def test_what_there_is_no_time_for_is_not_begun_and_said() -> None:
+    desk, events = desk_with(4.9)
+    begun: list[str] = []
+
+    def refuse() -> Measured:
+        begun.append("row")
+        raise AssertionError
+
+    def refuse_check() -> Check:
+        begun.append("check")
+        raise AssertionError
+
+    desk.measure(Measured("row", "ms"), refuse)
+    desk.check("check", refuse_check)
+    engine.run(desk, STEPS[:2])
+    keys = ["row", "check", engine.AGREES, *(case.key for case in STEPS[:2])]
+    assert events == [Unreached(key) for key in keys]
+    assert not begun
+
+
+def test_a_case_that_raises_is_a_row_with_an_error() -> None:
+    desk, events = desk_with(60.0)
+
+    def fail() -> Measured:
+        raise RuntimeError("no kernel\nimage")
+
+    desk.measure(Measured("row", "ms"), fail)
+    assert events == [Measured("row", "ms", error="RuntimeError: no kernel image")]
+
+
+def test_a_model_that_fits_by_its_sizes_but_cannot_be_built_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(*_: object) -> None:
+        raise torch.OutOfMemoryError("in use by others")
+
+    monkeypatch.setattr(engine, "build", build)
+    monkeypatch.setattr(engine, "agreement", lambda _: Check(engine.AGREES, True, ""))
+    desk, events = desk_with(60.0)
+    engine.run(desk, STEPS[:1])
+    assert STEPS[0].shape == QWEN3_06B
+    assert events[1:] == [Measured(STEPS[0].key, "ms", error="in use by others")]
+
+
+def test_a_split_server_that_left_no_record_of_a_hand_over_is_an_error() -> None:
+    desk, events = desk_with(60.0)
+    split.report_handovers(desk, split.SplitPlan(device="cpu", prompts=(40,)), [])
+    assert events == [
+        Measured("hand-over overhead, 40 tokens", "ms", error="no record of a hand-over")
+    ]
