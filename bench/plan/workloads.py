@@ -20,9 +20,9 @@ from msgspec import Meta
 
 from baton.bench.plan.arrivals import (
     ArrivalProcess,
-    Drawn,
     Realised,
     Recorded,
+    at_rate,
     check_process,
     mean_rate,
     realised,
@@ -129,16 +129,18 @@ def make_plan(
 ) -> Plan:
     """The plan of an open loop, or of a closed one if `arrivals` is None.
 
-    `count` and `duration_s` bound the arrivals; a conversation arrives once and counts once. Traces
-    and files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
+    `count` and `duration_s` bound the arrivals. Counts and rates are of requests; a conversation
+    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Traces and
+    files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
     """
     source = _source(workload)
+    count = None if count is None else math.ceil(count / _num_turns(workload))
     if arrivals is None:
         schedule = _closed(source, count, duration_s)
     elif isinstance(arrivals, Recorded):
         schedule = _recorded(source, arrivals, count, duration_s)
     else:
-        schedule = _drawn(source, arrivals, count, duration_s, workload.seed)
+        schedule = _drawn(source, arrivals, count, duration_s, workload)
     num = len(schedule.times)
     if source.num_rows is not None and num > source.num_rows and not workload.repeat:
         raise ConfigError(
@@ -216,6 +218,11 @@ def _source(workload: Workload) -> Source:
             return DrawnSource(Shape(form, 1, *common), draws)
 
 
+def _num_turns(workload: Workload) -> int:
+    """Requests of one arrival."""
+    return workload.turns if workload.kind == "conversation" else 1
+
+
 def _closed(source: Source, count: int | None, duration_s: float | None) -> _Schedule:
     num = count if count is not None else source.num_rows
     if duration_s is not None or num is None:
@@ -227,19 +234,26 @@ def _closed(source: Source, count: int | None, duration_s: float | None) -> _Sch
 
 def _drawn(
     source: Source,
-    arrivals: Drawn,
+    arrivals: ArrivalProcess,
     count: int | None,
     duration_s: float | None,
-    seed: int,
+    workload: Workload,
 ) -> _Schedule:
+    """A conversation is as many requests as it has turns, so they begin that much slower."""
+    check_process(arrivals)
+    rate, starts, what = mean_rate(arrivals), arrivals, text_of(arrivals)
+    assert rate is not None, "only recorded arrivals have none of their own"
     if count is None and duration_s is None:
         count = source.num_rows
-    at = times(arrivals, duration_s=duration_s, count=count, seed=seed)
+    if (turns := _num_turns(workload)) > 1:
+        starts = at_rate(arrivals, rate / turns)
+        what += f" of requests, {text_of(starts)} of conversations"
+    at = times(starts, duration_s=duration_s, count=count, seed=workload.seed)
     if not at:
-        raise ConfigError(f"no request of {text_of(arrivals)} arrives within {duration_s:g} s")
+        raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
     reality = realised(at)
-    notes = [f"{text_of(arrivals)}: {reality}"]
-    return _Schedule(at, notes, reality, mean_rate(arrivals), duration_s or at[-1])
+    notes = [f"{what}: {reality}"]
+    return _Schedule(at, notes, reality, rate, duration_s or at[-1])
 
 
 def _recorded(

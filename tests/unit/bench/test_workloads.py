@@ -54,8 +54,8 @@ def prompts(requests: list[Planned]) -> list[object]:
 def test_a_plan_is_the_same_each_time_and_a_shorter_one_begins_it(
     workload: Workload, arrivals: Poisson | None, warm_up: int
 ) -> None:
-    longer = make_plan(workload, arrivals, count=12, warm_up=warm_up)
-    assert make_plan(workload, arrivals, count=12, warm_up=warm_up) == longer
+    longer = make_plan(workload, arrivals, count=24, warm_up=warm_up)
+    assert make_plan(workload, arrivals, count=24, warm_up=warm_up) == longer
     shorter = make_plan(workload, arrivals, count=5, warm_up=warm_up)
     if arrivals is not None and warm_up:
         # Warm-up requests go at the rate that came out, which depends on how many there are.
@@ -136,7 +136,7 @@ def test_prompts_that_cannot_all_differ_are_refused() -> None:
 
 def test_a_later_turn_holds_only_what_the_user_adds() -> None:
     workload = Workload(kind="conversation", prompt="4", shared_prefix=2, turns=2, think_s=1.5)
-    first, second, other, _ = make_plan(workload, Constant(2), count=2).requests
+    first, second, other, _ = make_plan(workload, Constant(4), count=4).requests
     assert [message.role for message in first.messages] == ["system", "user"]
     assert [message.role for message in second.messages] == ["user"]
     assert (first.conversation, second.conversation, other.conversation) == (0, 0, 1)
@@ -144,6 +144,31 @@ def test_a_later_turn_holds_only_what_the_user_adds() -> None:
     assert (first.at_s, second.at_s, other.at_s) == (0.0, None, 0.5)
     assert (first.think_s, second.think_s) == (0.0, 1.5)
     assert first.messages[0] == other.messages[0]
+
+
+@pytest.mark.parametrize("arrivals", [Constant(8), Poisson(8), Gamma(8, 2), Ramp(4, 12)])
+def test_rates_and_counts_of_conversations_are_those_of_their_requests(
+    arrivals: Poisson | Ramp,
+) -> None:
+    workload = Workload(kind="conversation", prompt="4", turns=4)
+    plan = make_plan(workload, arrivals, duration_s=400.0)
+    assert len(plan.requests) == pytest.approx(8 * 400, rel=0.15)
+    assert plan.planned_rate == pytest.approx(len(plan.requests) / 400, rel=0.03)
+    assert plan.offered_rate == 8
+    counted = make_plan(workload, arrivals, count=10, duration_s=400.0)
+    assert counted.requests == plan.requests[:12]  # no conversation is cut
+    assert "3 conversations of 4 turns: 12 requests" in said(counted)
+
+
+def test_a_closed_loop_counts_the_requests_of_conversations() -> None:
+    workload = Workload(kind="conversation", prompt="4", turns=4)
+    assert len(make_plan(workload, None, count=8).requests) == 8
+
+
+def test_what_the_rate_of_conversations_is_made_of_is_said() -> None:
+    workload = Workload(kind="conversation", prompt="4", turns=4)
+    plan = make_plan(workload, Constant(8), count=80)
+    assert "constant:8 of requests, constant:2 of conversations: 20 arrivals at 2/s" in said(plan)
 
 
 def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
