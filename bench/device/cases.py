@@ -12,6 +12,7 @@ from baton.bench.device.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape
 
 Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "x floor"]
 TARGETS_HOLD_FOR = "H200"
+COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -50,6 +51,12 @@ class CopyCase(msgspec.Struct, frozen=True):
     target: Target | None = None
     unit: Unit = "TB/s"
 
+    def rotation(self, block_bytes: int) -> tuple[int, int]:
+        """How many calls go over blocks of their own, and how many buffers they take in turn."""
+        payload = self.num_blocks * block_bytes
+        num_calls = max(4, min(64, 2 * COLD_BYTES // payload))
+        return num_calls, min(num_calls, max(4, -(-COLD_BYTES // payload)))
+
 
 class TokensCase(msgspec.Struct, frozen=True):
     """A fused operation over `num_tokens` rows."""
@@ -62,6 +69,8 @@ class TokensCase(msgspec.Struct, frozen=True):
 
 
 class SamplingCase(msgspec.Struct, frozen=True):
+    """Normal logits with a deviation of `spread`: at 5 a nucleus is as small as a model's."""
+
     key: str
     batch: int
     temperature: float = 0.0
@@ -69,6 +78,7 @@ class SamplingCase(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     target: Target | None = None
     unit: Unit = "µs"
+    spread: float = 5.0
 
 
 class KernelCases(msgspec.Struct, frozen=True):
@@ -163,6 +173,8 @@ KERNELS = KernelCases(
         SamplingCase("sampling b128, greedy", 128, target=Target(45)),
         SamplingCase("sampling b128, top-k 50 and top-p 0.9", 128, 0.8, 50, 0.9, Target(110)),
         SamplingCase("sampling b128, top-p 0.9", 128, 0.8, 0, 0.9, Target(110)),
+        # Some of these rows need the order of the whole vocabulary, and the batch waits for it.
+        SamplingCase("sampling b128, top-p 0.9, flat", 128, 0.8, 0, 0.9, spread=3.0),
     ),
 )  # fmt: skip
 

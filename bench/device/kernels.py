@@ -37,7 +37,6 @@ from baton.protocol.sampling import Sampling
 
 VALUE_BYTES = 2
 MAX_SPREAD = 0.05  # of decode attention over block sizes
-COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
 WARM_CALLS = 20
 EPS = 1e-6
 
@@ -79,7 +78,7 @@ class Kernels:
         total = sum(case.contexts)
         needs = total * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
-            return Measured(case.key, case.unit, error=f"needs {needs >> 30} GiB of free memory")
+            return Measured(case.key, case.unit, note=f"needs {needs >> 30} GiB of free memory")
         layout = Layout(self.desk.device, self._dtype, case.block_size, case.num_layers)
         batch = paged_batch(self.heads, case.contexts, (1,) * len(case.contexts), layout)
         timing = self.desk.watch.kernels(
@@ -156,12 +155,12 @@ class Kernels:
         """Blocks of all layers of a model, scattered over a pool."""
         values, device = self.cases.block_values, self.desk.device
         payload = case.num_blocks * values * VALUE_BYTES
-        num_calls = max(4, min(64, 2 * COLD_BYTES // payload))
+        num_calls, num_buffers = case.rotation(values * VALUE_BYTES)
         num_blocks = num_calls * case.num_blocks
         pool = torch.empty(num_blocks, values, dtype=self._dtype, device=device).normal_()
         staging = [
             torch.empty(case.num_blocks, values, dtype=self._dtype, device=device).normal_()
-            for _ in range(min(num_calls, 4))
+            for _ in range(num_buffers)
         ]
         order = torch.randperm(num_blocks).to(device, torch.int32).view(num_calls, -1)
         calls: list[Call] = []
@@ -224,7 +223,8 @@ class Kernels:
             )
             for seed in range(case.batch)
         ]  # fmt: skip
-        logits = 3 * torch.randn(case.batch, self.cases.vocab_size, device=self.desk.device)
+        shape = (case.batch, self.cases.vocab_size)
+        logits = case.spread * torch.randn(shape, device=self.desk.device)
         sampler = Sampler()
         timing = self.desk.watch.wall(lambda: sampler.sample(logits, rows))
         note = "wall time, with the ids on the host"

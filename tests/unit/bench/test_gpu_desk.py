@@ -1,13 +1,16 @@
-"""What becomes of a case of the GPU benchmark that fails, or that there is no time for."""
+"""What becomes of a case of the GPU benchmark that fails or has no time left, and its sizes."""
 
 import pytest
 import torch
 
 from baton.bench.device import engine, split
-from baton.bench.device.cases import QWEN3_06B, STEPS
+from baton.bench.device.cases import KERNELS, QWEN3_06B, STEPS, CopyCase, SamplingCase
 from baton.bench.device.rows import Check, Event, Measured, Unreached
 from baton.bench.device.section import Desk
 from baton.bench.device.timing import Stopwatch
+from baton.engine.sampler import NUCLEUS_CANDIDATES
+
+H200_L2_BYTES = 60 << 20
 
 
 def desk_with(left_s: float) -> tuple[Desk, list[Event]]:
@@ -65,3 +68,25 @@ def test_a_split_server_that_left_no_record_of_a_hand_over_is_an_error() -> None
     assert events == [
         Measured("hand-over overhead, 40 tokens", "ms", error="no record of a hand-over")
     ]
+
+
+@pytest.mark.parametrize("case", KERNELS.copies, ids=lambda case: str(case.key))
+def test_a_staging_buffer_has_left_the_l2_before_it_is_used_again(case: CopyCase) -> None:
+    block_bytes = 2 * KERNELS.block_values
+    num_calls, num_buffers = case.rotation(block_bytes)
+    assert num_buffers <= num_calls
+    assert num_buffers * case.num_blocks * block_bytes > 2 * H200_L2_BYTES
+
+
+TOP_P_ALONE = [case for case in KERNELS.sampling if case.top_p < 1 and not case.top_k]
+
+
+@pytest.mark.parametrize("case", TOP_P_ALONE, ids=lambda case: str(case.key))
+def test_only_sampling_from_a_usual_nucleus_has_a_target(case: SamplingCase) -> None:
+    torch.manual_seed(0)
+    largest = 0
+    for _ in range(case.batch):
+        logits = case.spread * torch.randn(KERNELS.vocab_size)
+        sums = (logits / case.temperature).softmax(0).sort(descending=True).values.cumsum(0)
+        largest = max(largest, int((sums < case.top_p).sum()) + 1)
+    assert (case.target is not None) == (largest <= NUCLEUS_CANDIDATES), largest
