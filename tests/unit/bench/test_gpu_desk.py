@@ -1,4 +1,6 @@
-"""What becomes of a case of the GPU benchmark that fails or has no time left, and its sizes."""
+"""What the GPU benchmark's sections share: what there is time for, how replays are timed, sizes."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from baton.bench.device import engine, split
 from baton.bench.device.cases import KERNELS, QWEN3_06B, STEPS, CopyCase, SamplingCase
 from baton.bench.device.rows import Check, Event, Measured, Unreached
 from baton.bench.device.section import Desk
-from baton.bench.device.timing import Stopwatch
+from baton.bench.device.timing import Stopwatch, replay_s
 from baton.engine.sampler import NUCLEUS_CANDIDATES
 
 H200_L2_BYTES = 60 << 20
@@ -68,6 +70,32 @@ def test_a_split_server_that_left_no_record_of_a_hand_over_is_an_error() -> None
     assert events == [
         Measured("hand-over overhead, 40 tokens", "ms", error="no record of a hand-over")
     ]
+
+
+def test_replays_are_timed_on_a_device_that_is_busy_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queued: list[str] = []
+
+    class Event:
+        """Takes note of the order; what it tells is in milliseconds, as CUDA's."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            queued.append("event")
+
+        def elapsed_time(self, _: "Event") -> float:
+            return 6.0
+
+    class Graph:
+        replay: Callable[[], None] = staticmethod(lambda: queued.append("replay"))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: queued.append("wait"))
+    assert replay_s(Graph(), 2) == pytest.approx(6e-3)  # type: ignore[arg-type]
+    assert queued == ["replay", "event", "replay", "replay", "event", "wait"]
 
 
 @pytest.mark.parametrize("case", KERNELS.copies, ids=lambda case: str(case.key))
