@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from baton.bench import resolved
+from baton.bench.client.probe import EXTENSIONS
 from baton.bench.client.target import Place, place_of
 from baton.bench.experiments import Asked, Bench, Case, Connected, asked, loop_of, shares_prompts
 from baton.bench.figures.metrics import Distribution, Summary
@@ -129,15 +130,16 @@ def _target(settings: TargetSettings, arm: Arm) -> TargetSettings:
 
 
 def connect(bench: Bench, wanted: Mapping[str, Asked]) -> dict[str, Connected]:
-    """All arms, and what none may be asked that another cannot give: they get the same requests."""
+    """All arms, asked for what every one of them gives: for the same, and so counted alike."""
     servers = {name: bench.connect(one) for name, one in wanted.items()}
-    shared = {
-        field: all(getattr(server.target, field) for server in servers.values())
-        for field in ("ignore_eos", "usage", "token_ids")
+    given = {
+        field: all(getattr(server.probed, field) for server in servers.values())
+        for field in ("usage", *EXTENSIONS)
     }
     return {
         name: msgspec.structs.replace(
-            server, target=msgspec.structs.replace(server.target, **shared)
+            server,
+            target=msgspec.structs.replace(server.probed, **given).fit(wanted[name].target),
         )
         for name, server in servers.items()
     }

@@ -88,7 +88,12 @@ class Connected(msgspec.Struct, frozen=True):
 
     target: Target
     workload: WorkloadSettings  # with the vocabulary settled
-    described: str  # one line on what it is
+    probed: Probed
+
+    @property
+    def described(self) -> str:
+        """One line on what it is, and what is made use of."""
+        return _described(self.probed, self.target)
 
     def plan(self, draft: Asked, load: LoadSettings, arrivals: ArrivalProcess | None) -> Plan:
         """What is to be sent; the draft, if nothing had to be changed for this server."""
@@ -142,7 +147,7 @@ class Bench:
             low, high = accepted(target)
             workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
         self.progress.say(f"{target.url} serves {target.model}")
-        return Connected(target, workload, _described(probed, target))
+        return Connected(target, workload, probed)
 
     def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
         """Runs one load. A load of which nothing was answered is an invalid run, not an error.
