@@ -6,10 +6,9 @@ the two. Failed requests are the point here, so only a client that was at fault 
 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, Case, asked, loop_of, shares_prompts
-from baton.bench.figures.faults import DEFINITIONS, FaultSpec, Judgement, impact, parse_fault
+from baton.bench.figures.faults import DEFINITIONS, FaultSpec, Judgement, impacts, parse_fault
 from baton.bench.figures.metrics import Bounds
 from baton.bench.injector import FaultInjector
-from baton.bench.report.document import Run
 from baton.bench.report.publish import begin
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError
@@ -44,7 +43,8 @@ def fault(settings: FaultSettings) -> int:
         run = bench.measure(case, on_start=injector.begin)
         if not bench.interrupted:
             run.faults = injector.finish()
-            judge_faults(run, bounds or Bounds(), settings.fault.bin_s)
+            judgement = Judgement(settings.fault.bin_s, closed_loop=bool(case.concurrency))
+            run.impacts = impacts(run.records, run.faults, bounds or Bounds(), judgement)
         report.runs.append(run)
     if bounds is None:
         report.notes.append("without bounds every answered request counts as good")
@@ -55,11 +55,3 @@ def faults_of(settings: FaultSettings) -> list[FaultSpec]:
     if not settings.fault.fault:
         raise ConfigError("name a fault: --fault kill:PID@10, stop:PID@10+2 or restart:PID@10=...")
     return [parse_fault(text) for text in settings.fault.fault]
-
-
-def judge_faults(run: Run, bounds: Bounds, bin_s: float) -> None:
-    """The impact of each fault, up to the next one."""
-    for place, injected in enumerate(run.faults):
-        later = run.faults[place + 1 :]
-        until_s = later[0].at_s if later else None
-        run.impacts.append(impact(run.records, injected, bounds, Judgement(bin_s=bin_s), until_s))

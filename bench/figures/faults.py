@@ -1,10 +1,10 @@
 """Faults of a run: how they are written, and what one did to the requests around it.
 
-`injector.py` carries faults out; `impact` reads the records of the load meanwhile: pure, and seen
+`injector.py` carries faults out; `impacts` reads the records of the load meanwhile: pure, and seen
 from the client, so it holds for any server. In short (in full: DEFINITIONS), from the fault until
 detect: a request failed, or waited longer than any before and than 10 x the usual wait for tokens;
 recover: the 1-s bin from which on attainment stays at 90 % of that before, and nobody still waits.
-dip: the requests that would have met their bounds had attainment stayed as before.
+dip: the requests that would have met their bounds had all gone on as before.
 """
 
 import math
@@ -30,6 +30,9 @@ _FORM = re.compile(
     r"(?:\+(?P<after>[0-9.]+))?(?:=(?P<command>.*))?"
 )
 DEFINITIONS = {
+    "before": "of a later fault: what arrived once the fault before it was recovered from (if it "
+    "never was: what counts as before that one); and no fault counts a request that was still in "
+    "flight at the next one and had not noticed it by then",
     "wait": "time without tokens for a request in flight: from its intended arrival to its first "
     "tokens, then between tokens; the two kinds are held to limits of their own",
     "wait limit": "the larger of stall_factor times the median wait before the fault and the "
@@ -43,8 +46,9 @@ DEFINITIONS = {
     "time_to_recover": "fault - start of the first bin, not before time_to_resume, from which on "
     "attainment stays at recovered_share of that before: in this bin, and over every "
     "num_steady_bins from it on",
-    "goodput_dip": "requests: those from the fault until the recovery (or the end) times "
-    "attainment_before, less those that met all bounds",
+    "goodput_dip": "requests, from the fault until the recovery (or the end): in an open loop "
+    "those that arrived times attainment_before, less those of them that met all bounds; in a "
+    "closed loop the time times goodput_before, less those that ended in it and met all bounds",
     "goodput_before": "requests that ended before the fault and met all bounds, per second "
     "from the first arrival to the fault",
 }
@@ -87,6 +91,7 @@ class Judgement(msgspec.Struct, frozen=True):
     stall_factor: float = 10.0
     recovered_share: float = 0.9
     num_steady_bins: int = 5
+    closed_loop: bool = False  # then the dip must not count arrivals: failures bring more of them
 
 
 class Bin(msgspec.Struct, frozen=True):
@@ -139,32 +144,59 @@ def parse_fault(text: str) -> FaultSpec:
     return FaultSpec(msgspec.convert(kind, FaultKind), pid, at_s, after_s, command)
 
 
-def impact(
+def impacts(
     records: Sequence[Record],
-    fault: Injected,
+    faults: Sequence[Injected],
     bounds: Bounds,
     judgement: Judgement | None = None,
-    until_s: float | None = None,
-) -> Impact:
-    """What `fault` did to the requests that arrived or were in flight from it on.
+) -> list[Impact]:
+    """What each of `faults`, in order of time, did to the requests up to the next one."""
+    records = [record for record in records if not record.warm_up]
+    found: list[Impact] = []
+    usual_from_s, usual_to_s = -math.inf, math.inf
+    moments_s = pairwise([*(fault.at_s for fault in faults), math.inf])
+    for fault, (at_s, until_s) in zip(faults, moments_s, strict=True):
+        if not found:
+            usual_to_s = at_s
+        elif (recovered_s := found[-1].time_to_recover_s) is not None:
+            usual_from_s, usual_to_s = found[-1].at_s + recovered_s, at_s
+        scope = _Scope(usual_from_s, usual_to_s, at_s, until_s)
+        found.append(_impact(records, fault, scope, bounds, judgement or Judgement()))
+    return found
 
-    `until_s`: where the next fault begins; without it, the last arrival is the end.
-    """
-    judgement, at_s = judgement or Judgement(), fault.at_s
-    seen = _Seen(records, at_s, until_s)
-    limits = _WaitLimits(seen.asked, at_s, judgement.stall_factor)
+
+class _Scope(msgspec.Struct, frozen=True):
+    """Which part of a load a fault is judged by."""
+
+    usual_from_s: float  # the fault before was recovered from
+    usual_to_s: float  # this fault, or the first of those before that were not recovered from
+    at_s: float
+    until_s: float  # the next fault
+
+
+def _impact(
+    records: Sequence[Record], fault: Injected, scope: _Scope, bounds: Bounds, judgement: Judgement
+) -> Impact:
+    at_s, until_s, bin_s = scope.at_s, scope.until_s, judgement.bin_s
+    limits = _WaitLimits(records, scope, judgement.stall_factor)
+    seen = _Seen(records, scope, limits)
     noticed = [moment_s for record in seen.since for moment_s in limits.noticed(record)]
-    noticed = [moment_s for moment_s in noticed if until_s is None or moment_s < until_s]
+    noticed = [moment_s for moment_s in noticed if moment_s < until_s]
     resumed = [
         end_s for record in seen.in_flight if (end_s := limits.resumed_s(record)) is not None
     ]
     met = {record.index: meets(record, bounds) for record in seen.asked}
     num_good = sum(met[record.index] for record in seen.before)
     share = num_good / len(seen.before) if seen.before else None
-    bins = _bins(seen.asked, met, at_s, judgement.bin_s)
+    goodput = num_good / seen.usual_s if seen.usual_s > 0 else 0.0
+    bins = _bins(seen.asked, met, at_s, bin_s)
     after = [entry for entry in bins if entry.start_s >= at_s]
-    whole = [entry.start_s >= max(resumed, default=at_s) for entry in after]
-    recovered = _recovered(after, whole, share, judgement) if share else None
+    recovered = _recovered(bins, at_s, max(resumed, default=at_s), share, judgement)
+    if judgement.closed_loop:
+        over_s = None if recovered is None else at_s + recovered * bin_s
+        dip = seen.missing(goodput, met, over_s)
+    else:
+        dip = _missing(after[:recovered], share or 0.0)
     notes = [fault.problem] if fault.problem else []
     notes += [] if noticed else ["no request noticed the fault"]
     return Impact(
@@ -173,33 +205,45 @@ def impact(
         judgement=judgement,
         time_to_detect_s=min(noticed) - at_s if noticed else None,
         time_to_resume_s=max(resumed) - at_s if resumed else None,
-        time_to_recover_s=None if recovered is None else recovered * judgement.bin_s,
-        longest_wait_s=max((_longest(record, at_s) for record in seen.in_flight), default=0.0),
+        time_to_recover_s=None if recovered is None else recovered * bin_s,
+        longest_wait_s=max((_longest(record, scope) for record in seen.in_flight), default=0.0),
         attainment_before=share,
-        goodput_before=num_good / (at_s - seen.first_s) if at_s > seen.first_s else 0.0,
-        goodput_dip=_dip(after[:recovered], share or 0.0),
+        goodput_before=goodput,
+        goodput_dip=dip,
         num_in_flight=len(seen.in_flight),
         num_interrupted=sum(bool(limits.noticed(record)) for record in seen.in_flight),
         num_resumed=len(resumed),
         num_failed=sum(_failed(record) for record in seen.since),
         bins=bins,
-        notes=notes + _notes(seen.before, share, after, recovered),
+        notes=notes + _notes(seen.before, share, after, recovered, scope),
     )
 
 
 class _Seen:
-    """The requests that count, by when they were there. Warm-up and a later fault's do not."""
+    """The requests that count, by when they were there. A later fault's do not."""
 
-    def __init__(self, records: Sequence[Record], at_s: float, until_s: float | None) -> None:
-        self.asked = [
-            record
-            for record in records
-            if not record.warm_up and (until_s is None or record.intended_s < until_s)
-        ]
-        self.before = [record for record in self.asked if record.end_s < at_s]
-        self.since = [record for record in self.asked if record.end_s >= at_s]
-        self.in_flight = [record for record in self.since if record.intended_s <= at_s]
-        self.first_s = min((record.intended_s for record in self.asked), default=at_s)
+    def __init__(self, records: Sequence[Record], scope: _Scope, limits: "_WaitLimits") -> None:
+        self._scope = scope
+        self.asked = [record for record in records if self._counts(record, limits)]
+        usual = [record for record in self.asked if record.intended_s >= scope.usual_from_s]
+        self.before = [record for record in usual if record.end_s < scope.usual_to_s]
+        self.since = [record for record in self.asked if record.end_s >= scope.at_s]
+        self.in_flight = [record for record in self.since if record.intended_s <= scope.at_s]
+        first_s = min((record.intended_s for record in usual), default=math.inf)
+        self.usual_s = scope.usual_to_s - first_s
+
+    def missing(self, goodput: float, met: Mapping[int, bool], over_s: float | None) -> float:
+        """Good answers that did not come by `over_s` (None: the end) though they usually do."""
+        if over_s is None:
+            over_s = min(self._scope.until_s, max((one.end_s for one in self.since), default=0.0))
+        num_good = sum(met[record.index] for record in self.since if record.end_s <= over_s)
+        return max(0.0, goodput * (over_s - self._scope.at_s) - num_good)
+
+    def _counts(self, record: Record, limits: "_WaitLimits") -> bool:
+        until_s = self._scope.until_s
+        if record.intended_s >= until_s:
+            return False
+        return record.end_s < until_s or any(one < until_s for one in limits.noticed(record))
 
 
 class _Wait(msgspec.Struct, frozen=True):
@@ -216,26 +260,32 @@ def _waits(record: Record) -> list[_Wait]:
     return [_Wait(*span, is_first=not index) for index, span in enumerate(pairwise(stamps))]
 
 
-def _longest(record: Record, at_s: float) -> float:
-    return max(wait.end_s - wait.begin_s for wait in _waits(record) if wait.end_s >= at_s)
+def _longest(record: Record, scope: _Scope) -> float:
+    return max(
+        min(wait.end_s, scope.until_s) - wait.begin_s
+        for wait in _waits(record)
+        if wait.end_s >= scope.at_s
+    )
 
 
 class _WaitLimits:
     """How long a client waited at most before the fault; and what went beyond it afterwards."""
 
-    def __init__(self, records: Sequence[Record], at_s: float, factor: float) -> None:
-        self._at_s = at_s
-        waits = [wait for record in records for wait in _waits(record) if wait.begin_s < at_s]
+    def __init__(self, records: Sequence[Record], scope: _Scope, factor: float) -> None:
+        self._at_s, self._usual_to_s = scope.at_s, scope.usual_to_s
+        usual = [record for record in records if record.intended_s >= scope.usual_from_s]
+        waits = [wait for record in usual for wait in _waits(record)]
+        waits = [wait for wait in waits if wait.begin_s < self._usual_to_s]
         self._limits = {kind: self._limit(waits, kind, factor) for kind in (True, False)}
 
     def _limit(self, waits: Sequence[_Wait], is_first: bool, factor: float) -> float:
         waits = [wait for wait in waits if wait.is_first is is_first]
-        ended_s = [wait.end_s - wait.begin_s for wait in waits if wait.end_s < self._at_s]
+        ended_s = [wait.end_s - wait.begin_s for wait in waits if wait.end_s < self._usual_to_s]
         if not ended_s:
             return math.inf
         # A wait that the fault cut into counts as far as it had come, so that no limit can be
         # passed before the fault.
-        longest_s = max(min(wait.end_s, self._at_s) - wait.begin_s for wait in waits)
+        longest_s = max(min(wait.end_s, self._usual_to_s) - wait.begin_s for wait in waits)
         return max(factor * median(ended_s), longest_s)
 
     def noticed(self, record: Record) -> list[float]:
@@ -251,10 +301,11 @@ class _WaitLimits:
         return beyond[0].end_s if beyond and not _failed(record) else None
 
     def _beyond_limit(self, record: Record) -> list[_Wait]:
+        """A wait that was too long already when the fault came is an earlier one's."""
         return [
             wait
             for wait in _waits(record)
-            if wait.end_s >= self._at_s and wait.end_s - wait.begin_s > self._limits[wait.is_first]
+            if self._at_s - wait.begin_s <= self._limits[wait.is_first] < wait.end_s - wait.begin_s
         ]
 
 
@@ -285,17 +336,21 @@ def _bins(
 
 
 def _recovered(
-    after: Sequence[Bin], whole: Sequence[bool], share: float, judgement: Judgement
+    bins: Sequence[Bin], at_s: float, quiet_s: float, share: float | None, judgement: Judgement
 ) -> int | None:
-    """The bin from which on attainment stays; None if it never does.
+    """The bin after the fault from which on attainment stays; None if it never does.
 
-    `whole`: whether no stream that the fault interrupted still waits when the bin begins.
+    `quiet_s`: from then on no stream waits that the fault interrupted.
     """
+    if not share:
+        return None
     at_least, num_steady = share * judgement.recovered_share, judgement.num_steady_bins
-    found, level = None, 0.0
+    asked = [entry for entry in bins if entry.start_s < at_s and entry.num_requests]
+    after = [entry for entry in bins if entry.start_s >= at_s]
+    found, level = None, _attainment(asked[-1:], share)
     for number, entry in enumerate(after):
         level = _attainment([entry], level)
-        if found is None and whole[number] and level >= at_least:
+        if found is None and entry.start_s >= quiet_s and level >= at_least:
             found = number
         # No window reaches beyond the end: the last bins would be judged by a few requests alone.
         window = after[number : number + num_steady]
@@ -310,22 +365,30 @@ def _attainment(bins: Sequence[Bin], of_nothing: float) -> float:
     return sum(entry.num_good for entry in bins) / num_requests if num_requests else of_nothing
 
 
-def _dip(bins: Sequence[Bin], share: float) -> float:
+def _missing(bins: Sequence[Bin], share: float) -> float:
+    """Requests that were not good, beyond those that usually are not."""
     return max(0.0, sum(share * entry.num_requests - entry.num_good for entry in bins))
 
 
 def _notes(
-    before: Sequence[Record], share: float | None, after: Sequence[Bin], recovered: int | None
+    before: Sequence[Record],
+    share: float | None,
+    after: Sequence[Bin],
+    recovered: int | None,
+    scope: _Scope,
 ) -> list[str]:
     notes = []
+    what = "load go on for longer" if math.isinf(scope.until_s) else "next fault come later"
+    if scope.usual_to_s < scope.at_s:
+        notes.append("the fault before was not recovered from: compared with what was before that")
     if share is None:
         notes.append("no request had ended before the fault: let it come later")
     elif share == 0:
         notes.append("no request met its bounds before the fault, so there is nothing to recover")
     elif recovered is None:
-        notes.append(f"not recovered within {len(after)} bins: let the load go on for longer")
+        notes.append(f"not recovered within {len(after)} bins: let the {what}")
     elif len(after) - recovered < 2:
-        notes.append("the load ended as it recovered: let it go on for longer")
+        notes.append(f"it recovered only at the end: let the {what}")
     if 0 < len(before) < FEW:
         notes.append(f"only {len(before)} requests had ended before the fault")
     if num_failed := sum(_failed(record) for record in before):

@@ -7,7 +7,7 @@ import msgspec
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
-from baton.bench.figures.faults import Injected, impact, parse_fault
+from baton.bench.figures.faults import Injected, Judgement, impacts, parse_fault
 from baton.bench.figures.metrics import Bounds
 from baton.bench.injector import FaultInjector
 from baton.bench.records import LoadResult, Outcome, Planned
@@ -30,6 +30,7 @@ NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 24, 7
 # longer than anything that other processes do to a step.
 PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 300
 VICTIM = "decode-0"
+JUDGEMENT = Judgement(closed_loop=True)
 
 
 def settings() -> ClusterConfig:
@@ -102,7 +103,7 @@ def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path:
 
     assert done.gone_s is not None
     assert 0 < done.at_s <= done.gone_s
-    found = impact(result.records, done, Bounds())
+    (found,) = impacts(result.records, [done], Bounds(), JUDGEMENT)
     shown = msgspec.json.encode(found).decode()
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown
@@ -123,7 +124,7 @@ def test_a_decode_node_that_was_stopped_goes_on_and_the_pause_is_seen(tmp_path: 
     assert all(record.outcome is Outcome.ANSWERED for record in result.records)
     assert done.resumed_s is not None
     assert done.resumed_s - done.at_s >= 1.5
-    found = impact(result.records, done, Bounds())
+    (found,) = impacts(result.records, [done], Bounds(), JUDGEMENT)
     shown = msgspec.json.encode(found).decode()
     assert found.time_to_detect_s is not None, shown
     assert found.time_to_resume_s is not None, shown

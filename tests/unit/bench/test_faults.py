@@ -1,10 +1,11 @@
 """How faults are written, and what is said of one whose effect is known."""
 
 import os
+import random
 
 import pytest
 
-from baton.bench.figures.faults import FaultSpec, Impact, Injected, Judgement, impact, parse_fault
+from baton.bench.figures.faults import FaultSpec, Impact, Injected, Judgement, impacts, parse_fault
 from baton.bench.figures.metrics import Bounds
 from baton.bench.records import Arrival, Outcome, Record
 from baton.protocol.errors import ConfigError
@@ -50,8 +51,11 @@ def killed(at_s: float = FAULT_S) -> Injected:
     return Injected(FaultSpec("kill", 4711, at_s), at_s)
 
 
-def impact_of(records: list[Record], bounds: Bounds = BOUNDS) -> Impact:
-    return impact(records, killed(), bounds)
+def impact_of(
+    records: list[Record], bounds: Bounds = BOUNDS, judgement: Judgement | None = None
+) -> Impact:
+    (found,) = impacts(records, [killed()], bounds, judgement)
+    return found
 
 
 # --- how they are written ------------------------------------------------------------------------
@@ -131,9 +135,7 @@ def test_a_stall_is_noticed_at_its_limit_and_over_when_the_last_stream_goes_on()
 
 
 def test_recovery_begins_with_the_first_bin_from_which_attainment_stays() -> None:
-    found = impact(
-        load(stall=(FAULT_S, 13.0)), killed(), Bounds(ttft_ms=500, gap_max_ms=200), Judgement()
-    )
+    found = impact_of(load(stall=(FAULT_S, 13.0)), Bounds(ttft_ms=500, gap_max_ms=200))
     # What arrived up to 12.5 s missed a bound; in the bin from 12 s on that is three of four.
     assert found.time_to_recover_s == 3.0
     missed = [entry.num_requests - entry.num_good for entry in found.bins if entry.start_s >= 10]
@@ -146,7 +148,7 @@ def test_it_is_not_over_while_an_interrupted_stream_still_waits() -> None:
     records = load()
     # One of five at the fault: too few to bring attainment under 0.7 of that before.
     records[39] = stream(39, 9.75, stall=(FAULT_S, 12.5))
-    found = impact(records, killed(), BOUNDS, Judgement(recovered_share=0.7))
+    found = impact_of(records, judgement=Judgement(recovered_share=0.7))
     assert found.time_to_resume_s == pytest.approx(2.5, abs=STEP_S)
     assert found.time_to_recover_s == 3.0
 
@@ -191,6 +193,48 @@ def test_bins_without_arrivals_are_as_good_as_the_one_before() -> None:
     assert found.time_to_recover_s == 4.0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fault_that_hurt_nobody_takes_no_time_however_thin_the_arrivals(seed: int) -> None:
+    dice, moments_s = random.Random(seed), [0.0]
+    while moments_s[-1] < 60:
+        moments_s.append(moments_s[-1] + dice.expovariate(1.0))
+    found = impact_of([stream(index, at_s) for index, at_s in enumerate(moments_s)])
+    assert found.time_to_recover_s == 0.0
+
+
+def test_what_was_bad_before_an_idle_fault_is_bad_until_somebody_was_served() -> None:
+    records = load(until_s=9.0)
+    records += [refused(len(records), 9.1), *(stream(100 + i, 12.1 + i / 4) for i in range(40))]
+    assert impact_of(records).time_to_recover_s == 2.0
+
+
+def test_the_dip_of_a_closed_loop_does_not_depend_on_how_fast_refusals_come() -> None:
+    # One client, 2 requests a second; the server is away for five seconds.
+    def dip(refusal_s: float, judgement: Judgement) -> float:
+        records = [stream(index, index / 2, num_tokens=20) for index in range(20)]
+        records += [
+            refused(100 + number, FAULT_S + number * refusal_s)
+            for number in range(round(5.0 / refusal_s))
+        ]
+        records += [stream(9000 + index, 15.0 + index / 2, num_tokens=20) for index in range(40)]
+        found = impact_of(records, judgement=judgement)
+        assert found.time_to_recover_s == 5.0
+        return found.goodput_dip
+
+    closed = Judgement(closed_loop=True)
+    assert dip(0.01, closed) == dip(1.0, closed) == pytest.approx(10.0)
+    assert (dip(0.01, Judgement()), dip(1.0, Judgement())) == (500.0, 5.0)
+
+
+def test_a_closed_loop_that_does_not_recover_misses_answers_until_its_end() -> None:
+    records = [stream(index, index / 2, num_tokens=20) for index in range(20)]
+    timed_out = stream(20, FAULT_S)
+    timed_out.outcome, timed_out.end_s = Outcome.TIMED_OUT, FAULT_S + 30.0
+    found = impact_of([*records, timed_out], judgement=Judgement(closed_loop=True))
+    assert found.time_to_recover_s is None
+    assert found.goodput_dip == pytest.approx(60.0)
+
+
 def test_an_interrupted_request_counts_at_the_fault_though_it_arrived_before() -> None:
     found = impact_of(load(stall=(FAULT_S, 10.5)))
     (bin_of_fault,) = [entry for entry in found.bins if entry.start_s == FAULT_S]
@@ -221,13 +265,53 @@ def test_requests_after_the_next_fault_belong_to_that_one() -> None:
         refused(record.index, record.intended_s) if record.intended_s > 18 else record
         for record in load()
     ]
-    first = impact(records, killed(), BOUNDS, until_s=18.0)
+    first, _ = impacts(records, [killed(), killed(18.0)], BOUNDS)
     assert first.num_failed == 0
     assert first.time_to_recover_s == 0.0
 
 
+def test_two_faults_alike_are_judged_alike() -> None:
+    # Requests that are in flight at either stop, eight of them, get nothing for three seconds.
+    stops_s, ends_s = (20.0, 60.0), (23.0, 63.0, 100.0)
+    records = []
+    for index in range(400):
+        end_s = next(end_s for end_s in ends_s if index / 4 < end_s)
+        stall = (end_s - 3, end_s) if end_s < 100 else None
+        records.append(stream(index, index / 4, stall=stall, num_tokens=100))
+    faults = [killed(at_s) for at_s in stops_s]
+    for found in impacts(records, faults, Bounds(ttft_ms=500, gap_max_ms=200)):
+        assert found.time_to_detect_s == pytest.approx(0.2 - STEP_S, abs=STEP_S)
+        assert found.time_to_resume_s == pytest.approx(3.0, abs=STEP_S)
+        assert found.time_to_recover_s == 3.0
+        assert found.longest_wait_s == pytest.approx(3.0, abs=2 * STEP_S)
+        assert found.attainment_before == 1.0
+        assert found.goodput_dip == 18.0
+        assert (found.num_interrupted, found.num_resumed, found.num_failed) == (9, 9, 0)
+        assert found.notes == []
+
+
+def test_a_fault_amid_another_is_compared_with_what_was_before_both() -> None:
+    # The second comes while everybody still waits for the first.
+    records = load(stall=(FAULT_S, 14.0))
+    faults, bounds = [killed(), killed(12.0)], Bounds(ttft_ms=500, gap_max_ms=200)
+    first, second = impacts(records, faults, bounds, Judgement(closed_loop=True))
+    assert first.time_to_detect_s == pytest.approx(0.2 - STEP_S, abs=STEP_S)
+    assert first.time_to_resume_s == pytest.approx(4.0, abs=STEP_S)
+    assert first.time_to_recover_s is None
+    # Until the second.
+    assert first.longest_wait_s == pytest.approx(2.0, abs=STEP_S)
+    assert first.goodput_dip == pytest.approx(2.0 * first.goodput_before)
+    assert any("let the next fault come later" in note for note in first.notes)
+    assert second.attainment_before == first.attainment_before == 1.0
+    assert second.goodput_before == first.goodput_before
+    # A request of 11.25 s is the first to have waited for too long from the second fault on.
+    assert second.time_to_detect_s == pytest.approx(0.25, abs=STEP_S)
+    assert second.time_to_recover_s == 2.0
+    assert any("the fault before was not recovered from" in note for note in second.notes)
+
+
 def test_a_fault_before_anything_was_answered_has_nothing_to_recover_to() -> None:
-    found = impact(load(), killed(0.5), BOUNDS)
+    (found,) = impacts(load(), [killed(0.5)], BOUNDS)
     assert found.attainment_before is None
     assert found.time_to_recover_s is None
     assert any("let it come later" in note for note in found.notes)

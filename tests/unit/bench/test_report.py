@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.figures.faults import FaultSpec, Injected, impact
+from baton.bench.figures.faults import FaultSpec, Injected, impacts
 from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Ending, Found, Probe, Purpose
@@ -79,7 +79,7 @@ def faulty() -> Report:
     run = scene_run(Scene(duration_s=30.0, fault_at_s=12.0, fault_for_s=3.0), "a kill")
     fault = Injected(FaultSpec("restart", 4711, 12.0, 0.5, ("serve", "--api-key", KEY)), 12.001)
     run.faults = [fault]
-    run.impacts = [impact(run.records, fault, PRESETS["chat"])]
+    run.impacts = impacts(run.records, [fault], PRESETS["chat"])
     return report_of([run], command="fault")
 
 
