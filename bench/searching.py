@@ -53,16 +53,17 @@ def search(settings: SearchSettings) -> int:
 def observe(rates: RateSearch, rate: float, run: Run) -> None:
     attainment = run.summary.attainment or 0.0
     saturated = find_growth(run.records, None) is not None
-    valid = not run.invalid or is_servers_fault(run)
+    broken = run.invalid and is_servers_fault(run)
     alone = run.summary.concurrency < ALONE
-    rates.observe(rate, attainment, valid, saturated=saturated, alone=alone)
+    valid = broken or not run.invalid
+    rates.observe(rate, attainment, valid, saturated=saturated, broken=broken, alone=alone)
 
 
 def is_servers_fault(run: Run) -> bool:
     """Whether an invalid run says something of the server at this rate, not of the client.
 
-    So it is if every request failed, or if answers of a wrong length are all that is wrong; both
-    count as failed requests. A client without a socket left says nothing.
+    So it is if every request failed, or if answers of a wrong length are all that is wrong: the
+    server does not hold the rate then. A client without a socket left says nothing.
     """
     outcomes = run.summary.outcomes
     if outcomes.get(Outcome.NO_SOCKET):

@@ -45,6 +45,7 @@ class Probe(msgspec.Struct, frozen=True):
     is_valid: bool
     purpose: Purpose
     is_saturated: bool = False
+    is_broken: bool = False
 
 
 class Ending(StrEnum):
@@ -111,23 +112,25 @@ class RateSearch:
         valid: bool,
         *,
         saturated: bool = False,
+        broken: bool = False,
         alone: bool = False,
     ) -> None:
-        """What came of the run at `next_rate()`. A run in which all requests failed attains 0.
+        """What came of the run at `next_rate()`.
 
-        `saturated`: the queue grew throughout, so that a longer run would attain less; such a run
-        does not count as attained. `alone`: hardly any two requests were there at the same time,
-        so that a lower rate would attain no more.
+        `saturated`: the queue grew throughout, so that a longer run would attain less. `broken`: by
+        the server's fault its figures must not be used. Neither counts as attained, whatever the
+        attainment. `alone`: hardly any two requests were there at the same time, so that a lower
+        rate would attain no more.
         """
         assert self._next is not None, "the search has ended"
         assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"
         purpose = self._next[1]
-        self.probes.append(Probe(rate, attainment, valid, purpose, saturated))
+        self.probes.append(Probe(rate, attainment, valid, purpose, saturated, broken))
         known = self._known.setdefault(rate, _Rate())
         if valid:
             known.num_invalid = 0
-            is_attained = attainment >= self.options.attainment and not saturated
-            self._judge(rate, known, is_attained)
+            is_attained = attainment >= self.options.attainment
+            self._judge(rate, known, is_attained and not saturated and not broken)
             known.is_alone = alone
         else:
             known.num_invalid += 1
@@ -154,6 +157,8 @@ class RateSearch:
                 f"no run at {high:g}/s was valid, and {lowest:g}/s does not hold an attainment of "
                 f"{goal:.0%}"
             )
+        if self._ending is Ending.NEVER_ATTAINED and all(one.is_broken for one in self.probes):
+            line = f"no run was valid, down to {high:g}/s, and that is the server's fault"
         return Found(low, confirmed, self._ending, failing, line, list(self.probes))
 
     def _judge(self, rate: float, known: _Rate, is_attained: bool) -> None:

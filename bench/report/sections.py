@@ -127,7 +127,7 @@ def _search(report: Report) -> Section | None:
             number(probe.rate),
             str(probe.purpose),
             share(probe.attainment) if probe.is_valid else NONE,
-            "yes" if probe.is_valid else "INVALID",
+            "server's fault" if probe.is_broken else "yes" if probe.is_valid else "INVALID",
             "yes" if probe.is_saturated else "no",
         ]
         for probe in search.probes

@@ -114,6 +114,23 @@ def test_a_saturated_run_does_not_attain() -> None:
     assert search.purpose is Purpose.BISECT
 
 
+def test_a_run_that_the_server_broke_is_evidence_and_does_not_attain() -> None:
+    search = RateSearch()
+    search.observe(1.0, 1.0, True)
+    search.observe(2.0, 0.95, True, broken=True)
+    assert search.purpose is Purpose.BISECT
+    assert search.probes[-1].is_broken
+
+
+def test_a_server_that_breaks_every_run_is_not_said_to_be_too_slow() -> None:
+    search = RateSearch(SearchOptions(start_rate=2.0, min_rate=1.0))
+    while (rate := search.next_rate()) is not None:
+        search.observe(rate, 0.95, True, broken=True)
+    found = search.result()
+    assert (found.ending, found.confirmed) == (Ending.NEVER_ATTAINED, False)
+    assert found.line == "no run was valid, down to 1/s, and that is the server's fault"
+
+
 def test_one_bad_run_far_below_the_knee_is_found_out() -> None:
     """The first run at 2/s meets a hiccup of the machine; the server holds 100/s."""
     hiccups = [2.0]
