@@ -39,6 +39,7 @@ from baton.runtime.process import Child, Command, die_with_parent
 MODULE = "baton.bench.gpu"
 TOTAL_S = 510.0
 CLOSING_S = 5.0  # of a section's time, between its own end and being ended
+GONE_S = 15.0  # for a section's process that was killed
 # Name, title, and the share of the time that it may take while the others wait.
 SECTIONS = (
     ("environment", "Machine and floors", 40.0),
@@ -105,13 +106,17 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
     report = GpuReport(collect(settings, [MODULE, *words]))
     deadline_s = clock() + options.total_s
     waiting = [entry for entry in SECTIONS if entry[0] in options.sections]
+    held = ""  # why the GPU is not free
     while waiting:
         name, title, _ = waiting[0]
         seconds = allotted(deadline_s - clock(), [share for _, _, share in waiting])
         section = Section(name, title, seconds)
         report.sections.append(section)
         start_s = clock()
-        _run_section(section, options.out)
+        if held:
+            section.state, section.reason = "failed", held
+        elif not _run_section(section, options.out):
+            held = f"the process of {name} would not end, and a busy GPU measures nothing"
         section.wall_s = clock() - start_s
         fill(report, section, read_events(events_file(options.out, name)))
         report.provenance = complete(report.provenance)
@@ -126,8 +131,8 @@ def allotted(left_s: float, shares: Sequence[float]) -> float:
     return max(0.0, left_s) * shares[0] / sum(shares)
 
 
-def _run_section(section: Section, out: Path) -> None:
-    """In a child that ends with this process, or when its time is over."""
+def _run_section(section: Section, out: Path) -> bool:
+    """In a child that ends with this process, or when its time is over; whether it is gone."""
     events_file(out, section.name).unlink(missing_ok=True)
     arguments = (
         "--section", section.name, "--out", str(out),
@@ -143,13 +148,16 @@ def _run_section(section: Section, out: Path) -> None:
             if not child.wait(deadline_s):
                 section.state = "cut short"
                 section.reason = f"its {section.budget_s:.0f} s were over"
-                return
-            section.state = "complete" if child.exit_code == 0 else "failed"
-            if child.exit_code:
+            elif child.exit_code:
                 last = child.tail[-1] if child.tail else "it wrote nothing"
+                section.state = "failed"
                 section.reason = f"exit code {child.exit_code}: {last[:300]}"
+            else:
+                section.state = "complete"
         finally:
             child.stop()
+        # A driver that is busy can keep a killed process, and its memory, for a while.
+        return child.wait(monotonic() + GONE_S)
 
 
 def events_file(out: Path, section: str) -> Path:

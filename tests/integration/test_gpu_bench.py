@@ -14,6 +14,7 @@ from baton.bench.device.section import Desk
 from baton.bench.device.split import SplitPlan
 from baton.bench.device.timing import Stopwatch
 from baton.runtime.clock import monotonic
+from baton.runtime.process import Child
 
 SMALL = SplitPlan(
     shape=Shape("small", 64, 96, 2, 2, 1, 32, 640, is_tied=True), device="cpu",
@@ -93,3 +94,27 @@ def test_a_section_that_takes_too_long_is_cut(tmp_path: Path) -> None:
     report = gpu.run(gpu.Options(tmp_path, 0.2, ("environment",)), [])
     assert report.sections[0].state == "cut short"
     assert "were over" in report.sections[0].reason
+
+
+def test_after_a_process_that_will_not_end_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[Child] = []
+
+    class Stuck(Child):
+        """Its waits end as for a process in the driver's hands, which SIGKILL does not reach."""
+
+        def wait(self, deadline_s: float) -> bool:
+            children.append(self)
+            return False
+
+    monkeypatch.setattr(gpu, "Child", Stuck)
+    report = gpu.run(gpu.Options(tmp_path, 100.0, gpu.chosen(["kernels", "engine"])), [])
+    first, *others = report.sections
+    assert first.state == "cut short"
+    assert len(others) == 2
+    for section in others:
+        assert section.state == "failed"
+        assert section.reason.startswith("the process of environment would not end")
+    assert len({child.pid for child in children}) == 1
+    assert Child.wait(children[0], monotonic() + 60.0)
