@@ -242,6 +242,7 @@ def test_targets_on_another_gpu_are_said_not_to_hold() -> None:
 def test_sections_share_what_is_left_of_the_time() -> None:
     shares = [share for _, _, share in gpu.SECTIONS]
     assert sum(shares) <= gpu.TOTAL_S < 9 * 60
+    assert gpu.allotted(470.0, shares) > 80.0, "the first starts on a cold machine"
     assert gpu.allotted(gpu.TOTAL_S, shares) == pytest.approx(shares[0])
     # The first took nothing: the others have its time.
     assert gpu.allotted(gpu.TOTAL_S, shares[1:]) > shares[1]
