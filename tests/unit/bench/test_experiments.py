@@ -1,5 +1,6 @@
 """What experiments make of runs: paired rounds, verdicts, and what is said on the terminal."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -276,7 +277,7 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
     report = report_of([run])
     report.search = search.result()
     assert report.search.ending is Ending.NEVER_ATTAINED
-    assert "95.0 %  server's fault" in shown(report)
+    assert re.search(r"up +95 % +server's fault +no\n", shown(report))
     assert shown(report).endswith("NOT CONFIRMED")
     # One of a hundred is a warning, and a failed request like any other.
     few = judge(case(100), result(*[Outcome.ANSWERED] * 99, Outcome.WRONG_LENGTH), "")
