@@ -1,8 +1,8 @@
-"""Carries the faults of a run out: a thread that signals processes at given moments.
+"""Carries the faults of a run out: a thread for each, which signals a process at given moments.
 
-`fault.py` enters it around a load. A process is held by a descriptor from the beginning on, so that
-an id that was given away again is never signalled. What it stops it continues, and what it starts
-it ends, whatever happens to the run: should this process be killed, a guard does it.
+`fault_run.py` enters it around a load. A process is held by a descriptor from the beginning on, so
+that an id that was given away again is never signalled. What it stops it continues, and what it
+starts it ends, whatever happens to the run: should this process be killed, a guard does it.
 """
 
 import contextlib
@@ -40,10 +40,13 @@ class FaultInjector:
         self._start_s = 0.0
         self._processes: dict[int, _Process] = {}
         self._restarted: list[_Restarted] = []
-        self._injected: list[Injected] = []
+        self._injected: dict[int, Injected] = {}  # by the place of the fault
         self._stop_read, self._stop_write = -1, -1
         self.has_begun = False
-        self._thread = threading.Thread(target=self._run, name="fault injector", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, args=(place,), name=f"fault {spec}", daemon=True)
+            for place, spec in enumerate(self._specs)
+        ]
         self._error: BaseException | None = None
 
     def __enter__(self) -> "FaultInjector":
@@ -70,48 +73,54 @@ class FaultInjector:
     def begin(self, start_s: float) -> None:
         """The schedule starts, or started, at `start_s`. To be called once, from any thread."""
         self._start_s, self.has_begun = start_s, True
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_busy(self) -> bool:
         """Whether there is something left to be done."""
-        return self._thread.is_alive()
+        return any(thread.is_alive() for thread in self._threads)
 
     def finish(self) -> list[Injected]:
-        """What was done by now; nothing more will be, but the restarted processes go on."""
+        """What was done by now, in order; no more will be, but the restarted processes go on."""
         self._halt()
         if self._error is not None:
             raise BatonError(f"a fault was not carried out: {self._error}") from self._error
-        if len(self._injected) < len(self._specs):
-            late = self._specs[len(self._injected)]
-            raise BatonError(f"the load ended before the fault {late}: let it go on for longer")
+        for place, late in enumerate(self._specs):
+            if place not in self._injected:
+                raise BatonError(f"the load ended before the fault {late}: let it go on for longer")
         problems = {process.spec: process.problem() for process in self._restarted}
         return [
             msgspec.structs.replace(entry, problem=entry.problem or problems.get(entry.spec, ""))
-            for entry in self._injected
+            for entry in sorted(self._injected.values(), key=lambda entry: entry.at_s)
         ]
 
-    # --- the thread -----------------------------------------------------------------------------
+    # --- the threads ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, place: int) -> None:
+        spec = self._specs[place]
         try:
-            for spec in self._specs:
-                if not self._sleep_until(self._start_s + spec.at_s):
-                    return
-                self._injected.append(self._inject(spec))
-        except BaseException as error:  # noqa: BLE001  the thread's top: told by `finish`
+            if self._sleep_until(self._start_s + spec.at_s):
+                self._injected[place] = self._inject(spec)
+        except BaseException as error:  # noqa: BLE001  a thread's top: told by `finish`
             self._error = error
 
     def _inject(self, spec: FaultSpec) -> Injected:
         process = self._processes[spec.pid]
         at_s = self._now()
+        if spec.kind == "stop":
+            until_s = self._clock() + spec.after_s
+            process.stopped_until_s = max(process.stopped_until_s, until_s)
         if not process.send(signal.SIGSTOP if spec.kind == "stop" else signal.SIGKILL):
             return Injected(spec, at_s, problem=f"process {spec.pid} had ended before the fault")
         done = Injected(spec, at_s)
         if spec.kind == "stop":
-            self._sleep_until(self._clock() + spec.after_s)
-            process.resume()
-            return msgspec.structs.replace(done, resumed_s=self._now())
+            # Another stop of this process may last for longer.
+            while self._clock() < process.stopped_until_s:
+                if not self._sleep_until(process.stopped_until_s):
+                    break
+            goes_on = process.send(signal.SIGCONT)
+            return msgspec.structs.replace(done, resumed_s=self._now()) if goes_on else done
         if not _has_gone(process.descriptor, GONE_WITHIN_S):
             problem = f"process {spec.pid} had not ended {GONE_WITHIN_S:g} s after the kill"
             return msgspec.structs.replace(done, problem=problem)
@@ -138,8 +147,9 @@ class FaultInjector:
         if self._stop_write >= 0:
             os.close(self._stop_write)
             self._stop_write = -1
-        if self._thread.is_alive():
-            self._thread.join()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
 
     def _close(self) -> None:
         """First of all whatever stands still goes on."""
@@ -162,6 +172,7 @@ class _Process:
     """A process of somebody else's, by descriptor."""
 
     def __init__(self, spec: FaultSpec) -> None:
+        self.stopped_until_s = 0.0  # on the clock of the injector
         self._pid = spec.pid
         self._guard: _Guard | None = None
         try:

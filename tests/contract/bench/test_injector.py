@@ -1,5 +1,6 @@
 """Faults on real processes: signals come in time, what stands still goes on, what started ends."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,13 +18,21 @@ from baton.runtime.clock import monotonic
 DEADLINE_S = 20.0
 
 
-@pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
+@contextlib.contextmanager
+def waiting() -> Iterator[subprocess.Popen[bytes]]:
     """A process that waits."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
-    yield process
-    process.kill()
-    process.wait()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    with waiting() as process:
+        yield process
 
 
 def state(pid: int) -> str:
@@ -50,10 +59,9 @@ def settle(injector: FaultInjector) -> None:
         time.sleep(0.01)
 
 
-def inject(text: str) -> list[Injected]:
-    """Carries one fault out, to its end."""
-    spec = parse_fault(text)
-    with FaultInjector([spec]) as injector:
+def inject(*texts: str) -> list[Injected]:
+    """Carries faults out, to their end."""
+    with FaultInjector([parse_fault(text) for text in texts]) as injector:
         injector.begin(monotonic())
         settle(injector)
         return injector.finish()
@@ -79,6 +87,35 @@ def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
         (done,) = injector.finish()
     assert done.resumed_s is not None
     assert done.resumed_s - done.at_s >= 0.3
+
+
+def test_a_fault_does_not_wait_for_the_end_of_another(victim: subprocess.Popen[bytes]) -> None:
+    with waiting() as other:
+        texts = [f"stop:{victim.pid}@0+100", f"kill:{other.pid}@0.1"]
+        with FaultInjector([parse_fault(text) for text in texts]) as injector:
+            injector.begin(monotonic())
+            assert other.wait(DEADLINE_S) == -signal.SIGKILL
+            assert state(victim.pid) == "T"
+            stopped, killed = injector.finish()
+    assert (stopped.spec.kind, killed.spec.kind) == ("stop", "kill")
+    assert killed.problem == ""
+
+
+def test_a_process_goes_on_when_the_last_stop_of_it_ends(victim: subprocess.Popen[bytes]) -> None:
+    done = inject(f"stop:{victim.pid}@0+0.6", f"stop:{victim.pid}@0.1+0.1")
+    assert [entry.resumed_s is not None and entry.resumed_s >= 0.6 for entry in done] == [True] * 2
+
+
+def test_a_process_that_is_killed_while_it_stands_still_does_not_go_on(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    texts = [f"stop:{victim.pid}@0+100", f"kill:{victim.pid}@0.1"]
+    with FaultInjector([parse_fault(text) for text in texts]) as injector:
+        injector.begin(monotonic())
+        assert victim.wait(DEADLINE_S) == -signal.SIGKILL
+        stopped, killed = injector.finish()
+    assert stopped.resumed_s is None
+    assert killed.gone_s is not None
 
 
 def test_a_run_that_is_interrupted_leaves_nobody_stopped(victim: subprocess.Popen[bytes]) -> None:
