@@ -42,7 +42,9 @@ class NixlTransport:
         self._memory = memory
         self._epoch = epoch
         self._agent_name = f"baton-{epoch}-{secrets.token_hex(4)}"
-        self._agent, self._errors = make_agent(self._agent_name, network_device)
+        self._agent, self._errors = make_agent(
+            self._agent_name, network_device, is_on_gpu=memory.device != "cpu"
+        )
         self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # a warm-up must not touch the pool
         try:
             self._pool, self._sink = self._register()

@@ -67,14 +67,18 @@ def is_installed() -> bool:
     return any(importlib.util.find_spec(wheel) is not None for wheel in WHEELS)
 
 
-def make_agent(name: str, network_device: str) -> tuple[Agent, Errors]:
+def make_agent(name: str, network_device: str, *, is_on_gpu: bool = False) -> tuple[Agent, Errors]:
     """An agent with the UCX backend that notices dead peers. Raises `ConfigError`.
 
     `network_device` (empty: loopback) goes into the environment, where UCX reads it, so there is
-    one for the process.
+    one for the process. `is_on_gpu`: the agent's pool is.
     """
     os.environ["UCX_NET_DEVICES"] = network_device or "lo"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    if is_on_gpu:
+        # Where UCX sees no active NVLink, reads between processes of one GPU would go through TCP.
+        # Without a GPU, UCX warns of a variable that nobody reads.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     api = _load()
     errors = Errors(api)
     try:

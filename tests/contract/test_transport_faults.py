@@ -1,5 +1,6 @@
 """What agents make of transports that do damage, of blocks that change, and of a missing wheel."""
 
+import os
 import select
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.transports import nixl_binding, shm
 from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
+from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.shm import ShmTransport
 from baton.kv_transfer.transports.shm_address import decode_address
 from baton.protocol.config import TransferConfig
@@ -191,6 +193,23 @@ def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.Mo
     assert list(port.address().metadata) == ["shm"]
     port.close()
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "found"),
+    [("cuda:0", None, "on"), ("cuda:0", "off", "off"), ("cpu", None, None)],
+)
+def test_ucx_is_told_to_read_within_a_gpu_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: str | None, found: str | None
+) -> None:
+    monkeypatch.setattr(nixl_binding, "WHEELS", ())  # UCX reads it when it is loaded
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"baton\[nixl\]"):
+        NixlTransport(PoolMemory(0, 1, 4096, device), OWNER)
+    assert os.environ.get(name) == found
 
 
 def test_shm_cannot_be_asked_for_on_a_gpu() -> None:
