@@ -3,10 +3,15 @@
 What is tried next and what is known in the end is decided there; this runs the loads and reports.
 """
 
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
 from baton.bench import resolved
 from baton.bench.experiments import Bench, asked
 from baton.bench.figures.saturation import find_growth
-from baton.bench.figures.search import RateSearch
+from baton.bench.figures.search import Found, Purpose, RateSearch
 from baton.bench.figures.validity import MAX_WRONG_LENGTHS
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run
@@ -46,8 +51,23 @@ def search(settings: SearchSettings) -> int:
                 break
             observe(rates, rate, run)
             bench.progress.say(f"{case.label}: {outcome(run)}")
-    report.search = rates.result()
+    report.search = with_offered(rates.result(), report.runs)
     return publisher.finish()
+
+
+def with_offered(found: Found, runs: Sequence[Run]) -> Found:
+    """With what the runs that confirmed the rate offered: drawn arrivals never quite have it."""
+    offered = [
+        run.summary.offered_rate
+        for run, probe in zip(runs, found.probes, strict=False)  # the last may have been cut short
+        if probe.rate == found.rate and probe.purpose is Purpose.CONFIRM and probe.is_valid
+        if run.summary.offered_rate is not None
+    ]
+    if not found.confirmed or not offered:
+        return found
+    median = statistics.median(offered)
+    line = f"{found.line}; {median:.4g}/s were offered (median of the confirming runs)"
+    return msgspec.structs.replace(found, offered_rate=median, line=line)
 
 
 def observe(rates: RateSearch, rate: float, run: Run) -> None:

@@ -15,6 +15,7 @@ from baton.bench.report.publish import begin
 from baton.bench.settings import SearchSettings, SweepSettings, WorkloadSettings
 from baton.protocol.errors import BatonError
 
+MAX_OFF_RATE = 0.1
 SAME_PROMPTS = "a file has the same prompts in every run: a prefix cache may know them"
 
 
@@ -47,8 +48,20 @@ def add_run(bench: Bench, report: Report, case: Case) -> Run | None:
         if bench.interrupted and report.runs:
             return None
         raise
+    run.problems += off_rate(case)
     report.runs.append(run)
     return run
+
+
+def off_rate(case: Case) -> list[Problem]:
+    """Drawn arrivals come at another rate than was asked for, the more so the fewer they are."""
+    planned = case.plan.planned_rate
+    if not case.rate or planned is None or abs(planned / case.rate - 1) <= MAX_OFF_RATE:
+        return []
+    off = abs(planned / case.rate - 1)
+    where = "above" if planned > case.rate else "below"
+    text = f"the arrivals were drawn at {planned:.4g}/s, {off:.0%} {where} the {case.rate:g}/s "
+    return [Problem(Severity.WARNING, f"{text}asked for: a longer load comes closer")]
 
 
 def mark_unfinished(report: Report, num_wanted: int) -> None:

@@ -67,6 +67,7 @@ class Found(msgspec.Struct, frozen=True):
     failing_rate: float | None  # the lowest that did not attain, if one did not
     line: str  # for a person
     probes: list[Probe]
+    offered_rate: float | None = None  # the median of the confirming runs
 
 
 @dataclass(slots=True)

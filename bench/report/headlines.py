@@ -153,7 +153,8 @@ def _searched(report: Report) -> Headline:
         return Headline(name, NONE, "", search.line, False, "none found")
     if not search.confirmed:
         return Headline(name, number(search.rate), "requests/s", "", False, "not confirmed")
-    return Headline(name, number(search.rate), "requests/s", "", True, "confirmed")
+    note = "" if search.offered_rate is None else f"{number(search.offered_rate)} offered"
+    return Headline(name, number(search.rate), "requests/s", note, True, "confirmed")
 
 
 def _searched_run(report: Report) -> Run | None:

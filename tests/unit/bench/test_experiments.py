@@ -1,6 +1,5 @@
 """What experiments make of runs: paired rounds, verdicts, and what is said on the terminal."""
 
-import re
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,7 @@ from baton.bench.experiments import (
     verification,
 )
 from baton.bench.figures.metrics import PRESETS
-from baton.bench.figures.search import Ending, Found, RateSearch, SearchOptions
+from baton.bench.figures.search import Ending, Found, RateSearch
 from baton.bench.figures.validity import Severity
 from baton.bench.one_load import spread
 from baton.bench.plan.prompts import shared_share
@@ -263,28 +262,6 @@ def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
     assert is_servers_fault(run)
     run.problems.append(invalid("the client sent late"))
     assert not is_servers_fault(run)
-
-
-def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> None:
-    load = result(*[Outcome.ANSWERED] * 95, *[Outcome.WRONG_LENGTH] * 5)
-    run = judge(case(100), load, "")
-    assert run.invalid
-    assert run.summary.attainment == 0.95
-    search = RateSearch()
-    while (rate := search.next_rate()) is not None:
-        observe(search, rate, run)
-    assert [probe.attainment for probe in search.probes] == [0.95]
-    report = report_of([run])
-    report.search = search.result()
-    assert report.search.ending is Ending.NEVER_ATTAINED
-    assert re.search(r"up +95 % +server's fault +no\n", shown(report))
-    assert shown(report).endswith("NOT CONFIRMED")
-    # One of a hundred is a warning, and a failed request like any other.
-    few = judge(case(100), result(*[Outcome.ANSWERED] * 99, Outcome.WRONG_LENGTH), "")
-    search = RateSearch(SearchOptions(max_rate=1.0))
-    while (rate := search.next_rate()) is not None:
-        observe(search, rate, few)
-    assert search.result().confirmed
 
 
 def test_the_terminal_shows_latencies_attainment_and_the_verdict() -> None:
