@@ -25,6 +25,7 @@ from baton.engine.kv_cache import (
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.engine.models.loading import check_split, load_decoder, local_heads
+from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
 from baton.engine.tensor_parallel import Ranks
@@ -34,8 +35,9 @@ from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.protocol.ids import Epoch
+from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.kv_layout import KVLayout
+from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
 
 # From malloc.h; the largest threshold that glibc takes.
@@ -81,6 +83,10 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     _keep_freed_memory()
     torch.set_num_threads(config.engine.threads)
     runner, pool = load_runner(plan, config, ranks, progress)
+    if plan.device.type == "cuda":
+        progress("kernels", 0, 1)
+        warm_up(runner)
+        progress("kernels", 1, 1)
     port = make_port(pool, epoch, config.transfer)
     info = ExecutorInfo(
         num_blocks=plan.num_blocks,
@@ -139,6 +145,20 @@ def load_runner(
     backend = _backend(plan, cache, ranks.size)
     sampler = Sampler(plan.decoder.eos_token_ids)
     return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+
+
+def warm_up(runner: Runner) -> None:
+    """Compute a prompt of two tokens, and its last one again, so that every kernel is compiled.
+
+    That takes seconds; in a request's first step it could pass for a step that is stuck. Stores
+    into block 0 alone: nobody owns it yet, and whoever does stores before reading.
+    """
+    key = Key(RequestId("warm-up"))
+    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
+    for start in (0, 1):
+        tokens = (0, 0)[start:]
+        part = Slice(key, start, len(tokens), tokens, (0,), (0,), sampling, 2)
+        runner.execute(StepPlan(start, (part,)))
 
 
 def _keep_freed_memory() -> None:

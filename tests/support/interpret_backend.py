@@ -1,20 +1,33 @@
 """A process that runs a decoder on the CUDA backend, interpreted, beside the CPU backend.
 
 Triton decides at import whether it interprets, so `tests/unit/compute/test_cuda_backend.py` starts
-this one, with `TRITON_INTERPRET=1`. It prints the largest relative error of each batch as JSON.
+this one, with `TRITON_INTERPRET=1`. It prints as JSON the largest relative error of each batch,
+and what the warm-up computed and where it stored.
 """
 
 import json
+from typing import ClassVar
 
 import torch
 
+from baton.engine.attention.backend import Batch
 from baton.engine.attention.cuda import CudaBackend
 from baton.engine.layers.rope import rope_table
-from baton.engine.rank import plan_rank
+from baton.engine.rank import plan_rank, warm_up
 from baton.engine.runner import Runner
 from baton.runtime.clock import monotonic
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+
+
+class NotingBackend(CudaBackend):
+    """Notes where each sequence of each step starts, and its length."""
+
+    noted: ClassVar[list[tuple[int, int]]] = []
+
+    def begin(self, batch: Batch) -> None:
+        self.noted.extend((span.start, span.length) for span in batch.spans)
+        super().begin(batch)
 
 
 def main() -> None:
@@ -29,9 +42,15 @@ def main() -> None:
     with loaded(config) as cpu:
         table = rope_table(decoder.rope, decoder.head_dim, 128)
         pool = torch.zeros_like(cpu.cache.pool)
-        backend = CudaBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
+        backend = NotingBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, cpu.device, monotonic)
+        warm_up(cuda)
+        warm = {
+            "spans": backend.noted.copy(),
+            "slots": pool.transpose(1, 4).flatten(2).any(-1).nonzero().tolist(),
+            "generations": int(cache.generations.sum()),
+        }
         one = Text("one", random_tokens(40, vocab=512), (5, 2, 9))
         two = Text("two", random_tokens(21, seed=1, vocab=512), (1, 7))
         batches = {
@@ -42,7 +61,7 @@ def main() -> None:
         for name, batch in batches.items():
             ours, theirs = torch.cat(logits(cuda, *batch)), torch.cat(logits(cpu, *batch))
             errors[name] = float((ours - theirs).abs().max() / theirs.abs().max())
-    print(json.dumps(errors))
+    print(json.dumps({"errors": errors, "warm_up": warm}))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux only")
-def test_the_kernels_behind_the_backend_give_the_same_logits() -> None:
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    if sys.platform != "linux":
+        pytest.skip("Triton runs on Linux only")
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.interpret_backend"],
         cwd=ROOT,
@@ -23,6 +26,22 @@ def test_the_kernels_behind_the_backend_give_the_same_logits() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout.splitlines()[-1])
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_the_kernels_behind_the_backend_give_the_same_logits(found: dict[str, Any]) -> None:
+    errors = found["errors"]
     assert set(errors) == {"a prompt", "decode beside a prompt", "two that decode"}
     assert all(error < 2e-5 for error in errors.values()), errors
+
+
+def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(
+    found: dict[str, Any],
+) -> None:
+    """A prompt and a decode step. What the test above compares was computed after it."""
+    assert found["warm_up"] == {
+        "spans": [[0, 2], [1, 1]],
+        "slots": [[0, 0], [0, 1]],
+        "generations": 0,
+    }
