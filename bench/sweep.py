@@ -5,6 +5,7 @@ cache. The report then shows attainment, goodput and latencies against the rate.
 """
 
 import msgspec
+import numpy as np
 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, Case, Connected, asked, shares_prompts
@@ -93,7 +94,14 @@ def at_rate(
 
 
 def reseeded(workload: WorkloadSettings, place: int) -> WorkloadSettings:
-    return msgspec.structs.replace(workload, seed=workload.seed + place)
+    """The load number `place` of an experiment: number 0 has the seed as given.
+
+    The others have one that is mixed of both, so that no neighbour of the seed asks the same.
+    """
+    if place == 0:
+        return workload
+    mixed = np.random.SeedSequence([workload.seed, place]).generate_state(1)
+    return msgspec.structs.replace(workload, seed=int(mixed[0]))
 
 
 def repeated_prompts(workload: WorkloadSettings) -> list[str]:

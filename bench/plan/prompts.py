@@ -1,8 +1,9 @@
 """Prompts that nobody wrote: seeded token ids, or words, that never occur twice in a plan.
 
-`workloads.py` draws one for each request. A prompt depends on the seed and its key alone, not on
-how many others are drawn, as long as its twin was not drawn before. Ids are exact; a word is about
-one token, and how many there were only the server's usage says.
+`workloads.py` draws one for each request. A prompt depends on the seed, its key and its length
+alone, not on how many others are drawn, as long as its twin was not drawn before; no length begins
+as another does. Ids are exact; a word is about one token, and how many there were only the server's
+usage says.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Prompts:
         return _written(self._unlike_others(key, num_words, _PLACES))
 
     def shared_ids(self, key: Key, num_tokens: int) -> tuple[int, ...]:
-        """A prefix: the same whenever this key is asked for."""
+        """A prefix: the same whenever this key is asked for in this length."""
         return self._draw((_PREFIX_STREAM, *key), num_tokens, self._vocabulary)
 
     def shared_words(self, key: Key, num_words: int) -> str:
@@ -76,7 +77,8 @@ class Prompts:
         )
 
     def _draw(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
-        rng = np.random.default_rng([self._seed, *key])
+        # With the length, or a server that was asked the shorter would know the longer's start.
+        rng = np.random.default_rng([self._seed, *key, length])
         return tuple(rng.integers(*choices, length, endpoint=True).tolist())
 
 

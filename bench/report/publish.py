@@ -14,11 +14,17 @@ from pathlib import Path
 import msgspec
 
 from baton.bench.console import shown
-from baton.bench.report.document import Report, flat_settings, read_json, withhold
+from baton.bench.records import Outcome
+from baton.bench.report.document import Report, Run, flat_settings, read_json, withhold
 from baton.bench.report.provenance import collect, complete
 from baton.bench.report.writing import REPORT, write_all
 from baton.bench.settings import ReportAgainSettings, ReportSettings
 from baton.protocol.errors import ConfigError
+
+UNTOLD = (
+    "the server did not say how much of the prompts it had cached: if it was asked the same "
+    "before, by this --seed or from this file, it may have known them, and TTFT is too good"
+)
 
 
 @dataclass(slots=True)
@@ -31,8 +37,22 @@ class Publisher:
 
     def finish(self) -> int:
         self.report.provenance = complete(self.report.provenance)
+        self.report.notes += caches_untold(self.report.runs)
         _give(withhold(self.report, self.secrets), self.out, self.secrets)
         return 0 if is_usable(self.report) else 1
+
+
+def caches_untold(runs: Sequence[Run]) -> list[str]:
+    """What nobody can warn of: vLLM, for one, tells cached tokens only when started to do so."""
+    silent = [
+        run
+        for run in runs
+        if run.summary.cached_share is None and run.summary.outcomes.get(Outcome.ANSWERED)
+    ]
+    if not silent:
+        return []
+    arms = ", ".join(dict.fromkeys(run.arm for run in silent if run.arm))
+    return [f"{arms}: {UNTOLD}" if arms else UNTOLD]
 
 
 def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> None:
