@@ -61,7 +61,7 @@ def test_arrivals_that_were_planned_far_off_the_rate_are_warned_of(rate: float, 
 
 def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
     search, report = RateSearch(SearchOptions(max_rate=4.0, start_rate=2.0)), report_of([])
-    offered = iter((2.2, 9.0, 3.7, 4.2, 3.9))
+    offered = iter((9.0, 9.0, 3.7, 4.2, 3.9))
     while (rate := search.next_rate()) is not None:
         run = add_run(Played(), report, offering(next(offered), rate))
         assert run is not None
