@@ -8,6 +8,7 @@ late does not delay the ones after it.
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import resource
 import socket
@@ -42,6 +43,17 @@ from baton.runtime.process import die_with_parent
 COUNT_EVERY_S = 0.5
 OPEN_AHEAD_S = 5.0
 BATCH_BYTES = 1 << 20
+# How long a client of a closed loop leaves a server alone that turned it away.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+LONGEST_RETRY_AFTER_S = 10.0
+# Without a token, that is. Proxies accept for a server that is not there, and close.
+TURNED_AWAY = (
+    Outcome.UNREACHABLE,
+    Outcome.NO_SOCKET,
+    Outcome.REFUSED,
+    Outcome.SERVER_ERROR,
+    Outcome.TRUNCATED,
+)
 
 
 def main() -> None:
@@ -108,24 +120,31 @@ class Runner:
                 group.create_task(self._follow(unit))
 
     async def closed_loop(self, units: Sequence[Unit], concurrency: int) -> None:
-        """So many clients; each takes the next unit when it has the last answer."""
-        waiting = deque(units)
+        """So many clients; each takes the next unit when it has the last answer.
+
+        One that was turned away pauses first, or a server that is away for a moment would have
+        been asked for everything before it is back.
+        """
+        waiting, waits = deque(units), self._session.waits
         stop_after_s = self._share.stop_after_s
+        over_s = math.inf if stop_after_s is None else self.zero_s + stop_after_s
 
         async def client() -> None:
-            while waiting and not self._session.waits.ended:
-                if stop_after_s is not None and monotonic() - self.zero_s >= stop_after_s:
-                    return
-                await self._follow([_at_once(planned) for planned in waiting.popleft()])
+            pauses = Pauses()
+            while waiting and not waits.ended and monotonic() < over_s:
+                answer = await self._follow([_at_once(planned) for planned in waiting.popleft()])
+                if answer is not None and waiting:
+                    await waits.until(min(monotonic() + pauses.after(answer), over_s))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(waiting))):
                 group.create_task(client())
 
-    async def _follow(self, unit: Unit) -> None:
-        """The turns of a unit, each after the answer to the one before."""
+    async def _follow(self, unit: Unit) -> Record | None:
+        """The turns of a unit, each after the answer to the one before; the last answer."""
         before: Planned | None = None
         answer: Record | None = None
+        last: Record | None = None
         for turn in unit:
             planned = turn
             if before is not None and answer is not None:
@@ -135,14 +154,15 @@ class Runner:
                     self._tally.add(lost)
                     before, answer = planned, lost
                     continue
-            answer = await self._ask(planned)
+            answer = last = await self._ask(planned)
             if answer is None:
-                return
+                return None
             before = planned
             # Encoded without its text, perhaps, but the next turn wants it.
             text = answer.text
             self._tally.add(answer)
             answer.text = text
+        return last
 
     async def _ask(self, planned: Planned) -> Record | None:
         """None if the load was stopped before the moment came."""
@@ -156,6 +176,23 @@ class Runner:
             except Stopped:
                 self._tally.sent -= 1
                 return None
+
+
+class Pauses:
+    """How long one client waits after an answer before it asks again."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_PAUSE_S
+
+    def after(self, answer: Record) -> float:
+        """0 unless it was turned away: what the server says, or longer each time."""
+        if answer.outcome not in TURNED_AWAY or answer.arrivals:
+            self._next_s = FIRST_PAUSE_S
+            return 0.0
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_PAUSE_S)
+        if (told_s := answer.retry_after_s) is None:
+            return pause_s
+        return min(max(told_s, FIRST_PAUSE_S), LONGEST_RETRY_AFTER_S)
 
 
 class Line:

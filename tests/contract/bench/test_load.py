@@ -113,6 +113,53 @@ def test_a_closed_loop_may_end_by_time() -> None:
     assert set(outcomes(result)) == {Outcome.ANSWERED}
 
 
+def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
+    with ScriptedOpenAI() as server:
+        url = server.url
+    load = Load(Target(url, "tiny"), requests(10_000, None), 2, closed=True, stop_after_s=1.0)
+    result = run_load(load)
+    # Each of the two after 0, 0.1, 0.3 and 0.7 s.
+    assert set(outcomes(result)) == {Outcome.UNREACHABLE}
+    assert 2 <= len(result.records) <= 8
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        is_first = len(server.bodies) == 1
+        return error("full", 503, Retry_After="1") if is_first else await answer(call)
+
+    planned = conversation(2, messages=lambda turn: (Message("user", f"q{turn}"),))
+    planned = [request for request in planned if request.turn < num_turns]
+    with ScriptedOpenAI(script) as server:
+        result = run_load(Load(Target(server.url, "tiny", api="chat"), planned, 1, closed=True))
+    assert outcomes(result) == {Outcome.REFUSED: num_turns, Outcome.ANSWERED: num_turns}
+    assert result.records[num_turns].sent_s >= result.records[0].end_s + 1.0
+
+
+@pytest.mark.parametrize(
+    ("num", "stop_after_s", "is_stopped"), [(9, None, True), (9, 0.5, False), (1, None, False)]
+)
+def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: bool) -> None:
+    async def script(_: Call) -> web.StreamResponse:
+        return error("full", 503, Retry_After="10")
+
+    stop = threading.Event()
+
+    def watch(progress: Progress) -> None:
+        if progress.ended and is_stopped:
+            stop.set()
+
+    with ScriptedOpenAI(script) as server:
+        load = Load(
+            Target(server.url, "tiny"), requests(num, None), 1, closed=True,
+            stop_after_s=stop_after_s,
+        )  # fmt: skip
+        result = run_load(load, on_progress=watch, stop=stop)
+    assert outcomes(result) == {Outcome.REFUSED: 1}
+    assert result.clients[0].wall_s < 8
+
+
 def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
     async def script(call: Call) -> web.StreamResponse:
         await asyncio.sleep(0.1)
