@@ -1,6 +1,6 @@
 """The command line of `baton bench`: flags and help come from the Structs of `settings.py`.
 
-Called by `baton.__main__`. Each command's code is imported when it is chosen. A mistake of the
+Called by `baton.command_line`. Each command's code is imported when it is chosen. A mistake of the
 user is a `ConfigError` in one line; the exit code is 0 for valid figures, 1 for figures that must
 not be used, and 2 for misuse.
 """

@@ -1,8 +1,8 @@
 """Settings of a command: defaults, then a YAML file, then flags, then `--set a.b=c`.
 
 The command line is generated from `protocol.config`, as is docs/config.md; nothing about a single
-setting is written here but the short flags of the common ones. Used by `__main__` and the launcher.
-Every mistake is a `ConfigError` that names the setting and says what to do.
+setting is written here but the short flags of the common ones. Used by `command_line` and the
+launcher. Every mistake is a `ConfigError` that names the setting and says what to do.
 """
 
 import argparse

@@ -1,11 +1,29 @@
 """The command line: what each mistake prints, and with which exit code."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import baton
-from baton.__main__ import COMMANDS, main
+from baton.__main__ import main
+from baton.command_line import COMMANDS
+
+CTRL_C_ON_IMPORT = """\
+import signal, sys
+
+class Impatient:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+# Whoever started the tests may have told them to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Impatient())
+from baton.__main__ import main
+sys.exit(main(["bench", "run"]))
+"""
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -75,3 +93,13 @@ def test_the_package_offers_three_names_and_no_others() -> None:
         assert getattr(baton, name).__name__ == name
         assert name in dir(baton)
     assert not hasattr(baton, "Engine")
+
+
+@pytest.mark.parametrize("module", ["msgspec", "baton.runtime.settings", "baton.bench.cli"])
+def test_ctrl_c_is_one_line_also_while_modules_are_loaded(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_ON_IMPORT, module],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("", "baton: interrupted\n")
+    assert done.returncode == 130

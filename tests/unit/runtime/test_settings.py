@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.__main__ import COMMANDS
+from baton.command_line import COMMANDS
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import fields_of
