@@ -86,7 +86,7 @@ def run_load(
     on_start: Callable[[float], None] | None = None,
     stop: threading.Event | None = None,
 ) -> LoadResult:
-    """Runs it to its end; Ctrl-C or `stop` ends it early, with what there is by then.
+    """Runs it to its end; `stop` ends it early with what there is by then, Ctrl-C with nothing.
 
     Requests under way then count as timed out, and later ones are not there. `on_start` is told
     when the schedule starts, on the monotonic clock, shortly before. Raises `ConfigError` for a
@@ -95,18 +95,14 @@ def run_load(
     shares = deal(load)
     with Workers(shares) as workers:
         overseer = _Overseer(workers, on_progress or _ignore, stop or threading.Event())
-        try:
-            overseer.wait_until(lambda: workers.num_ready == len(shares))
-            start_s = monotonic() + START_DELAY_S + LEAD_S + _warm_up_s(load)
-            started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-            if not overseer.stopping:
-                if on_start is not None:
-                    on_start(start_s)
-                workers.tell(Go(start_s))
-            overseer.wait_until(lambda: workers.num_finished == len(shares))
-        except KeyboardInterrupt:
-            overseer.stop()
-            overseer.wait_until(lambda: workers.num_finished == len(shares))
+        overseer.wait_until(lambda: workers.num_ready == len(shares))
+        start_s = monotonic() + START_DELAY_S + LEAD_S + _warm_up_s(load)
+        started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        if not overseer.stopping:
+            if on_start is not None:
+                on_start(start_s)
+            workers.tell(Go(start_s))
+        overseer.wait_until(lambda: workers.num_finished == len(shares))
         overseer.show()
     records = sorted(workers.records, key=lambda record: record.index)
     may_be_fewer = overseer.stopping or load.stop_after_s is not None

@@ -4,6 +4,8 @@ Nothing here depends on how long anything took: that is for the command, on a qu
 """
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
@@ -23,6 +25,22 @@ from baton.protocol.errors import ConfigError
 EXACT_MS = 1e-6
 # A silent answer lasts so long, and no good one does on the busiest machine.
 TIMEOUT_S = 8.0
+CTRL_C_IN_THE_LOAD = """\
+import signal, sys
+from baton.__main__ import main
+from baton.bench.client.load import Workers
+
+def poll(workers, timeout_s, before=Workers.poll):
+    before(workers, timeout_s)
+    if workers.progress.sent:
+        Workers.poll = before
+        signal.raise_signal(signal.SIGINT)
+
+Workers.poll = poll
+# Whoever started the tests may have told them to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(["bench", "selftest"]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +214,14 @@ def test_impossible_settings_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="positive"):
         main(["--requests", "0"])
+
+
+def test_ctrl_c_ends_it_at_once_and_without_a_verdict() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_IN_THE_LOAD],
+        capture_output=True, text=True, check=False, timeout=60.0,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("", 130)
+    first_load, last = done.stderr.splitlines()
+    assert first_load.startswith("completions, tokens counted by token ids")
+    assert last == "baton: interrupted"

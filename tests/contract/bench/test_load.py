@@ -272,9 +272,7 @@ def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
 
     def watch(progress: Progress) -> None:
         shown.append(progress)
-        children = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children"
-        with open(children) as file:
-            states = [_state(int(pid)) for pid in file.read().split()]
+        states = [_state(int(pid)) for pid in _children()]
         if progress.ended == 1 and "Z" in states:
             stop.set()
 
@@ -283,6 +281,11 @@ def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
         result = run_load(load, on_progress=watch, stop=stop)
     assert stop.is_set()
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.TIMED_OUT: 1}
+
+
+def _children() -> list[str]:
+    with open(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children") as file:
+        return file.read().split()
 
 
 def _state(pid: int) -> str:
@@ -311,23 +314,26 @@ def _hears_ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_hears_ctrl_c")
-def test_ctrl_c_brings_back_what_there_is() -> None:
+def test_ctrl_c_ends_a_load_at_once_and_its_client_processes() -> None:
+    pids: list[str] = []
+
     def interrupt(progress: Progress) -> None:
         if progress.in_flight == 2:
+            pids.extend(_children())
             signal.raise_signal(signal.SIGINT)
 
     with ScriptedOpenAI(hang) as server:
         load = Load(Target(server.url, "tiny"), requests(2), processes=2)
-        result = run_load(load, on_progress=interrupt)
-    assert outcomes(result) == {Outcome.TIMED_OUT: 2}
+        with pytest.raises(KeyboardInterrupt):
+            run_load(load, on_progress=interrupt)
+    assert len(pids) >= 2
+    assert not set(pids) & set(_children())
 
 
 def test_a_client_process_that_dies_is_an_error() -> None:
     def kill(progress: Progress) -> None:
         if progress.in_flight == 2:
-            children = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children"
-            with open(children) as file:
-                os.kill(int(file.read().split()[-1]), signal.SIGKILL)
+            os.kill(int(_children()[-1]), signal.SIGKILL)
 
     with ScriptedOpenAI(hang) as server:
         load = Load(Target(server.url, "tiny"), requests(2), processes=2)
