@@ -112,7 +112,9 @@ def flags_of(texts: tuple[str, ...], arms: list[Arm]) -> dict[str, Facts]:
             raise ConfigError(
                 f"--flags {given!r}: write NAME=FILE or NAME=TEXT, NAME one of {known}"
             )
-        flags[name] |= facts_of_flags(_content(text))
+        if not (facts := facts_of_flags(_content(text))):
+            raise ConfigError(f"--flags {given!r}: there is no such file, or no setting in it")
+        flags[name] |= facts
     return flags
 
 

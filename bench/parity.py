@@ -120,6 +120,9 @@ def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
         place += 1
         if variable := _VARIABLE.fullmatch(word):
             found.append((variable[1], variable[2]))
+        elif word == "serve" and place < len(words) and not words[place].startswith("-"):
+            found.append(("model", words[place]))
+            place += 1
         elif word.startswith("-") and not _is_number(word):
             name, equals, value = word.partition("=")
             if not equals:

@@ -188,6 +188,12 @@ def test_flags_are_for_an_arm_that_exists() -> None:
         flags_of(("c=--tp 2",), arms)
 
 
+@pytest.mark.parametrize("text", ["nosuch.yaml", "configs/split yaml", "", "baton serve"])
+def test_flags_without_a_setting_are_refused_as_a_mistyped_file_is(text: str) -> None:
+    with pytest.raises(ConfigError, match="no such file, or no setting in it"):
+        flags_of((f"a={text}",), [Arm("a", "http://a")])
+
+
 def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
     runs = [
         arm_run("a", 1), arm_run("b", 1), arm_run("a", 2, is_invalid=True), arm_run("b", 2),

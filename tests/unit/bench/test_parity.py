@@ -23,6 +23,8 @@ def values(name: str, **arms: str) -> dict[str, str]:
     [
         ("vllm serve m --dtype bfloat16", "dtype", "bfloat16"),
         ("baton serve --dtype=bf16", "dtype", "bfloat16"),
+        ("vllm serve Qwen/Qwen3-8B --block-size 16", "model", "Qwen/Qwen3-8B"),
+        ("vllm serve Qwen/Qwen3-8B --block-size 16", "block size", "16"),
         ("--torch-dtype torch.float32", "dtype", "float32"),
         ("--set cache.block_size=32", "block size", "32"),
         ("--cache-block-size 32 --block_size 16", "block size", "16"),
