@@ -86,16 +86,18 @@ def _written(places: tuple[int, ...]) -> str:
     return " ".join(WORDS[place] for place in places)
 
 
-def shared_share(prompts: Sequence[Sequence[int]], block_tokens: int = 16) -> float:
-    """Tokens that begin as an earlier prompt began, in whole blocks, of all: what an endless
-    prefix cache that knew nothing before would find."""
+def shared_share(
+    prompts: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = (), block_tokens: int = 16
+) -> float:
+    """Tokens that begin as an earlier prompt began, in whole blocks, of all of `prompts`: what an
+    endless prefix cache would find that knew nothing but the prompts `before` them."""
     known: set[int] = set()
     num_shared = 0
-    for prompt in prompts:
+    for place, prompt in enumerate((*before, *prompts), -len(before)):
         chain, is_known = 0, True
         for start in range(0, len(prompt) - block_tokens + 1, block_tokens):
             chain = hash((chain, *prompt[start : start + block_tokens]))
             is_known = is_known and chain in known
-            num_shared += block_tokens * is_known
+            num_shared += block_tokens * (is_known and place >= 0)
             known.add(chain)
     return num_shared / max(1, sum(len(prompt) for prompt in prompts))

@@ -22,8 +22,9 @@ from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Ending, Found, RateSearch
 from baton.bench.figures.validity import Severity
 from baton.bench.one_load import spread
+from baton.bench.plan.arrivals import Constant
 from baton.bench.plan.prompts import shared_share
-from baton.bench.plan.workloads import Plan
+from baton.bench.plan.workloads import Plan, Workload, make_plan
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.report.document import Report, Run, read_json, write_json
 from baton.bench.report.publish import begin, is_usable, write_again
@@ -151,8 +152,36 @@ def test_what_a_cache_should_know_is_counted_in_whole_blocks() -> None:
     assert shared_share([start, other]) == 0.0
     assert shared_share([start, [*start[:33], 7]]) == 32 / 74
     assert shared_share([start, start, other]) == 32 / 120
+    assert shared_share([start, other], [start]) == 32 / 80
     # A block after a different one is a different block.
     assert shared_share([start, [*other[:16], *start[16:32]]]) == 0.0
+
+
+def shared_prefix_run(window: str = "", num_prefixes: int = 1) -> Run:
+    """20 requests with a prefix of 96 tokens that a prefix cache finds again, and 20 warm-ups."""
+    workload = Workload(prompt="32", output="2", shared_prefix=96, num_prefixes=num_prefixes)
+    plan = make_plan(workload, Constant(1.0), count=20, warm_up=20)
+    records, known = [], set[tuple[int, ...]]()
+    for one in plan.requests:
+        record = answered(one.index, one.at_s or 0.0, [0.1, 0.11])
+        record.prompt_tokens, record.warm_up = len(one.prompt_ids), one.warm_up
+        record.cached_tokens = 96 * (one.prompt_ids[:96] in known)
+        known.add(one.prompt_ids[:96])
+        records.append(record)
+    load = LoadResult(records, [], 20.0, "2026-03-01T12:00:00+00:00")
+    return judge(case(0, plan=plan, concurrency=0, load=LoadSettings(window=window)), load, "")
+
+
+@pytest.mark.parametrize(
+    ("window", "num_prefixes", "share"),
+    [("", 1, 19 / 20), ("10-20", 1, 1.0), ("10-20", 10, 1.0)],
+)
+def test_prompts_that_share_what_they_should_are_no_warning(
+    window: str, num_prefixes: int, share: float
+) -> None:
+    run = shared_prefix_run(window, num_prefixes)
+    assert run.summary.cached_share == pytest.approx(share * 96 / 128)
+    assert CACHED not in [problem.text for problem in run.problems]
 
 
 def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
