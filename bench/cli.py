@@ -49,6 +49,8 @@ EXAMPLES = {
     "selftest": "baton bench selftest",
     "report": "baton bench report report/report.json --out again",
 }
+# Settings that are no flags of a command: each arm names its own server.
+NO_FLAGS = {"compare": ("target.url",)}
 ARMS: Words = ("NAME=URL", "*", "an arm: its name, its server, and its model as URL#MODEL")
 FILE: Words = ("FILE", "*", "the report.json")
 
@@ -87,7 +89,7 @@ def parse(
     """The settings that `arguments` ask for, and the words that are no flags."""
     parsed = vars(parser(name, settings, words).parse_intermixed_args(arguments))
     tree: dict[str, dict[str, object]] = {}
-    for field in fields_of(settings):
+    for field in flags_of(name, settings):
         given = parsed[field.name]
         if given is not None:
             tree.setdefault(field.section, {})[field.key] = _value(field, given)
@@ -108,7 +110,7 @@ def parser(
     if words:
         built.add_argument("words", metavar=words[0], nargs=words[1], help=words[2])
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in fields_of(settings):
+    for field in flags_of(name, settings):
         if field.section not in groups:
             groups[field.section] = built.add_argument_group(field.section)
         if field.is_list:
@@ -125,6 +127,11 @@ def parser(
             **how,  # type: ignore[arg-type]
         )
     return built
+
+
+def flags_of(name: str, settings: type[msgspec.Struct]) -> list[Field]:
+    """The settings that `baton bench name` takes as flags."""
+    return [field for field in fields_of(settings) if field.name not in NO_FLAGS.get(name, ())]
 
 
 def _flag(field: Field) -> str:

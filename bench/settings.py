@@ -66,7 +66,12 @@ class WorkloadSettings(msgspec.Struct, frozen=True):
         Meta(description="token ids to draw from, LOW-HIGH; auto takes 300-8000 or what fits"),
     ] = "auto"
     shared_prefix: Annotated[
-        int, Meta(ge=0, description="first tokens that all prompts share", extra=TOKENS)
+        int,
+        Meta(
+            ge=0,
+            description="common start of all prompts, before the tokens of --prompt",
+            extra=TOKENS,
+        ),
     ] = 0
     num_prefixes: Annotated[int, Meta(ge=1, description="different shared prefixes, in turn")] = 1
     turns: Annotated[int, Meta(ge=1, le=10_000, description="requests of a conversation")] = 4
@@ -133,7 +138,7 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
         str,
         Meta(
             description="open loop: poisson:5, constant:5, gamma:5,cv=3 or ramp:1-10 requests/s; "
-            "traces bring their own"
+            "trace as recorded (so by default with --workload trace), trace:5 stretched to 5/s"
         ),
     ] = ""
     concurrency: Annotated[
@@ -142,9 +147,9 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
 
 
 class ShapeSettings(msgspec.Struct, frozen=True):
-    shape: Annotated[str, Meta(description="of arrivals: poisson, constant or gamma,cv=N")] = (
-        "poisson"
-    )
+    shape: Annotated[
+        str, Meta(description="of arrivals: poisson, constant, gamma,cv=N or trace")
+    ] = "poisson"
 
 
 class BoundSettings(msgspec.Struct, frozen=True):

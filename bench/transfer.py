@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -19,6 +18,7 @@ import numpy as np
 from baton.bench.block_owner import Owned, Owner, wrong_blocks
 from baton.bench.block_readers import MEMCPY, RAW_NIXL, Ids, Reader, readers
 from baton.bench.figures.paired import nearest_rank
+from baton.bench.json_file import json_file, write_json
 from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.transfer_settings import MIB, Pattern, TransferSettings, command_line, parse
 from baton.kv_transfer.host_pool import HostPool, PoolShape
@@ -258,15 +258,13 @@ def table(rows: Sequence[Row], heading: bool = True) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measures, prints a table and writes the report."""
     settings = parse(arguments)
-    out = Path(settings.json) if settings.json else None
-    if out and not out.absolute().parent.is_dir():
-        raise ConfigError(f"json: there is no folder {out.absolute().parent}")
+    out = json_file(settings.json)
     print(table([]), flush=True)
     report = transfer(settings, lambda rows: print(table(rows, heading=False), flush=True))
     for note in report.notes:
         print(note)
     if out:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        write_json(out, report)
     return 0
 
 

@@ -5,7 +5,7 @@ written `64 256` or `64,256`.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -75,8 +75,11 @@ def _value(field: Field, given: str | list[str]) -> object:
     try:
         return msgspec.convert(parts, field.annotation, strict=False)
     except msgspec.ValidationError as error:
-        what = field.meta.description
-        raise ConfigError(f"{_flag(field.key)} cannot be {' '.join(given)!r}: {what}") from error
+        (item, _) = get_args(field.plain_type)
+        names = get_args(item) if get_origin(item) is Literal else ()
+        what = " or ".join(names) or "whole numbers from 1 up"
+        text = f"{_flag(field.key)} cannot be {' '.join(given)!r}: expected {what}"
+        raise ConfigError(text) from error
 
 
 def _flag(key: str) -> str:

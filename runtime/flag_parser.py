@@ -34,5 +34,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown `word`; empty if nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    # Without their dashes, which make any two flags look alike.
+    bare = {name.lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1)
+    return f"; did you mean {bare[near[0]]}?" if near else ""

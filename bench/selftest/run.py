@@ -9,7 +9,6 @@ a client that the kernel keeps waiting is late, and this says so.
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from baton.bench.client.load import Load, run_load
 from baton.bench.client.target import Api, Target
+from baton.bench.json_file import json_file, write_json
 from baton.bench.records import Outcome, Planned
 from baton.bench.selftest.cases import FIRST_NUMBER, TIMEOUT_S, Counting, Mix, make_cases, plan
 from baton.bench.selftest.greedy import find_damage
@@ -209,17 +209,16 @@ def main(arguments: list[str]) -> int:
         "--tolerance-ms", type=float, default=default.tolerance_ms, help=HELP["tolerance"]
     )
     parser.add_argument("--seed", type=int, default=default.seed, help=HELP["seed"])
-    parser.add_argument("--json", type=Path, help="write the verdicts here")
+    parser.add_argument("--json", default="", help="write the verdicts here")
     parsed = parser.parse_args(arguments)
     if parsed.requests < 1 or parsed.rate <= 0 or parsed.tolerance_ms < 0:
         raise ConfigError("selftest: --requests and --rate must be positive")
-    if parsed.json and not parsed.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {parsed.json}: there is no such folder")
+    out = json_file(parsed.json)
     settings = SelfTest(parsed.requests, parsed.rate, parsed.tolerance_ms, parsed.seed)
     report = selftest(settings, lambda line: print(line, file=sys.stderr, flush=True))
     show(report, Console(width=100))
-    if parsed.json:
-        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if out:
+        write_json(out, report)
     return 0 if report.ok else 1
 
 

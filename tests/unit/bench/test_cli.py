@@ -75,10 +75,28 @@ def test_no_two_settings_share_a_flag(name: str) -> None:
 def test_help_names_every_flag_and_an_example(name: str) -> None:
     words = cli.ARMS if name == "compare" else cli.FILE if name == "report" else None
     text = cli.parser(name, ALL[name], words).format_help()
-    for field in fields_of(ALL[name]):
+    for field in cli.flags_of(name, ALL[name]):
         assert "--" + field.key.replace("_", "-") in text
     assert "{," not in text  # no choice without a name
     assert cli.EXAMPLES[name] in " ".join(text.split())
+
+
+def test_arms_alone_name_the_servers_of_a_comparison() -> None:
+    assert "--url" in cli.parser("run", RunSettings).format_help()
+    assert "--url" not in cli.parser("compare", CompareSettings, cli.ARMS).format_help()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sweep", "--shape SHAPE of arrivals: poisson, constant, gamma,cv=N or trace (default"),
+        ("search", "--shape SHAPE of arrivals: poisson, constant, gamma,cv=N or trace (default"),
+        ("run", "trace as recorded (so by default with --workload trace), trace:5 stretched"),
+        ("run", "common start of all prompts, before the tokens of --prompt"),
+    ],
+)
+def test_help_says_how_to_write_it(name: str, text: str) -> None:
+    assert text in " ".join(cli.parser(name, ALL[name]).format_help().split())
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "report"])
@@ -116,8 +134,12 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         (["run", "it's"], 'takes no word like "it\'s"'),
         (["run", " "], "takes no word like ' '"),
         (["run", "--xyzzy"], "unknown flag --xyzzy; see baton bench run --help"),
+        (["run", "--frobnicate"], "unknown flag --frobnicate; see baton bench run --help"),
         (["selftest", "--seeed", "1"], "unknown flag --seeed; did you mean --seed?"),
-        (["selftest", "--json", "/not/there.json"], "--json /not/there.json: there is no such"),
+        (["selftest", "--json", "/not/there.json"], "--json /not/there.json: No such file"),
+        (["selftest", "--json", "/proc/x"], "--json /proc/x: "),
+        (["selftest", "--json", "/tmp"], "--json /tmp: Is a directory"),
+        (["transfer", "--json", "/proc/x"], "--json /proc/x: "),
         (["transfer", "--blok"], "unknown flag --blok; did you mean --blocks?"),
         (["run", "--url"], "see baton bench run --help"),
         (["run", "http://a"], "takes no word like 'http://a'"),
@@ -145,6 +167,7 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         (["search", "--duration-s", "5"], "--preset chat|tight|long-32k"),
         (["compare", "--concurrency", "1", "--requests", "1"], "NAME=URL"),
         (["compare", "a=http://a", "--concurrency", "1", "--requests", "1"], "two arms"),
+        (["compare", "a=http://a", "b=http://b", "--url", "http://c"], "unknown flag --url; see"),
         (["compare", "a=http://a", "a=http://b", "--concurrency", "1", "--requests", "1"], "twice"),
         (["fault", "--concurrency", "1", "--requests", "1"], "--fault"),
         (["report"], "report.json"),
