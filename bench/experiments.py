@@ -283,7 +283,8 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """The figures of a load, and whether they may be used."""
     if why_stopped and all(record.warm_up for record in result.records):
         raise BatonError(f"nothing was measured: {why_stopped}")
-    summary = summarise(result, window=case.window, bounds=case.bounds)
+    is_closed = bool(case.concurrency)
+    summary = summarise(result, window=case.window, bounds=case.bounds, closed_loop=is_closed)
     problems = [Problem(Severity.INVALID, why_stopped)] if why_stopped else []
     planned = case.plan.requests
     if why_stopped or (case.concurrency and case.load.duration_s):

@@ -35,9 +35,11 @@ DEFINITIONS: Mapping[str, str] = {
     "them, and a tpot or gap_max that does not exist meets them",
     "goodput": "requests per second that were answered within all bounds",
     "window": "requests belong to it by their intended arrival, whenever they ended; without one "
-    "it reaches from the first intended arrival to the last end. Warm-up never counts",
+    "it reaches from the first intended arrival to the last end, in an open loop at least to where "
+    "the next arrival would be, a mean gap after the last. Warm-up never counts",
     "offered_rate": "arrivals / window; without a window (arrivals - 1) / (last - first arrival)",
-    "answered_rate": "answered requests / window",
+    "answered_rate": "answered requests / window; without a window arrivals at one moment have "
+    "neither this rate nor the others of requests",
     "tokens_per_s": "output tokens that arrived within the window / window",
     "concurrency": "mean number of requests between sending and end, within the window",
     "stutter_free": "share of answered requests without a chunk_gap over 3 x their own tpot",
@@ -121,7 +123,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int]
     window: Window
     offered_rate: float | None
-    answered_rate: float
+    answered_rate: float | None  # None if nothing is offered per second, as goodput
     tokens_per_s: float
     num_tokens: int  # output, of answered requests
     num_prompt_tokens: int | None  # of answered requests; None if the server did not say
@@ -217,7 +219,11 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
 
 
 def summarise(
-    result: LoadResult, *, window: Window | None = None, bounds: Bounds | None = None
+    result: LoadResult,
+    *,
+    window: Window | None = None,
+    bounds: Bounds | None = None,
+    closed_loop: bool = False,
 ) -> Summary:
     """All figures of a load. Raises `BatonError` if no request arrived in the window."""
     records = counted(result.records, window)
@@ -226,7 +232,9 @@ def summarise(
         raise BatonError(f"no request arrived{where}, so there is nothing to measure")
     good = [record for record in records if record.outcome is Outcome.ANSWERED]
     answered = [measure(record) for record in good]
-    span = window or Window(records[0].intended_s, max(record.end_s for record in records))
+    arrived = window or _span_of_arrivals(records)
+    span = window or _span_of_load(records, None if closed_loop else arrived)
+    offered_rate = _per_s(len(records), arrived) or None
     every = [record for record in result.records if not record.warm_up]
     lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
     assert lag is not None, "there is at least one request"
@@ -238,8 +246,8 @@ def summarise(
         num_requests=len(records),
         outcomes=_outcomes(records),
         window=span,
-        offered_rate=_offered_rate(records, window),
-        answered_rate=_per_s(len(answered), span),
+        offered_rate=offered_rate,
+        answered_rate=_per_s(len(answered), span) if offered_rate else None,
         tokens_per_s=_per_s(_tokens_within(every, span), span),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(prompts) if prompts else None,
@@ -258,7 +266,7 @@ def summarise(
         bounds=bounds,
         attainment=_share(met),
         attainment_interval=share_interval(met) if met else None,
-        goodput=_per_s(sum(met), span) if met else None,
+        goodput=_per_s(sum(met), span) if met and offered_rate else None,
         stutter_free=_share([timing.is_stutter_free for timing in answered]),
         cached_share=_cached_share(good),
         concurrency=_concurrency(every, span),
@@ -300,11 +308,17 @@ def _per_s(count: float, span: Window) -> float:
     return count / span.duration_s if span.duration_s > 0 else 0.0
 
 
-def _offered_rate(records: Sequence[Record], window: Window | None) -> float | None:
-    if window is not None:
-        return _per_s(len(records), window)
-    spread_s = records[-1].intended_s - records[0].intended_s
-    return (len(records) - 1) / spread_s if spread_s > 0 else None
+def _span_of_arrivals(records: Sequence[Record]) -> Window:
+    """To where the next one would be; empty if all came at one moment."""
+    first_s, last_s = records[0].intended_s, records[-1].intended_s
+    return Window(first_s, last_s + (last_s - first_s) / max(1, len(records) - 1))
+
+
+def _span_of_load(records: Sequence[Record], arrived: Window | None) -> Window:
+    """To the last end; no less than an open loop's `arrived`, or more would be answered per second
+    than is offered."""
+    end_s = max(record.end_s for record in records)
+    return Window(records[0].intended_s, max(end_s, arrived.end_s) if arrived else end_s)
 
 
 def _tokens_within(records: Sequence[Record], span: Window) -> int:

@@ -107,6 +107,38 @@ def test_rates_are_per_second_of_the_span_from_first_arrival_to_last_end() -> No
     assert summary.num_unfinished == 0
 
 
+def test_a_short_open_loop_lasts_until_its_next_request_would_come() -> None:
+    # As above, but answered at once: within 0.92 s, which is no time for ten requests at 10/s.
+    records = steady(10, ttft_s=0.01, num_tokens=2)
+    bounds = Bounds(ttft_ms=100.1)
+    summary = summarise(load(records), bounds=bounds)
+    assert summary.window.end_s == pytest.approx(1.0)
+    assert summary.offered_rate == summary.answered_rate == summary.goodput == pytest.approx(10)
+    assert summary.concurrency == pytest.approx(10 * 0.02)
+    closed = summarise(load(records), bounds=bounds, closed_loop=True)
+    assert closed.window.end_s == pytest.approx(0.92)
+    assert closed.tokens_per_s == pytest.approx(20 / 0.92)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_arrivals_at_one_moment_have_no_rate(count: int) -> None:
+    summary = summarise(load(steady(count, every_s=0.0)), bounds=BOUNDS)
+    assert summary.offered_rate is summary.answered_rate is summary.goodput is None
+    assert summary.attainment == 1
+    assert summary.tokens_per_s == pytest.approx(count * 10 / 0.19)
+    assert summarise(load(steady(1)), window=Window(0.0, 2.0)).answered_rate == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(records=loads())
+def test_no_more_is_answered_per_second_than_was_offered(records: list[Record]) -> None:
+    summary = summarise(load(records), bounds=Bounds())
+    if summary.offered_rate is not None:
+        assert summary.goodput is not None
+        assert summary.answered_rate is not None
+        assert summary.goodput <= summary.answered_rate <= summary.offered_rate
+
+
 def test_a_window_takes_requests_by_arrival_and_tokens_by_their_own_time() -> None:
     # Arrivals at 0.0, 0.1, ...; tokens from 0.1 to 0.19 s after each.
     window = Window(0.195, 0.495)
@@ -162,7 +194,7 @@ def test_a_load_of_failures_only_has_a_summary_without_latencies() -> None:
     assert summary.ttft is None
     assert summary.e2e is None
     assert summary.attainment == 0
-    assert summary.goodput == 0
+    assert summary.goodput is None
 
 
 def test_a_summary_survives_being_written_as_json() -> None:
