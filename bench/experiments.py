@@ -6,7 +6,7 @@ ends the load that is running and leaves a report that is marked as interrupted.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +17,7 @@ from baton.bench import resolved
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, probe
 from baton.bench.client.target import Target
-from baton.bench.client.turns import units_of
+from baton.bench.client.turns import NOT_SENT, units_of
 from baton.bench.figures.metrics import Bounds, Window, counted, summarise
 from baton.bench.figures.validity import Problem, Severity, check
 from baton.bench.plan.arrivals import ArrivalProcess
@@ -25,7 +25,7 @@ from baton.bench.plan.prompts import shared_share
 from baton.bench.plan.vocabulary import AUTO, accepted
 from baton.bench.plan.workloads import Plan
 from baton.bench.progress import LoadProgress
-from baton.bench.records import LoadResult, Outcome
+from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import (
     ArrivalSettings,
@@ -234,9 +234,9 @@ class _Watch:
         self.stop = threading.Event()
         self._bench = bench
         self._give_up_after = case.load.give_up_after
-        self._num_planned = len(case.plan.requests)
+        self._planned = case.plan.requests
         self._gave_up = False
-        bench.progress.begin(case.label, self._num_planned)
+        bench.progress.begin(case.label, len(self._planned))
 
     def __call__(self, progress: Progress) -> None:
         self._bench.progress.show(progress)
@@ -251,13 +251,22 @@ class _Watch:
 
     def why_stopped(self, result: LoadResult) -> str:
         """Empty if it ran to its end."""
-        if self._gave_up and len(result.records) < self._num_planned:
-            first = next((record.detail for record in result.records if record.detail), "")
-            return f"stopped early: the first {self._give_up_after} requests all failed: {first}"
-        if self._bench.interrupted:
-            sent = len(result.records)
-            return f"interrupted: {sent} of {self._num_planned} requests had been sent"
-        return ""
+        ended = [one for one in result.records if one.outcome is not Outcome.STOPPED]
+        far = sent_so_far(result.records, self._planned)
+        if self._gave_up and len(ended) < len(self._planned):
+            first = next((one.detail for one in ended if one.detail), "")
+            why = f"the first {self._give_up_after} requests all failed: {first}"
+            return f"stopped early: {why}; {far}"
+        return f"interrupted: {far}" if self._bench.interrupted else ""
+
+
+def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
+    """How far a load came that was stopped, without its warm-up."""
+    sent = [one for one in records if not (one.warm_up or one.detail.startswith(NOT_SENT))]
+    num_planned = sum(not one.warm_up for one in planned)
+    num_stopped = sum(one.outcome is Outcome.STOPPED for one in sent)
+    rest = f"; not ended by then, and in no figure: {num_stopped}" if num_stopped else ""
+    return f"{len(sent)} of {num_planned} requests had been sent{rest}"
 
 
 def verification(num_compared: int, mismatches: list[Mismatch]) -> list[Problem]:
@@ -281,7 +290,7 @@ def verification(num_compared: int, mismatches: list[Mismatch]) -> list[Problem]
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """The figures of a load, and whether they may be used."""
-    if why_stopped and all(record.warm_up for record in result.records):
+    if why_stopped and not counted(result.records, case.window):
         raise BatonError(f"nothing was measured: {why_stopped}")
     is_closed = bool(case.concurrency)
     summary = summarise(result, window=case.window, bounds=case.bounds, closed_loop=is_closed)

@@ -11,7 +11,7 @@ import msgspec
 
 
 class Outcome(StrEnum):
-    """What became of a request. Only `ANSWERED` can meet a bound; all of them are counted."""
+    """What became of a request. Only `ANSWERED` can meet a bound; all but `STOPPED` are counted."""
 
     ANSWERED = "answered"
     UNREACHABLE = "unreachable"  # no connection, TLS refused, name unknown
@@ -27,6 +27,7 @@ class Outcome(StrEnum):
     WRONG_USAGE = "wrong_usage"  # the reported usage contradicts the tokens that arrived
     WRONG_TOKENS = "wrong_tokens"  # greedy output differs from the single-request run
     TIMED_OUT = "timed_out"
+    STOPPED = "stopped"  # the load was, before the answer ended: nobody can say what it would be
 
 
 class Message(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ class Session:
         for opening in self._openings:
             opening.cancel()
         for exchange in tuple(self._exchanges):
-            problem = Problem(Outcome.TIMED_OUT, "the load was stopped before the answer ended")
+            problem = Problem(Outcome.STOPPED, "the load was stopped before the answer ended")
             exchange.end(monotonic(), problem)
 
     async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
@@ -104,7 +104,8 @@ class Session:
         if not opening.done():
             return _unreachable(f"no connection within {timeout_s:g} s")
         if opening.cancelled():
-            return _unreachable("the load was stopped before there was a connection")
+            text = "the load was stopped before there was a connection"
+            return Problem(Outcome.STOPPED, text)
         if (error := opening.exception()) is None:
             return opening.result()
         outcome = Outcome.NO_SOCKET if is_clients(error) else Outcome.UNREACHABLE

@@ -88,7 +88,7 @@ def run_load(
 ) -> LoadResult:
     """Runs it to its end; `stop` ends it early with what there is by then, Ctrl-C with nothing.
 
-    Requests under way then count as timed out, and later ones are not there. `on_start` is told
+    Requests under way then are `STOPPED`, and later ones are not there. `on_start` is told
     when the schedule starts, on the monotonic clock, shortly before. Raises `ConfigError` for a
     load that cannot be, and `BatonError` when a client process fails.
     """

@@ -36,7 +36,8 @@ DEFINITIONS: Mapping[str, str] = {
     "goodput": "requests per second that were answered within all bounds",
     "window": "requests belong to it by their intended arrival, whenever they ended; without one "
     "it reaches from the first intended arrival to the last end, in an open loop at least to where "
-    "the next arrival would be, a mean gap after the last. Warm-up never counts",
+    "the next arrival would be, a mean gap after the last. Warm-up never counts, "
+    "nor does what was under way when a load was stopped",
     "offered_rate": "arrivals / window; without a window (arrivals - 1) / (last - first arrival)",
     "answered_rate": "answered requests / window; without a window arrivals at one moment have "
     "neither this rate nor the others of requests",
@@ -201,6 +202,7 @@ def counted(records: Sequence[Record], window: Window | None) -> list[Record]:
         record
         for record in records
         if not record.warm_up
+        and record.outcome is not Outcome.STOPPED
         and (window is None or window.start_s <= record.intended_s < window.end_s)
     ]
     return sorted(chosen, key=lambda record: (record.intended_s, record.index))

@@ -141,7 +141,7 @@ def test_a_storm_of_refusals_ends_early_with_the_servers_words(
     assert report.invalid
     assert {record.outcome for record in report.runs[0].records} <= {
         Outcome.CLIENT_ERROR,
-        Outcome.TIMED_OUT,
+        Outcome.STOPPED,
     }
     assert len(report.runs[0].records) < 5000
 
@@ -163,8 +163,9 @@ def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster: Cluster, tmp_
         running.kill()
         running.wait()
     assert running.returncode == 1
-    assert "INVALID: interrupted: " in said
     report = read_json(tmp_path / "report" / "report.json")
+    sent = sum(not record.warm_up for record in report.runs[0].records)
+    assert f"INVALID: interrupted: {sent} of 3000 requests had been sent" in said
     assert report.runs[0].summary.outcomes["answered"] > 0
     assert shown(report) in said
 

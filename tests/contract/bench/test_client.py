@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -265,9 +266,26 @@ def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
     with ScriptedOpenAI(script) as server:
         under_way, waiting = asyncio.run(run(server.url))
     assert isinstance(under_way, Record)
-    assert under_way.outcome is Outcome.TIMED_OUT
+    assert under_way.outcome is Outcome.STOPPED
     assert under_way.detail == "the load was stopped before the answer ended"
     assert isinstance(waiting, Stopped)
+
+
+def test_a_stop_while_a_connection_is_opened_is_no_failure_of_the_server() -> None:
+    async def run() -> Record:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            silent.setblocking(False)
+            url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+            target = Target(url, "tiny", timeout_s=TIMEOUT_S)
+            async with Session(target) as session:
+                asked = asyncio.ensure_future(ask_from(session, target, planned(), 0.0))
+                # Never a word to it, so that the TLS handshake goes on.
+                accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
+                with accepted:
+                    session.stop()
+                    return await asked
+
+    assert asyncio.run(run()).outcome is Outcome.STOPPED
 
 
 def test_a_key_is_sent_and_a_long_prompt_arrives_whole() -> None:

@@ -259,7 +259,7 @@ def test_a_stop_brings_back_what_there_is() -> None:
     with ScriptedOpenAI(script) as server:
         load = Load(Target(server.url, "tiny"), planned, processes=2)
         result = run_load(load, on_progress=watch, stop=stop)
-    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.TIMED_OUT: 2}
+    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 2}
     assert [record.num_tokens for record in result.records[1:]] == [1, 1]
 
 
@@ -280,7 +280,7 @@ def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
         load = Load(Target(server.url, "tiny", timeout_s=15.0), requests(2), processes=2)
         result = run_load(load, on_progress=watch, stop=stop)
     assert stop.is_set()
-    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.TIMED_OUT: 1}
+    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 1}
 
 
 def _children() -> list[str]:
@@ -302,7 +302,7 @@ def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
         watch.start()
         result = run_load(load, stop=stop)
         watch.join()
-    assert outcomes(result) == {Outcome.TIMED_OUT: 1}
+    assert outcomes(result) == {Outcome.STOPPED: 1}
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from baton.bench.experiments import (
     Case,
     judge,
     loop_of,
+    sent_so_far,
     shares_prompts,
     verification,
 )
@@ -114,6 +115,25 @@ def test_a_load_that_was_stopped_before_it_began_says_why() -> None:
     warm.records[0].warm_up = True
     with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
         judge(case(1), warm, "the first 1 failed")
+
+
+def test_a_load_that_was_stopped_with_all_under_way_has_no_failure() -> None:
+    why = "interrupted: 2 of 2 requests had been sent"
+    with pytest.raises(BatonError, match=f"nothing was measured: {why}"):
+        judge(case(2), result(Outcome.STOPPED, Outcome.STOPPED), why)
+    run = judge(case(2), result(Outcome.ANSWERED, Outcome.STOPPED), why)
+    assert run.summary.attainment == 1.0
+    assert not any("failed" in problem.text for problem in run.problems)
+
+
+def test_how_far_a_load_came_is_said_without_warm_up_and_turns_that_were_not_sent() -> None:
+    load = result(Outcome.ANSWERED, Outcome.ANSWERED, Outcome.STOPPED, Outcome.STOPPED)
+    load.records[0].warm_up = True
+    load.records[3].detail = "not sent: turn 0 of the conversation failed"
+    planned = [Planned(index, None, 2, (1,), warm_up=not index) for index in range(9)]
+    far = sent_so_far(load.records, planned)
+    assert far == "2 of 8 requests had been sent; not ended by then, and in no figure: 1"
+    assert sent_so_far(load.records[:2], planned) == "1 of 8 requests had been sent"
 
 
 def test_clients_that_have_nothing_to_ask_are_no_concurrency() -> None:

@@ -81,7 +81,7 @@ def test_an_answer_without_a_token_misses_a_bound_on_the_first() -> None:
     assert meets(record, Bounds(e2e_ms=1000))
 
 
-@pytest.mark.parametrize("outcome", set(Outcome) - {Outcome.ANSWERED})
+@pytest.mark.parametrize("outcome", set(Outcome) - {Outcome.ANSWERED, Outcome.STOPPED})
 def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies(outcome: Outcome) -> None:
     good = request(0.0, (0.1, 0.15))
     bad = request(0.5, (0.001, 0.002), index=1, outcome=outcome)
@@ -93,6 +93,16 @@ def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies(outcome: Ou
     assert summary.ttft.count == 1
     assert summary.ttft.min == pytest.approx(100)
     assert summary.lag.count == 2
+
+
+def test_what_was_under_way_when_the_load_was_stopped_is_in_no_share() -> None:
+    under_way = request(0.5, (0.1, 0.2), index=9, outcome=Outcome.STOPPED)
+    summary = summarise(load([*steady(5), under_way]), bounds=BOUNDS)
+    assert summary.num_requests == 5
+    assert summary.outcomes == {"answered": 5}
+    assert summary.attainment == 1
+    with pytest.raises(BatonError, match="no request arrived"):
+        summarise(load([under_way]))
 
 
 def test_rates_are_per_second_of_the_span_from_first_arrival_to_last_end() -> None:
