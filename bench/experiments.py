@@ -236,7 +236,8 @@ class _Watch:
         self._give_up_after = case.load.give_up_after
         self._planned = case.plan.requests
         self._gave_up = False
-        bench.progress.begin(case.label, len(self._planned))
+        num_warm_up = sum(one.warm_up for one in self._planned)
+        bench.progress.begin(case.label, len(self._planned), num_warm_up)
 
     def __call__(self, progress: Progress) -> None:
         self._bench.progress.show(progress)

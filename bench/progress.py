@@ -25,7 +25,7 @@ class LoadProgress:
         self._console = console or Console(stderr=True, highlight=False)
         self._clock = clock
         self._status: Status | None = None
-        self._label, self._total = "", 0
+        self._label, self._total, self._num_warm_up = "", 0, 0
         self._started_s = self._printed_s = clock()
         self._last: Progress | None = None
 
@@ -51,9 +51,9 @@ class LoadProgress:
         cursor = b"\x1b[?25h\n" if self._status is not None else b""
         os.write(2, cursor + b"baton: ended at once; nothing was written\n")
 
-    def begin(self, label: str, total: int) -> None:
-        """The load `label` of `total` requests starts now."""
-        self._label, self._total = label, total
+    def begin(self, label: str, total: int, num_warm_up: int = 0) -> None:
+        """The load `label` of `total` requests starts now; so many of them only warm up."""
+        self._label, self._total, self._num_warm_up = label, total - num_warm_up, num_warm_up
         self._started_s = self._printed_s = self._clock()
         self._last = None
         if self._status is not None:
@@ -77,12 +77,12 @@ class LoadProgress:
 
     def _line(self, progress: Progress, now_s: float) -> str:
         elapsed_s = max(now_s - self._started_s, 1e-9)
-        parts = [
-            f"{self._label}: {progress.ended}/{self._total} ended",
-            f"{progress.in_flight} in flight",
-            f"{progress.tokens / elapsed_s:.0f} tok/s",
-            f"{elapsed_s:.0f} s",
-        ]
+        # Warm-up goes first, so it ends first.
+        ended = max(0, progress.ended - self._num_warm_up)
+        parts = [f"{self._label}: {ended}/{self._total} ended"]
         if progress.failed:
-            parts.insert(1, f"{progress.failed} failed")
-        return "  ".join(parts)
+            parts.append(f"{progress.failed} failed")
+        parts.append(f"{progress.in_flight} in flight")
+        if progress.tokens:  # counted as requests end
+            parts.append(f"{progress.tokens / elapsed_s:.0f} tok/s")
+        return "  ".join([*parts, f"{elapsed_s:.0f} s"])
