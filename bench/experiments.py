@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import msgspec
@@ -291,11 +291,15 @@ def verification(num_compared: int, mismatches: list[Mismatch]) -> list[Problem]
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """The figures of a load, and whether they may be used."""
-    if why_stopped and not counted(result.records, case.window):
+    if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
+    problems = [Problem(Severity.INVALID, why_stopped)] if why_stopped else []
+    if not counted(result.records, case.window) and case.window is not None:
+        text = f"no request arrived in --window {case.load.window}: the figures are of all requests"
+        problems.append(Problem(Severity.INVALID, text))
+        case = replace(case, load=msgspec.structs.replace(case.load, window=""))
     is_closed = bool(case.concurrency)
     summary = summarise(result, window=case.window, bounds=case.bounds, closed_loop=is_closed)
-    problems = [Problem(Severity.INVALID, why_stopped)] if why_stopped else []
     planned = case.plan.requests
     if why_stopped or (case.concurrency and case.load.duration_s):
         # That others were not sent is said already, or meant.

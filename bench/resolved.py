@@ -130,13 +130,27 @@ def plan_of(
         raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
     # What the duration of a closed loop ends is the sending: its requests have no times.
     duration_s = None if arrivals is None else load.duration_s or None
-    return make_plan(
+    plan = make_plan(
         workload_of(workload),
         arrivals,
         count=load.requests or None,
         duration_s=duration_s,
         warm_up=load.warm_up,
     )
+    window, at = window_of(load.window), arrival_times(plan)
+    if window is not None and at and not any(window.start_s <= at_s < window.end_s for at_s in at):
+        raise ConfigError(
+            f"no request arrives in --window {load.window}: the first one does after {at[0]:.6g} s "
+            f"and the last one after {at[-1]:.6g} s"
+        )
+    return plan
+
+
+def arrival_times(plan: Plan) -> list[float]:
+    """Without the warm-up; none if some requests arrive only when others were answered."""
+    at = [one.at_s for one in plan.requests if not one.warm_up]
+    known = [at_s for at_s in at if at_s is not None]
+    return known if len(known) == len(at) else []
 
 
 def bounds_of(settings: BoundSettings) -> Bounds | None:

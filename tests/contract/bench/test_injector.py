@@ -7,13 +7,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from baton.bench import cli
+from baton.bench.fault_run import fault
 from baton.bench.figures.faults import Injected, parse_fault
 from baton.bench.injector import FaultInjector
-from baton.protocol.errors import BatonError, ConfigError
+from baton.bench.report.document import read_json
+from baton.bench.settings import FaultSettings
+from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
+from tests.support.scripted_openai import ScriptedOpenAI
 
 DEADLINE_S = 20.0
 
@@ -194,9 +200,13 @@ def test_a_restarted_command_that_ends_is_told_with_its_last_line(
     assert done.problem.endswith("ended before the load: no such model")
 
 
-def test_a_command_that_does_not_exist_fails_the_run(victim: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(BatonError, match="cannot start 'no-such-command'"):
-        inject(f"restart:{victim.pid}@0=no-such-command")
+def test_a_command_that_does_not_exist_is_said(victim: subprocess.Popen[bytes]) -> None:
+    with FaultInjector([parse_fault(f"restart:{victim.pid}@0=no-such-command")]) as injector:
+        injector.begin(monotonic())
+        settle(injector)
+        assert injector.finish() == []
+        (said,) = injector.left_out()
+    assert "was not carried out: cannot start 'no-such-command'" in said
 
 
 def test_a_process_that_died_by_itself_is_no_fault(victim: subprocess.Popen[bytes]) -> None:
@@ -223,9 +233,33 @@ def test_a_process_that_does_not_exist_is_refused_before_the_load(
         pass
 
 
-def test_a_load_that_ends_before_the_fault_is_a_failure(victim: subprocess.Popen[bytes]) -> None:
-    with FaultInjector([parse_fault(f"kill:{victim.pid}@100")]) as injector:
+def test_of_two_faults_the_one_that_the_load_did_not_reach_is_left_out(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    faults = [parse_fault(f"stop:{victim.pid}@{moment}") for moment in ("0+60", "100+1")]
+    with FaultInjector(faults) as injector:
         injector.begin(monotonic())
-        with pytest.raises(BatonError, match="the load ended before the fault"):
-            injector.finish()
+        wait_for(victim.pid, "T")
+        done = injector.finish()
+        left_out = injector.left_out()
+    assert [one.spec for one in done] == faults[:1]
+    why = "the load ended before it; let it go on for longer"
+    assert left_out == [f"fault {faults[1]} was not carried out: {why}"]
+    assert victim.poll() is None
+
+
+def test_a_fault_run_that_ends_before_its_fault_leaves_an_invalid_report(
+    victim: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    spec = f"kill:{victim.pid}@100"
+    with ScriptedOpenAI() as server:
+        words = ("--url", server.url, "--model", "tiny", "--fault", spec, "--concurrency", "1",
+                 "--requests", "3", "--warm-up", "0", "--prompt", "4", "--output", "2",
+                 "--vocabulary", "300-400", "--out", str(tmp_path))  # fmt: skip
+        assert fault(cli.parse("fault", FaultSettings, words)[0]) == 1
+    run = read_json(tmp_path / "report.json").runs[0]
+    assert run.problems[0].is_invalid
+    assert run.problems[0].text.startswith(f"fault {spec} was not carried out: the load ended")
+    assert run.summary.outcomes == {"answered": 3}
+    assert run.impacts == []
     assert victim.poll() is None
