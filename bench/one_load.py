@@ -4,20 +4,21 @@ import statistics
 
 from baton.bench import resolved
 from baton.bench.console import LATENCIES
-from baton.bench.experiments import Bench, Case, asked, loop_of, shares_prompts
+from baton.bench.experiments import Bench, Case, loop_of, shares_prompts
 from baton.bench.figures.metrics import Distribution
 from baton.bench.report.document import Run, Table
 from baton.bench.report.publish import begin
 from baton.bench.report.wording import number
 from baton.bench.settings import RunSettings
-from baton.bench.sweep import add_run, mark_unfinished, repeated_prompts, reseeded
+from baton.bench.sweep import add_run, asked_all, mark_unfinished, repeated_prompts, reseeded
 
 
 def run(settings: RunSettings) -> int:
     """The exit code."""
     arrivals = resolved.arrivals_of(settings.arrival, settings.workload)
     bounds = resolved.bounds_of(settings.bounds)
-    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
+    loads = [arrivals] * settings.again.runs
+    wanted = asked_all(settings.target, settings.workload, settings.load, loads)
     publisher = begin("run", settings, settings.report, api_key=wanted.target.api_key)
     report, num_runs = publisher.report, settings.again.runs
     report.bounds = bounds

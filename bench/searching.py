@@ -18,7 +18,7 @@ from baton.bench.report.document import Run
 from baton.bench.report.publish import begin
 from baton.bench.settings import SearchSettings
 from baton.bench.sweep import add_run, at_rate, repeated_prompts
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, ConfigError
 
 # Mean requests in flight below which a request meets no other most of the time.
 ALONE = 0.2
@@ -41,7 +41,13 @@ def search(settings: SearchSettings) -> int:
         report.notes += [server.described, *repeated_prompts(settings.workload)]
         while (rate := rates.next_rate()) is not None:
             purpose = rates.purpose
-            case = at_rate(settings, server, bounds, rate, len(report.runs))
+            try:
+                case = at_rate(settings, server, bounds, rate, len(report.runs))
+            except ConfigError as error:
+                if not report.runs:
+                    raise
+                report.notes.append(f"the search ended at {rate:g}/s: {error.message}")
+                break
             case.label = f"{rate:g}/s, {purpose}"
             if (run := add_run(bench, report, case)) is None:
                 break

@@ -4,16 +4,25 @@ Every run draws prompts of its own, so that no run profits from what an earlier 
 cache. The report then shows attainment, goodput and latencies against the rate.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from baton.bench import resolved
-from baton.bench.experiments import Bench, Case, Connected, asked, shares_prompts
+from baton.bench.experiments import Asked, Bench, Case, Connected, asked, shares_prompts
 from baton.bench.figures.metrics import Bounds
 from baton.bench.figures.validity import Problem, Severity
+from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.report.document import Report, Run
 from baton.bench.report.publish import begin
-from baton.bench.settings import SearchSettings, SweepSettings, WorkloadSettings
+from baton.bench.settings import (
+    LoadSettings,
+    SearchSettings,
+    SweepSettings,
+    TargetSettings,
+    WorkloadSettings,
+)
 from baton.protocol.errors import BatonError
 
 MAX_OFF_RATE = 0.1
@@ -24,8 +33,8 @@ def sweep(settings: SweepSettings) -> int:
     """The exit code."""
     rates = resolved.rates_of(settings.sweep.rates)
     bounds = resolved.bounds_of(settings.bounds)
-    arrivals = resolved.shaped(settings.shape.shape, rates[0])
-    wanted = asked(settings.target, settings.workload, settings.load, arrivals)
+    arrivals = [resolved.shaped(settings.shape.shape, rate) for rate in rates]
+    wanted = asked_all(settings.target, settings.workload, settings.load, arrivals)
     publisher = begin("sweep", settings, settings.report, api_key=wanted.target.api_key)
     report = publisher.report
     report.bounds = bounds
@@ -39,6 +48,18 @@ def sweep(settings: SweepSettings) -> int:
                 break
     mark_unfinished(report, len(rates))
     return publisher.finish()
+
+
+def asked_all(
+    target: TargetSettings,
+    workload: WorkloadSettings,
+    load: LoadSettings,
+    arrivals: Sequence[ArrivalProcess | None],
+) -> Asked:
+    """The first of several loads. Refuses any of them now: later that would cost the others."""
+    for place, process in enumerate(arrivals[1:], 1):
+        asked(target, reseeded(workload, place), load, process)
+    return asked(target, workload, load, arrivals[0])
 
 
 def add_run(bench: Bench, report: Report, case: Case) -> Run | None:
