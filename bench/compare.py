@@ -16,7 +16,7 @@ import msgspec
 from baton.bench import resolved
 from baton.bench.client.probe import EXTENSIONS
 from baton.bench.client.target import Place, place_of
-from baton.bench.experiments import Asked, Bench, Case, Connected, asked, loop_of, shares_prompts
+from baton.bench.experiments import Asked, Bench, Case, Connected, loop_of, shares_prompts
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.figures.paired import MIN_ROUNDS, paired
 from baton.bench.parity import Facts, facts_of_flags, parity, warnings
@@ -26,7 +26,7 @@ from baton.bench.report.document import Compared, Report, Run
 from baton.bench.report.publish import begin
 from baton.bench.said import facts_said
 from baton.bench.settings import CompareSettings, TargetSettings, WorkloadSettings
-from baton.bench.sweep import add_run, mark_unfinished, repeated_prompts, reseeded
+from baton.bench.sweep import add_run, asked_all, mark_unfinished, repeated_prompts, reseeded
 from baton.protocol.errors import ConfigError
 
 Figure = Callable[[Summary], float | None]
@@ -44,8 +44,9 @@ def compare(settings: CompareSettings, words: list[str]) -> int:
     flags = flags_of(settings.compare.flags, arms)
     arrivals = resolved.arrivals_of(settings.arrival, settings.workload)
     bounds = resolved.bounds_of(settings.bounds)
+    rounds = [arrivals] * settings.compare.rounds
     wanted = {
-        arm.name: asked(_target(settings.target, arm), settings.workload, settings.load, arrivals)
+        arm.name: asked_all(_target(settings.target, arm), settings.workload, settings.load, rounds)
         for arm in arms
     }
     api_key = resolved.api_key(settings.target)

@@ -63,7 +63,7 @@ def asked_all(
 
 
 def add_run(bench: Bench, report: Report, case: Case) -> Run | None:
-    """None if Ctrl-C came before the first request: then the report has the runs before it."""
+    """None if Ctrl-C came before anything had ended: then the report has the runs before it."""
     try:
         run = bench.measure(case)
     except BatonError:

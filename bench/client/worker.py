@@ -79,7 +79,7 @@ class Tally:
     def add(self, record: Record) -> None:
         """Takes its text away if nobody wants it."""
         self.ended += 1
-        self.failed += record.outcome is not Outcome.ANSWERED
+        self.failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
         self.tokens += record.num_tokens
         if not self._keep_text:
             record.text = None

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.figures.metrics import Bounds, meets
+from baton.bench.figures.metrics import Bounds, counted, meets
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
 
@@ -151,7 +151,7 @@ def impacts(
     judgement: Judgement | None = None,
 ) -> list[Impact]:
     """What each of `faults`, in order of time, did to the requests up to the next one."""
-    records = [record for record in records if not record.warm_up]
+    records = counted(records, None)
     found: list[Impact] = []
     usual_from_s, usual_to_s = -math.inf, math.inf
     moments_s = pairwise([*(fault.at_s for fault in faults), math.inf])

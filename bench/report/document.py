@@ -51,7 +51,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def measured(self) -> list[Record]:
-        """The records without the warm-up, by intended time."""
+        """The records that can count, by intended time: no warm-up, nothing that was stopped."""
         return counted(self.records, None)
 
     @property

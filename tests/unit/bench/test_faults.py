@@ -235,6 +235,13 @@ def test_a_closed_loop_that_does_not_recover_misses_answers_until_its_end() -> N
     assert found.goodput_dip == pytest.approx(60.0)
 
 
+def test_a_request_that_was_stopped_with_the_load_is_no_failure() -> None:
+    records = load()
+    last = records[-1]
+    last.outcome, last.end_s = Outcome.STOPPED, last.end_s + 30.0
+    assert impact_of(records).num_failed == 0
+
+
 def test_an_interrupted_request_counts_at_the_fault_though_it_arrived_before() -> None:
     found = impact_of(load(stall=(FAULT_S, 10.5)))
     (bin_of_fault,) = [entry for entry in found.bins if entry.start_s == FAULT_S]

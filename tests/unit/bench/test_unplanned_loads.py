@@ -1,16 +1,18 @@
 """Loads of an experiment that cannot be planned: they do not cost what the others measured."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from baton.bench import cli, searching
 from baton.bench.client.probe import Probed
+from baton.bench.compare import compare
 from baton.bench.experiments import Asked, Bench, Case, Connected, OnStart, judge
 from baton.bench.one_load import run
 from baton.bench.records import LoadResult
 from baton.bench.report.document import Run, read_json
-from baton.bench.settings import RunSettings, SearchSettings, SweepSettings
+from baton.bench.settings import CompareSettings, RunSettings, SearchSettings, SweepSettings
 from baton.bench.sweep import sweep
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import answered
@@ -19,13 +21,16 @@ from tests.support.bench_records import answered
 ASKED = ("--url", "http://127.0.0.1:9", "--prompt", "4", "--output", "2", "--vocabulary", "300-400")
 
 
+ARMS = ("a=http://127.0.0.1:9", "b=http://127.0.0.1:10")
+
+
 def prompts(folder: Path, count: int) -> tuple[str, ...]:
     path = folder / "prompts.jsonl"
     path.write_text('{"prompt": "a", "output_tokens": 2}\n' * count)
     return "--workload", "file", "--path", str(path)
 
 
-@pytest.mark.parametrize("command", ["sweep", "run"])
+@pytest.mark.parametrize("command", ["sweep", "run", "compare"])
 def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(
     command: str, tmp_path: Path
 ) -> None:
@@ -34,8 +39,14 @@ def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first
     # 20 requests on average: of so many drawn loads one has more than 22.
     again = ("--arrivals", "poisson:4", "--duration-s", "5", "--runs", "20")
     runs = cli.parse("run", RunSettings, (*words, *again))[0]
+    same = (*words[2:], *again[:-2], "--rounds", "20")
+    rounds, arms = cli.parse("compare", CompareSettings, (*same, *ARMS), cli.ARMS)
+    start = {
+        "sweep": partial(sweep, rates), "run": partial(run, runs),
+        "compare": partial(compare, rounds, arms),
+    }  # fmt: skip
     with pytest.raises(ConfigError, match=r"requests are wanted, .* has 22: ask for fewer"):
-        sweep(rates) if command == "sweep" else run(runs)
+        start[command]()
 
 
 class Played(Bench):
