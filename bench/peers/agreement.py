@@ -27,6 +27,7 @@ from baton.bench.peers.arms import MODEL_NAME, PORTS_PER_ARM, Place, commands, p
 from baton.bench.peers.compare import START_TIMEOUT_S, check_installed, home
 from baton.bench.peers.servers import free_ports, running
 from baton.bench.report.document import read_json
+from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.selftest.scripted_server import ScriptedServer
 from baton.bench.selftest.scripts import MODEL as SCRIPTED
 from baton.bench.selftest.scripts import Script, paced
@@ -77,6 +78,11 @@ class Line(msgspec.Struct, frozen=True):
     @property
     def agrees(self) -> bool:
         return abs(self.ratio - 1) <= TOLERANCE
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    provenance: Provenance
+    lines: list[Line]
 
 
 def _of(field: str, statistic: str) -> Callable[[Summary], float | None]:
@@ -132,6 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(".baton/agreement"))
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` ends the server
+    before = collect(
+        vars(given) | {"model": given.model.name, "out": ""},
+        ["python", "-m", MODULE, *(sys.argv[1:] if arguments is None else arguments)],
+    )
     load = Load(given.requests, given.concurrency, given.prompt_tokens, given.output_tokens)
     try:
         lines = measure(given.model.absolute(), given.arm, load, given.rounds, given.out.absolute())
@@ -143,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = table(lines, load, given.arm, given.rounds)
     print(page)
     (given.out / "agreement.md").write_text(page + "\n")
-    (given.out / "agreement.json").write_bytes(msgspec.json.encode(lines) + b"\n")
+    agreement = Agreement(complete(before), lines)
+    (given.out / "agreement.json").write_bytes(msgspec.json.encode(agreement) + b"\n")
     return 0
 
 

@@ -18,6 +18,7 @@ from baton.bench.client.load import Load, run_load
 from baton.bench.client.target import Api, Target
 from baton.bench.json_file import json_file, write_json
 from baton.bench.records import Outcome, Planned
+from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.selftest.cases import FIRST_NUMBER, TIMEOUT_S, Counting, Mix, make_cases, plan
 from baton.bench.selftest.greedy import find_damage
 from baton.bench.selftest.scripted_server import HOST, ScriptedServer
@@ -63,6 +64,7 @@ class SelfTestReport(msgspec.Struct, frozen=True):
     settings: SelfTest
     verdicts: list[Verdict]
     others: list[Count]  # of loads without figures
+    provenance: Provenance | None = None  # of one from the command line
 
     @property
     def ok(self) -> bool:
@@ -215,10 +217,11 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("selftest: --requests and --rate must be positive")
     out = json_file(parsed.json)
     settings = SelfTest(parsed.requests, parsed.rate, parsed.tolerance_ms, parsed.seed)
+    before = collect(settings, ["baton", "bench", "selftest", *arguments])
     report = selftest(settings, lambda line: print(line, file=sys.stderr, flush=True))
     show(report, Console(width=100))
     if out:
-        write_json(out, report)
+        write_json(out, msgspec.structs.replace(report, provenance=complete(before)))
     return 0 if report.ok else 1
 
 

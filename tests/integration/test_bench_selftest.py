@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from baton.bench.records import Arrival, Outcome, Record
+from baton.bench.selftest import run
 from baton.bench.selftest.cases import FIRST_NUMBER, Counting, Mix
 from baton.bench.selftest.greedy import find_damage
 from baton.bench.selftest.run import SelfTest, SelfTestReport, ask_nobody, play, show
@@ -210,6 +212,21 @@ def test_what_deviates_is_shown(true: Played) -> None:
     assert "gap_max p99" in shown.getvalue()
     assert "WRONG" in shown.getvalue()
     assert "DEVIATES" in shown.getvalue()
+
+
+def test_what_is_written_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "selftest", lambda settings, _: SelfTestReport(settings, [], []))
+    out = str(tmp_path / "selftest.json")
+    assert run.main(["--seed", "7", "--json", out]) == 0
+    written = msgspec.json.decode(Path(out).read_bytes(), type=SelfTestReport)
+    assert written.settings.seed == 7
+    assert written.provenance is not None
+    assert written.provenance.command_line == [
+        "baton", "bench", "selftest", "--seed", "7", "--json", out,
+    ]  # fmt: skip
+    assert written.provenance.machine.num_cpus >= 1
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -10,6 +10,7 @@ from baton.bench.peers import agreement
 from baton.bench.peers.agreement import Load, Theirs
 from baton.bench.peers.arms import KINDS, Arm, Place, commands, flags_of, parse_arm
 from baton.bench.peers.compare import LOAD, split_words
+from baton.bench.report.provenance import collect
 from baton.protocol.errors import ConfigError
 
 PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
@@ -134,6 +135,7 @@ def test_a_figure_that_one_of_them_lacks_is_left_out() -> None:
     assert "ITL p50 ms" in names
 
 
-def test_a_line_travels_as_json() -> None:
+def test_an_agreement_travels_as_json() -> None:
     line = agreement.compare([(theirs(100), summary(1.0))])[0]
-    assert msgspec.json.decode(msgspec.json.encode(line), type=agreement.Line) == line
+    whole = agreement.Agreement(collect({}, ["words"]), [line])
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=agreement.Agreement) == whole
