@@ -33,7 +33,7 @@ MODULE = "baton.bench.peers.compare"
 START_TIMEOUT_S = 300.0
 # The load of the row that is published: 512 tokens in, 64 out, eight clients.
 LOAD = (
-    "--concurrency", "8", "--requests", "32", "--prompt", "512", "--output", "64", "--rounds", "5",
+    "--concurrency", "8", "--requests", "24", "--prompt", "512", "--output", "64", "--rounds", "6",
 )  # fmt: skip
 
 
