@@ -108,6 +108,8 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
     deadline_s = clock() + options.total_s
     waiting = [entry for entry in SECTIONS if entry[0] in options.sections]
     held = ""  # why the GPU is not free
+    for name in options.sections:  # what an earlier run left here
+        events_file(options.out, name).unlink(missing_ok=True)
     while waiting:
         name, title, _ = waiting[0]
         seconds = allotted(deadline_s - clock(), [share for _, _, share in waiting])
@@ -134,7 +136,6 @@ def allotted(left_s: float, shares: Sequence[float]) -> float:
 
 def _run_section(section: Section, out: Path) -> bool:
     """In a child that ends with this process, or when its time is over; whether it is gone."""
-    events_file(out, section.name).unlink(missing_ok=True)
     arguments = (
         "--section", section.name, "--out", str(out),
         "--seconds", f"{max(0.0, section.budget_s - CLOSING_S):.1f}",

@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -53,6 +54,8 @@ class FaultInjector:
         self._stop_read, self._stop_write = os.pipe()
         try:
             for spec in self._specs:
+                if spec.command and shutil.which(spec.command[0]) is None:
+                    raise ConfigError(f"fault {spec}: there is no command {spec.command[0]!r}")
                 if spec.pid not in self._processes:
                     self._processes[spec.pid] = _Process(spec)
                 if spec.kind == "stop":
@@ -130,7 +133,10 @@ class FaultInjector:
             return msgspec.structs.replace(done, problem=problem)
         done = msgspec.structs.replace(done, gone_s=self._now())
         if spec.kind == "restart" and self._sleep_until(self._clock() + spec.after_s):
-            restarted = _Restarted(spec)
+            try:
+                restarted = _Restarted(spec)
+            except BatonError as error:
+                return msgspec.structs.replace(done, problem=error.message)
             self._restarted.append(restarted)
             done = msgspec.structs.replace(
                 done, restarted_s=self._now(), restarted_pid=restarted.pid

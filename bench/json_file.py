@@ -1,5 +1,6 @@
 """The file of `--json`, for commands that write one report and no pages: `transfer`, `selftest`."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ def json_file(name: str) -> Path | None:
         return None
     path = Path(name)
     try:
-        is_new = not path.exists()
+        is_new = not os.path.lexists(path)
         path.open("ab").close()
         if is_new:
             path.unlink()
@@ -22,7 +23,7 @@ def json_file(name: str) -> Path | None:
     return path
 
 
-def write_json(path: Path, report: msgspec.Struct) -> None:
+def save(path: Path, report: msgspec.Struct) -> None:
     """Raises `BatonError` for what has become impossible since."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")

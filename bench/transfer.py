@@ -18,7 +18,7 @@ import numpy as np
 from baton.bench.block_owner import Owned, Owner, wrong_blocks
 from baton.bench.block_readers import MEMCPY, RAW_NIXL, Ids, Reader, readers
 from baton.bench.figures.paired import nearest_rank
-from baton.bench.json_file import json_file, write_json
+from baton.bench.json_file import json_file, save
 from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.transfer_settings import MIB, Pattern, TransferSettings, command_line, parse
 from baton.kv_transfer.host_pool import HostPool, PoolShape
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     for note in report.notes:
         print(note)
     if out:
-        write_json(out, report)
+        save(out, report)
     return 0
 
 

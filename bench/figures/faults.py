@@ -49,8 +49,8 @@ DEFINITIONS = {
     "goodput_dip": "requests, from the fault until the recovery (or the end): in an open loop "
     "those that arrived times attainment_before, less those of them that met all bounds; in a "
     "closed loop the time times goodput_before, less those that ended in it and met all bounds",
-    "goodput_before": "requests that ended before the fault and met all bounds, per second "
-    "from the first arrival to the fault",
+    "goodput_before": "requests that ended before the fault and met all bounds, per second from "
+    "the first arrival, or the recovery from the fault before, to the fault",
 }
 
 
@@ -153,7 +153,7 @@ def impacts(
     """What each of `faults`, in order of time, did to the requests up to the next one."""
     records = counted(records, None)
     found: list[Impact] = []
-    usual_from_s, usual_to_s = -math.inf, math.inf
+    usual_from_s, usual_to_s = records[0].intended_s if records else math.inf, math.inf
     moments_s = pairwise([*(fault.at_s for fault in faults), math.inf])
     for fault, (at_s, until_s) in zip(faults, moments_s, strict=True):
         if not found:
@@ -168,7 +168,7 @@ def impacts(
 class _Scope(msgspec.Struct, frozen=True):
     """Which part of a load a fault is judged by."""
 
-    usual_from_s: float  # the fault before was recovered from
+    usual_from_s: float  # the first arrival, or the fault before was recovered from
     usual_to_s: float  # this fault, or the first of those before that were not recovered from
     at_s: float
     until_s: float  # the next fault
@@ -188,7 +188,7 @@ def _impact(
     met = {record.index: meets(record, bounds) for record in seen.asked}
     num_good = sum(met[record.index] for record in seen.before)
     share = num_good / len(seen.before) if seen.before else None
-    goodput = num_good / seen.usual_s if seen.usual_s > 0 else 0.0
+    goodput = seen.usual_goodput(met)
     bins = _bins(seen.asked, met, at_s, bin_s)
     after = [entry for entry in bins if entry.start_s >= at_s]
     recovered = _recovered(bins, at_s, max(resumed, default=at_s), share, judgement)
@@ -229,8 +229,12 @@ class _Seen:
         self.before = [record for record in usual if record.end_s < scope.usual_to_s]
         self.since = [record for record in self.asked if record.end_s >= scope.at_s]
         self.in_flight = [record for record in self.since if record.intended_s <= scope.at_s]
-        first_s = min((record.intended_s for record in usual), default=math.inf)
-        self.usual_s = scope.usual_to_s - first_s
+
+    def usual_goodput(self, met: Mapping[int, bool]) -> float:
+        """Good answers per second, by when they ended."""
+        from_s, to_s = self._scope.usual_from_s, self._scope.usual_to_s
+        num_good = sum(met[record.index] for record in self.asked if from_s <= record.end_s < to_s)
+        return num_good / (to_s - from_s) if from_s < to_s else 0.0
 
     def missing(self, goodput: float, met: Mapping[int, bool], over_s: float | None) -> float:
         """Good answers that did not come by `over_s` (None: the end) though they usually do."""

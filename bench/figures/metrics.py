@@ -237,7 +237,7 @@ def summarise(
     arrived = window or _span_of_arrivals(records)
     span = window or _span_of_load(records, None if closed_loop else arrived)
     offered_rate = _per_s(len(records), arrived) or None
-    every = [record for record in result.records if not record.warm_up]
+    every = counted(result.records, None)
     lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
     assert lag is not None, "there is at least one request"
     met = [meets(record, bounds) for record in records] if bounds is not None else []

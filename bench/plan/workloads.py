@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from baton.bench.plan.arrivals import (
     ArrivalProcess,
+    Ramp,
     Realised,
     Recorded,
     at_rate,
@@ -253,7 +254,8 @@ def _drawn(
         raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
     reality = realised(at)
     notes = [f"{what}: {reality}"]
-    return _Schedule(at, notes, reality, rate, duration_s or at[-1])
+    is_cut = isinstance(arrivals, Ramp) and len(at) == count  # the mean is that of a whole one
+    return _Schedule(at, notes, reality, None if is_cut else rate, duration_s or at[-1])
 
 
 def _recorded(

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from baton.bench.client.load import Load, run_load
 from baton.bench.client.target import Api, Target
-from baton.bench.json_file import json_file, write_json
+from baton.bench.json_file import json_file, save
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.selftest.cases import FIRST_NUMBER, TIMEOUT_S, Counting, Mix, make_cases, plan
@@ -221,7 +221,7 @@ def main(arguments: list[str]) -> int:
     report = selftest(settings, lambda line: print(line, file=sys.stderr, flush=True))
     show(report, Console(width=100))
     if out:
-        write_json(out, msgspec.structs.replace(report, provenance=complete(before)))
+        save(out, msgspec.structs.replace(report, provenance=complete(before)))
     return 0 if report.ok else 1
 
 

@@ -94,7 +94,6 @@ def test_every_fault_is_counted_as_often_as_it_was_scripted(played: Played) -> N
         Outcome.UNREACHABLE,  # by `ask_nobody`
         Outcome.NO_SOCKET,  # the client's own
         Outcome.STOPPED,  # the client's own
-        Outcome.NO_SOCKET,  # of this machine, not of a server
         Outcome.WRONG_TOKENS,  # by `find_damage`
     }
 

@@ -109,6 +109,9 @@ def test_after_a_process_that_will_not_end_nothing_is_measured(
             return False
 
     monkeypatch.setattr(gpu, "Child", Stuck)
+    gpu.events_file(tmp_path, "engine").write_bytes(
+        msgspec.json.encode(Check("old", True, "")) + b"\n"
+    )
     report = gpu.run(gpu.Options(tmp_path, 100.0, gpu.chosen(["kernels", "engine"])), [])
     first, *others = report.sections
     assert first.state == "cut short"
@@ -116,5 +119,6 @@ def test_after_a_process_that_will_not_end_nothing_is_measured(
     for section in others:
         assert section.state == "failed"
         assert section.reason.startswith("the process of environment would not end")
+        assert not section.checks, "of an earlier run"
     assert len({child.pid for child in children}) == 1
     assert Child.wait(children[0], monotonic() + 60.0)

@@ -105,22 +105,22 @@ def test_a_closed_loop_may_end_by_time() -> None:
 
     with ScriptedOpenAI(script) as server:
         load = Load(
-            Target(server.url, "tiny"), requests(500, None), 1, closed=True, stop_after_s=0.35
+            Target(server.url, "tiny"), requests(500, None), 1, closed=True, stop_after_s=1.5
         )
         result = run_load(load)
     assert 0 < len(result.records) < 500
-    assert all(record.sent_s < 0.35 for record in result.records)
+    assert all(record.sent_s < 1.5 for record in result.records)
     assert set(outcomes(result)) == {Outcome.ANSWERED}
 
 
 def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
     with ScriptedOpenAI() as server:
         url = server.url
-    load = Load(Target(url, "tiny"), requests(10_000, None), 2, closed=True, stop_after_s=1.0)
+    load = Load(Target(url, "tiny"), requests(10_000, None), 2, closed=True, stop_after_s=3.0)
     result = run_load(load)
-    # Each of the two after 0, 0.1, 0.3 and 0.7 s.
+    # Each of the two after 0, 0.1, 0.3, 0.7, 1.5 and 2.5 s.
     assert set(outcomes(result)) == {Outcome.UNREACHABLE}
-    assert 2 <= len(result.records) <= 8
+    assert 2 <= len(result.records) <= 12
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
@@ -138,7 +138,7 @@ def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "stop_after_s", "is_stopped"), [(9, None, True), (9, 0.5, False), (1, None, False)]
+    ("num", "stop_after_s", "is_stopped"), [(9, None, True), (9, 2.0, False), (1, None, False)]
 )
 def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: bool) -> None:
     async def script(_: Call) -> web.StreamResponse:

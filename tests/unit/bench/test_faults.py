@@ -242,6 +242,12 @@ def test_a_request_that_was_stopped_with_the_load_is_no_failure() -> None:
     assert impact_of(records).num_failed == 0
 
 
+def test_the_usual_goodput_counts_answers_where_they_end() -> None:
+    first, second = impacts(load(), [killed(10.0), killed(12.0)], BOUNDS)
+    assert first.goodput_before == pytest.approx(4.0, rel=0.1)
+    assert second.goodput_before == pytest.approx(4.0)
+
+
 def test_an_interrupted_request_counts_at_the_fault_though_it_arrived_before() -> None:
     found = impact_of(load(stall=(FAULT_S, 10.5)))
     (bin_of_fault,) = [entry for entry in found.bins if entry.start_s == FAULT_S]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.json_file import json_file, write_json
+from baton.bench.json_file import json_file, save
 from baton.bench.transfer_settings import TransferSettings
 from baton.protocol.errors import ConfigError
 
@@ -16,8 +16,14 @@ def test_trying_a_file_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("{}")
     assert json_file(str(tmp_path / "old.json")) == tmp_path / "old.json"
     assert (tmp_path / "old.json").read_text() == "{}"
-    write_json(tmp_path / "old.json", TransferSettings(reads=7))
+    save(tmp_path / "old.json", TransferSettings(reads=7))
     assert '"reads": 7' in (tmp_path / "old.json").read_text()
+
+
+def test_a_link_to_a_file_that_is_not_there_yet_stays(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("new.json")
+    json_file(str(tmp_path / "link.json"))
+    assert (tmp_path / "link.json").is_symlink()
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -160,6 +160,12 @@ def test_rates_and_counts_of_conversations_are_those_of_their_requests(
     assert "3 conversations of 4 turns: 12 requests" in said(counted)
 
 
+def test_a_ramp_that_ends_by_its_count_has_not_the_rate_of_a_whole_one() -> None:
+    ramp = Ramp(1, 10)
+    assert make_plan(Workload(prompt="4"), ramp, duration_s=60.0).offered_rate == 5.5
+    assert make_plan(Workload(prompt="4"), ramp, count=50, duration_s=60.0).offered_rate is None
+
+
 def test_a_closed_loop_counts_the_requests_of_conversations() -> None:
     workload = Workload(kind="conversation", prompt="4", turns=4)
     assert len(make_plan(workload, None, count=8).requests) == 8
