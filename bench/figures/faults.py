@@ -182,9 +182,7 @@ def _impact(
     seen = _Seen(records, scope, limits)
     noticed = [moment_s for record in seen.since for moment_s in limits.noticed(record)]
     noticed = [moment_s for moment_s in noticed if moment_s < until_s]
-    resumed = [
-        end_s for record in seen.in_flight if (end_s := limits.resumed_s(record)) is not None
-    ]
+    resumed = [end_s for record in seen.in_flight if (end_s := limits.resumed_s(record))]
     met = {record.index: meets(record, bounds) for record in seen.asked}
     num_good = sum(met[record.index] for record in seen.before)
     share = num_good / len(seen.before) if seen.before else None
@@ -198,7 +196,9 @@ def _impact(
     else:
         dip = _missing(after[:recovered], share or 0.0)
     notes = [fault.problem] if fault.problem else []
-    notes += [] if noticed else ["no request noticed the fault"]
+    if not any(limits.noticed(record) for record in seen.in_flight):
+        late = "none in flight noticed the fault: what was noticed later may have another cause"
+        notes.append(late if noticed else "no request noticed the fault")
     return Impact(
         fault=str(fault.spec),
         at_s=at_s,

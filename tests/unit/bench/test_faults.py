@@ -120,6 +120,13 @@ def test_a_fault_that_nobody_noticed_has_no_times_and_no_dip() -> None:
     assert found.notes == ["no request noticed the fault"]
 
 
+def test_what_only_later_requests_noticed_may_have_another_cause() -> None:
+    found = impact_of(load(stall=(FAULT_S + 5.0, FAULT_S + 8.0)))
+    assert found.time_to_detect_s == pytest.approx(5.0, abs=1.0)
+    assert found.num_interrupted == 0
+    assert found.notes[0].startswith("none in flight noticed the fault")
+
+
 def test_a_stall_is_noticed_at_its_limit_and_over_when_the_last_stream_goes_on() -> None:
     # Streams of 9.5 and 9.75 are in flight and get nothing until 13 s. Those that arrive meanwhile
     # get their first tokens then too.
