@@ -236,7 +236,7 @@ def test_a_stopped_node_is_seen_by_the_clients(cluster: Cluster, tmp_path: Path)
     run = read_json(tmp_path / "report" / "report.json").runs[0]
     assert len(run.impacts) == 1
     # That of the request in flight, or of the next one if that one had just ended.
-    assert max(record.end_s - record.intended_s for record in run.measured) > 0.9
+    assert max(record.end_s - record.intended_s for record in run.measured) > 0.5
     assert run.impacts[0].time_to_detect_s is not None
     assert run.faults[0].resumed_s is not None
     assert f"fault {stop}: detected after" in done.stdout
