@@ -59,8 +59,7 @@ class Recorded(msgspec.Struct, frozen=True, tag="trace"):
     rate: float | None = None
 
 
-Drawn = Constant | Poisson | Gamma | Ramp
-ArrivalProcess = Drawn | Recorded
+ArrivalProcess = Constant | Poisson | Gamma | Ramp | Recorded
 
 
 class Realised(msgspec.Struct, frozen=True):
