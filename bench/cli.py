@@ -35,7 +35,6 @@ DESCRIPTIONS = {
     "search": "Find the largest rate at which enough requests meet the bounds.",
     "compare": "Measure several servers in turn with the same requests, and their ratios.",
     "fault": "Kill, stop or restart a process under load; how long until it is noticed and over.",
-    "transfer": "Measure the transports of KV blocks against memcpy.",
     "selftest": "Measure a scripted server whose times are known, and compare.",
     "report": "Write the pages of a report.json again.",
 }
@@ -45,7 +44,6 @@ EXAMPLES = {
     "search": "baton bench search --preset chat --attainment 0.9 --duration-s 60 --out report",
     "compare": "baton bench compare split=http://a:8000 whole=http://b:8000#name --concurrency 8",
     "fault": "baton bench fault --fault kill:4711@10 --arrivals poisson:5 --duration-s 30",
-    "transfer": "baton bench transfer --block-kib 64 1024 --json transfer.json",
     "selftest": "baton bench selftest",
     "report": "baton bench report report/report.json --out again",
 }
@@ -186,12 +184,6 @@ def _fault(rest: list[str]) -> int:
     return fault(parse("fault", FaultSettings, rest)[0])
 
 
-def _transfer(rest: list[str]) -> int:
-    from baton.bench.transfer import main as transfer
-
-    return transfer(rest)
-
-
 def _selftest(rest: list[str]) -> int:
     from baton.bench.selftest.run import main as selftest
 
@@ -210,7 +202,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "search": _search,
     "compare": _compare,
     "fault": _fault,
-    "transfer": _transfer,
     "selftest": _selftest,
     "report": _report,
 }

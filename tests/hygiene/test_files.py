@@ -15,12 +15,13 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|work|mnt|scratch)/[A-Za-z0-9_.-]+")
 LINK = re.compile(r"\]\(([^)\s#][^)\s]*)\)")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".svg", ".cfg", ""}
-PYTHON = (*sources(), *sources("tests"))
+PYTHON = (*sources(), *sources("tools", "tests"))
 
 
 def our_text_files() -> list[Path]:
-    folders = [*ROOMS, "tests", "docs", ".ci", "src/baton"]
-    found = [path for path in REPOSITORY.glob("*") if path.is_file()]
+    folders = [*ROOMS, "tools", "tests", "docs", ".ci", "src/baton"]
+    # In a linked worktree of git, `.git` is a file that names a folder.
+    found = [path for path in REPOSITORY.glob("*") if path.is_file() and path.name != ".git"]
     for folder in folders:
         found += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
     return sorted(

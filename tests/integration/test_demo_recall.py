@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.demo import exam
-from baton.deploy.demo.evaluate import Examiner
 from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
@@ -31,6 +29,8 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from tests.support.cluster import Cluster
 from tests.support.node_threads import NodeThreads
+from tools.demo_model import exam
+from tools.demo_model.evaluate import Examiner
 
 NUM_TOKENS = 2048
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from baton.bench.json_file import json_file, save
-from baton.bench.transfer_settings import TransferSettings
 from baton.protocol.errors import ConfigError
+from tools.transfer.settings import TransferSettings
 
 
 def test_trying_a_file_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
