@@ -15,6 +15,8 @@ TransportChoice = Literal["auto", "shm", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and nodes dial
+
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[str, Meta(description="Hugging Face folder; empty takes the demo model")] = ""
@@ -56,8 +58,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, Meta(description="HTTP address")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
     control: Annotated[
-        str, Meta(description="endpoint that nodes dial, as tcp://host:port or ipc://path")
-    ] = "tcp://127.0.0.1:5570"
+        str | None,
+        Meta(
+            description=f"endpoint that nodes dial, tcp://host:port or ipc://path; unset is a "
+            f"private socket for nodes that are started here, else {DEFAULT_CONTROL}"
+        ),
+    ] = None
     max_queued: Annotated[
         int, Meta(ge=0, description="requests that wait for a node; more get 429")
     ] = 1024
@@ -79,7 +85,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[str, Meta(description="node id; empty makes one from host, role and pid")] = ""
     routers: Annotated[
         tuple[str, ...], Meta(description="control endpoints of the routers to dial")
-    ] = ("tcp://127.0.0.1:5570",)
+    ] = (DEFAULT_CONTROL,)
     bind: Annotated[
         str, Meta(description="address that peer nodes dial; tcp://host (free port) or ipc://path")
     ] = "tcp://127.0.0.1"
@@ -135,3 +141,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferConfig = TransferConfig()
     keys: KeysConfig = KeysConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def control(self) -> str:
+        """The endpoint of a router that starts no nodes itself."""
+        return self.router.control or DEFAULT_CONTROL

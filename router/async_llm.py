@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import Cancelled, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
@@ -255,9 +255,8 @@ class AsyncLLM:
 
     def _control(self) -> str:
         """Nodes of our own meet us in a private folder, unless the settings name an endpoint."""
-        endpoint = self._config.router.control
-        if self._launcher is None or endpoint != RouterConfig().control:
-            return endpoint
+        if self._launcher is None or self._config.router.control is not None:
+            return self._config.control
         # Of mode 0700, and short enough for the path of a socket.
         is_long = len(tempfile.gettempdir()) > MAX_IPC_PATH_BYTES // 2
         self._folder = tempfile.mkdtemp(prefix="baton-", dir="/tmp" if is_long else None)

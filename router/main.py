@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
@@ -17,6 +18,7 @@ from baton.router.async_llm import AsyncLLM
 from baton.router.chat_template import ChatTemplate
 from baton.router.http_metrics import StatsLine
 from baton.runtime.log import logger, setup
+from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
@@ -45,6 +47,7 @@ async def _serve(config: ClusterConfig) -> int:
         # What lives until here lives to the end: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        tell_parent(urlsplit(url).port or 0)
         log.info(f"listening on {url}")
         stats.start()
         await asked_to_end.wait()

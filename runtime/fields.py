@@ -28,7 +28,9 @@ class Field(msgspec.Struct, frozen=True):
     def plain_type(self) -> object:
         """The type without its annotations."""
         is_annotated = get_origin(self.annotation) is Annotated
-        return get_args(self.annotation)[0] if is_annotated else self.annotation
+        plain = get_args(self.annotation)[0] if is_annotated else self.annotation
+        # What may be unset is set as its type.
+        return str if plain == str | None else plain
 
     @property
     def meta(self) -> Meta:
@@ -78,6 +80,8 @@ class Field(msgspec.Struct, frozen=True):
             return str(self.default).lower()
         if isinstance(self.default, tuple):
             return ",".join(str(entry) for entry in self.default) or "none"
+        if self.default is None:
+            return "unset"
         return "empty" if self.default == "" else str(self.default)
 
     @property

@@ -105,7 +105,7 @@ def _start(name: str, config: ClusterConfig) -> int:
 
         return serve(config)
     if name == "router":
-        check_reach(config, "router.control", config.router.control)
+        check_reach(config, "router.control", config.control)
         check_router_ports(config)
         from baton.router.main import run as run_router
 

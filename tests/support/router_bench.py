@@ -33,7 +33,7 @@ class RouterBench:
         )
         self.core = RouterCore(config, self.clock)
         self.llm = AsyncLLM(config, self.core, small_text())
-        self.endpoint = config.router.control
+        self.endpoint = config.control
         self.nodes: list[ScriptedNode] = []
 
     def run(self, use: Callable[["RouterBench"], Awaitable[T]]) -> T:

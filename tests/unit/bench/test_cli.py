@@ -139,7 +139,6 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         (["selftest", "--json", "/not/there.json"], "--json /not/there.json: No such file"),
         (["selftest", "--json", "/proc/x"], "--json /proc/x: "),
         (["selftest", "--json", "/tmp"], "--json /tmp: Is a directory"),
-        (["selftest", "--json", "/proc/x"], "--json /proc/x: "),
         (["run", "--concurency", "2"], "unknown flag --concurency; did you mean --concurrency?"),
         (["run", "--url"], "see baton bench run --help"),
         (["run", "http://a"], "takes no word like 'http://a'"),

@@ -91,8 +91,8 @@ async def with_toy_nodes(
 ) -> T:
     """What `use`, in a thread, returns while two toy nodes have dialled in."""
     nodes = [
-        ToyNode(config.router.control, node_info("p0", "prefill")),
-        ToyNode(config.router.control, node_info("d0", "decode"), max_steps),
+        ToyNode(config.control, node_info("p0", "prefill")),
+        ToyNode(config.control, node_info("d0", "decode"), max_steps),
     ]
     for node in nodes:
         node.join()
