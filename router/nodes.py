@@ -7,12 +7,14 @@ descriptor: a message costs a few microseconds, an awaited one several times tha
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.protocol.ids import NodeId
-from baton.protocol.messages import ToNode, ToRouter
-from baton.runtime.channel import Listener, Received
+from baton.protocol.errors import NodeError
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Hello, Refused, ToNode, ToRouter
+from baton.runtime.channel import Listener, Received, name_of
 from baton.runtime.keys import Keys
 from baton.runtime.log import logger
 
@@ -26,10 +28,18 @@ Gone = Callable[[NodeId], None]
 log = logger("router")
 
 
+class NodeSession(msgspec.Struct, frozen=True):
+    """The life of a node's main channel, and of the process behind it."""
+
+    peer: bytes
+    epoch: Epoch
+
+
 class NodeSockets:
     """`heard` gets what a node says over either of its channels, `gone` the end of the main one.
 
-    `idle` is called after each batch of them.
+    `idle` is called after each batch of them. A node is one session: the one that said Hello last,
+    unless another process of the same name still lives, which is then refused.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class NodeSockets:
         except BaseException:
             self._context.term()
             raise
+        self._sessions: dict[NodeId, NodeSession] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
         self._is_open = True
@@ -57,7 +68,10 @@ class NodeSockets:
 
     def send(self, node: NodeId, message: ToNode) -> bool:
         """False: the node is gone or too slow, and `gone` will say so if it was known."""
-        return self._is_open and self._listener.send(node.encode(), message)
+        session = self._sessions.get(node)
+        if session is None or not self._is_open:
+            return False
+        return self._listener.send(session.peer, message)
 
     def drain(self) -> None:
         """Read what is there."""
@@ -93,12 +107,39 @@ class NodeSockets:
             )
 
     def _pass_on(self, received: Received[ToRouter]) -> None:
-        is_beat = received.peer.startswith(BEATS)
+        name = name_of(received.peer)
         try:
-            node = NodeId(received.peer.removeprefix(BEATS).decode())
+            node = NodeId(name.removeprefix(BEATS).decode())
         except UnicodeDecodeError:
             return  # no node of ours: their names are text
-        if received.message is not None:
-            self._heard(node, received.message)
-        elif not is_beat:
+        if name.startswith(BEATS):
+            if received.message is not None:
+                self._heard(node, received.message)
+            return
+        session = self._sessions.get(node)
+        is_current = session is not None and session.peer == received.peer
+        match received.message:
+            case None if is_current:
+                del self._sessions[node]
+                self._gone(node)
+            case Hello() as hello:
+                self._meet(node, received.peer, hello)
+            case message if is_current and message is not None:
+                self._heard(node, message)
+            case _:
+                pass  # of a session that another one has replaced, or that was refused
+
+    def _meet(self, node: NodeId, peer: bytes, hello: Hello) -> None:
+        session = self._sessions.get(node)
+        if session is not None and session.peer != peer:
+            if session.epoch != hello.epoch:
+                text = f"another process is {node} here: give each node an id of its own (--id)"
+                self._listener.send(
+                    peer, Refused(NodeError(text, code="duplicate_node").to_failure())
+                )
+                return
+            # The same process over a new connection; the old one is not yet known to be dead.
+            del self._sessions[node]
             self._gone(node)
+        self._sessions[node] = NodeSession(peer, hello.epoch)
+        self._heard(node, hello)

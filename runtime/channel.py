@@ -14,7 +14,7 @@ belongs to one thread.
 import contextlib
 import secrets
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, assert_never
 
 import msgspec
 import zmq
@@ -29,20 +29,30 @@ from baton.runtime.framing import (
     SESSION_BITS,
     Session,
     Verdict,
+    probe_frame,
     reset_frame,
 )
 from baton.runtime.keys import NO_KEYS, Keys
-from baton.runtime.wire import Change, Wire
+from baton.runtime.wire import ConnectionChange, Wire
 
 # After a refused handshake ZMQ may never try again, so the dialer does, no more often than this.
 RETRY_S = 1.0
+# When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
+# a moment before it takes the connection away.
+PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
+SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
+NONCE_BYTES = 8
+SEPARATOR = b"/"
 
 Out = TypeVar("Out")
 In = TypeVar("In")
 
 
 class Received(msgspec.Struct, Generic[In], frozen=True):
-    """A message of a peer, or (message None, disconnected) the end of its session."""
+    """A message of a peer, or (message None, disconnected) the end of its session.
+
+    `peer` names one life of one dialer and is never used again; `name_of` says which dialer.
+    """
 
     peer: bytes
     message: In | None
@@ -60,7 +70,12 @@ class Disconnected(msgspec.Struct, frozen=True):
 
 
 class Listener(Generic[Out, In]):
-    """The side that is dialled. Peers are told apart by the identity that each dialer chose."""
+    """The side that is dialled. A peer is one life of one dialer: a session.
+
+    Which sessions live is learned from the sessions themselves. libzmq's connection events do not
+    say whose connection ended, and come for failed handshakes too, so an event is only the reason
+    to try every session's connection with a frame that dialers ignore.
+    """
 
     def __init__(
         self,
@@ -80,12 +95,13 @@ class Listener(Generic[Out, In]):
         self.refusals = 0  # handshakes turned down: wrong keys or not a channel
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._sessions: dict[bytes, Session] = {}
-        self._connections = _Connections()
+        self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers were not told yet
+        self._probes_at_s: deque[float] = deque()
         self._events: deque[Received[In]] = deque()
         self._wire = Wire(context, zmq.ROUTER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A dialer that comes back before its old connection was seen to end replaces it.
+        # libzmq may reconnect a dialer under its old identity before the dialer takes a new one.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
             self.endpoint = address.bind(self.socket)
@@ -107,9 +123,8 @@ class Listener(Generic[Out, In]):
         frame = session.frame(self._encode(message))
         try:
             self.socket.send_multipart((peer, frame), zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError):
-            self._end(peer)
-            self._wire.wake_if_readable(anything_else=True)
+        except zmq.ZMQError:
+            self.end(peer)
             return False
         session.sent()
         self._wire.wake_if_readable()
@@ -117,20 +132,37 @@ class Listener(Generic[Out, In]):
 
     def receive(self) -> Received[In] | None:
         """The next message or disconnect; None when there is nothing (more)."""
-        while True:
+        for _ in range(SKIPPED_FRAMES):
             if self._events:
                 return self._events.popleft()
             if self._wire.readable():
                 self._read()
             elif changes := self._wire.changes():
-                for change, descriptor in changes:
-                    self.refusals += change == "refused"
-                    peer = self._connections.lost(descriptor) if change == "lost" else None
-                    if peer is not None:
-                        self._end(peer)
+                self.refusals += changes.count("refused")
+                if "lost" in changes:
+                    now_s = monotonic()
+                    self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
+            elif self._probes_at_s and self._probes_at_s[0] <= monotonic():
+                self._probes_at_s.popleft()
+                self._probe()
             else:
-                self._wire.settle()
+                next_s = self._probes_at_s[0] - monotonic() if self._probes_at_s else None
+                self._wire.settle(next_s)
                 return None
+        # A flood of frames that are no messages must not keep the caller here.
+        self._wire.wake_if_readable(anything_else=True)
+        return None
+
+    def end(self, peer: bytes) -> None:
+        """End a peer's session, if it has one: a disconnect event follows, and its dialer hears of
+        it as soon as its queue has room."""
+        session = self._sessions.pop(peer, None)
+        if session is None:
+            return
+        self._events.append(Received(peer, None, disconnected=True))
+        self._unaware[peer] = session.id
+        self._tell_unaware()
+        self._wire.wake_if_readable(anything_else=True)
 
     def close(self) -> None:
         self._wire.close()
@@ -152,17 +184,18 @@ class Listener(Generic[Out, In]):
             case Verdict.NEXT:
                 pass
             case Verdict.NEW_SESSION:
-                self._end(peer)
+                self.end(peer)
                 self._sessions[peer] = session = Session(session_id)
                 session.next_in = 1
-                self._connections.joined(peer, int(frame.get("__fd")))
-            case Verdict.GAP | Verdict.STALE | Verdict.RESET:
-                if verdict is not Verdict.STALE:
-                    self._end(peer)
-                # The dialer may not know yet; if it has moved on, it ignores this.
-                with contextlib.suppress(zmq.ZMQError):
-                    self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)
+            case Verdict.STALE:
+                self._unaware[peer] = session_id
+                self._tell_unaware()
                 return
+            case Verdict.GAP | Verdict.RESET | Verdict.PROBE:
+                self.end(peer)
+                return
+            case never:
+                assert_never(never)
         try:
             message = self._decode(frame.buffer[HEADER_BYTES:])
         except MalformedMessage:
@@ -170,10 +203,29 @@ class Listener(Generic[Out, In]):
         else:
             self._events.append(Received(peer, message))
 
-    def _end(self, peer: bytes) -> None:
-        if self._sessions.pop(peer, None) is not None:
-            self._connections.left(peer)
-            self._events.append(Received(peer, None, disconnected=True))
+    def _probe(self) -> None:
+        """End the sessions whose connections are gone. A full queue is a connection."""
+        self._tell_unaware()
+        for peer, session in list(self._sessions.items()):
+            try:
+                self.socket.send_multipart((peer, probe_frame(session.id)), zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                self.end(peer)
+
+    def _tell_unaware(self) -> None:
+        """A dialer that has moved on ignores this, one that is gone needs no word."""
+        for peer, session_id in list(self._unaware.items()):
+            try:
+                self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)
+            except zmq.Again:
+                if not self._probes_at_s:
+                    self._probes_at_s.append(monotonic() + PROBE_DELAYS_S[-1])
+                continue
+            except zmq.ZMQError:
+                pass
+            del self._unaware[peer]
 
 
 class Dialer(Generic[Out, In]):
@@ -182,7 +234,7 @@ class Dialer(Generic[Out, In]):
     def __init__(
         self,
         endpoint: str,
-        identity: bytes,
+        name: bytes,
         outgoing: Codec[Out],
         incoming: Codec[In],
         context: "zmq.Context[zmq.Socket[bytes]]",
@@ -202,9 +254,9 @@ class Dialer(Generic[Out, In]):
         self._retry_s: float | None = None
         self._wire = Wire(context, zmq.DEALER, keys)
         self.socket = self._wire.socket
-        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self._name = name
         try:
-            self.socket.connect(self.endpoint)
+            self._connect()
         except zmq.ZMQError as error:
             self._wire.close()
             raise ConfigError(f"cannot dial {self.endpoint}: {error.strerror}") from error
@@ -235,12 +287,12 @@ class Dialer(Generic[Out, In]):
                 if message is not None:
                     return message
             elif changes := self._wire.changes():
-                for change, _ in changes:
+                for change in changes:
                     self._changed(change)
             elif self._retry_s is not None and monotonic() >= self._retry_s:
                 self._lost = "the handshake failed"
             else:
-                self._wire.settle()
+                self._wire.settle(self._retry_s and self._retry_s - monotonic())
                 return None
 
     def close(self) -> None:
@@ -262,11 +314,13 @@ class Dialer(Generic[Out, In]):
                 self._lost = "messages were lost"
             case Verdict.RESET:
                 self._lost = "the listener ended the session"
-            case Verdict.STALE | Verdict.NEW_SESSION:
+            case Verdict.STALE | Verdict.NEW_SESSION | Verdict.PROBE:
                 pass
+            case never:
+                assert_never(never)
         return None
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: ConnectionChange) -> None:
         if change == "up":
             self.refusals, self._retry_s = 0, None
         elif change == "lost" and self.connected:
@@ -285,39 +339,19 @@ class Dialer(Generic[Out, In]):
         self._lost = self._retry_s = None
         self.connected = False
         self._session = _new_session()
-        self.socket.connect(self.endpoint)
+        self._connect()
         return Disconnected(reason)
 
+    def _connect(self) -> None:
+        """Under an identity of its own: no two connections of a listener can be confused."""
+        identity = self._name + SEPARATOR + secrets.token_hex(NONCE_BYTES).encode()
+        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.connect(self.endpoint)
 
-class _Connections:
-    """Which descriptor carries which peer, robust against numbers that are used again.
 
-    Messages and loss events come on different sockets, so a new connection may speak before the
-    end of an older one with the same number was read.
-    """
-
-    def __init__(self) -> None:
-        self._peer_of: dict[int, bytes | None] = {}  # None: replaced, its end not yet read
-        self._number_of: dict[bytes, int] = {}
-        self._ends_to_skip: dict[int, int] = {}
-
-    def joined(self, peer: bytes, number: int) -> None:
-        if number in self._peer_of:
-            self._ends_to_skip[number] = self._ends_to_skip.get(number, 0) + 1
-        self._peer_of[number] = peer
-        self._number_of[peer] = number
-
-    def left(self, peer: bytes) -> None:
-        number = self._number_of.pop(peer, None)
-        if number is not None and self._peer_of.get(number) == peer:
-            self._peer_of[number] = None
-
-    def lost(self, number: int) -> bytes | None:
-        """The peer that went with this connection, if it had one."""
-        if self._ends_to_skip.get(number):
-            self._ends_to_skip[number] -= 1
-            return None
-        return self._peer_of.pop(number, None)
+def name_of(peer: bytes) -> bytes:
+    """The name that the dialer behind `peer` gave itself."""
+    return peer.rpartition(SEPARATOR)[0]
 
 
 def _new_session() -> Session:

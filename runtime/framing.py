@@ -2,7 +2,7 @@
 
 Every frame is a 16-byte header (session, sequence number) and one encoded message. The dialer draws
 a session at random for each life of its connection and the listener answers within it, so frames
-of an earlier life are recognised in both directions. The simulator frames with this file too.
+of an earlier life are recognised in both directions.
 """
 
 import struct
@@ -11,8 +11,10 @@ from enum import Enum
 HEADER = struct.Struct("<QQ")
 HEADER_BYTES = HEADER.size
 SESSION_BITS = 64
-# In place of a sequence number: the listener does not know this session (any more).
+# In place of a sequence number: the listener does not know this session (any more), or it only
+# wants to learn whether the connection still takes frames.
 RESET = (1 << 64) - 1
+PROBE = (1 << 64) - 2
 
 
 class Verdict(Enum):
@@ -23,6 +25,7 @@ class Verdict(Enum):
     NEW_SESSION = "new_session"
     STALE = "stale"
     RESET = "reset"
+    PROBE = "probe"
 
 
 class Session:
@@ -49,9 +52,17 @@ class Session:
         if sequence == self.next_in:
             self.next_in += 1
             return Verdict.NEXT
-        return Verdict.RESET if sequence == RESET else Verdict.GAP
+        return _SIGNALS.get(sequence, Verdict.GAP)
+
+
+_SIGNALS = {RESET: Verdict.RESET, PROBE: Verdict.PROBE}
 
 
 def reset_frame(session_id: int) -> bytes:
-    """Tells a dialer that its session is over."""
+    """The frame that tells a dialer that its session is over."""
     return HEADER.pack(session_id, RESET)
+
+
+def probe_frame(session_id: int) -> bytes:
+    """A frame that a dialer ignores: sending it shows whether the connection is still there."""
+    return HEADER.pack(session_id, PROBE)

@@ -1,8 +1,11 @@
-"""One ZMQ socket with what a channel needs around it: loss events and one descriptor for all.
+"""One ZMQ socket with what a channel needs around it: connection events and one descriptor for all.
 
 Used by `channel` only. A monitor socket reports connections that came and went; an epoll instance
-joins the socket, its monitor and a wake-up into one descriptor, so that an asyncio loop or a poller
-has a single thing to watch.
+joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an asyncio loop or
+a poller has a single thing to watch.
+
+The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process when a connection dies whose
+input it has stopped. Senders are bounded, by `QUEUED_MESSAGES` each.
 """
 
 import os
@@ -13,6 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES
+from baton.runtime.alarm import Alarm
 from baton.runtime.framing import HEADER_BYTES
 from baton.runtime.gate import DOMAIN, Gate
 from baton.runtime.keys import Keys
@@ -36,9 +40,8 @@ _WATCHED = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 )
 
-# The int is a descriptor, but for "refused".
-Change = Literal["up", "lost", "refused"]
-ConnectionChange = tuple[Change, int]
+# Hints: libzmq says "lost" of failed handshakes too.
+ConnectionChange = Literal["up", "lost", "refused"]
 
 
 class Wire:
@@ -51,7 +54,7 @@ class Wire:
         self.socket: zmq.Socket[bytes] = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-        self.socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
         # Larger frames cost their sender the connection before any memory is set aside for them.
         overhead_bytes = HEADER_BYTES + (CURVE_BYTES if keys.secret else 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + overhead_bytes)
@@ -64,9 +67,12 @@ class Wire:
         self._monitor = self.socket.get_monitor_socket(_WATCHED)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = False
+        self._alarm = Alarm()
+        self._is_alarm_set = False
         self._epoll = select.epoll()
         watched = [self.socket, self._monitor, *([self._gate.socket] if self._gate else [])]
-        for descriptor in (self._wake, *(socket.getsockopt(zmq.FD) for socket in watched)):
+        descriptors = [socket.getsockopt(zmq.FD) for socket in watched]
+        for descriptor in (self._wake, self._alarm.fileno(), *descriptors):
             assert isinstance(descriptor, int)
             self._epoll.register(descriptor, select.EPOLLIN)
 
@@ -84,11 +90,11 @@ class Wire:
         while _has_input(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if event["event"] == zmq.Event.DISCONNECTED:
-                found.append(("lost", int(event["value"])))
+                found.append("lost")
             elif event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
-                found.append(("up", int(event["value"])))
+                found.append("up")
             else:
-                found.append(("refused", int(event["value"])))
+                found.append("refused")
         return found
 
     def wake_if_readable(self, anything_else: bool = False) -> None:
@@ -97,17 +103,22 @@ class Wire:
             self._awake = True
             os.eventfd_write(self._wake, 1)
 
-    def settle(self) -> None:
-        """To be called once there is nothing left to read."""
+    def settle(self, wake_in_s: float | None = None) -> None:
+        """To be called once there is nothing left to read. The descriptor fires after `wake_in_s`
+        at the latest, if that is given."""
         if self._awake:
             self._awake = False
             os.eventfd_read(self._wake)
+        if wake_in_s is not None or self._is_alarm_set:
+            self._alarm.set(wake_in_s)
+            self._is_alarm_set = wake_in_s is not None
 
     def close(self) -> None:
         if self.socket.closed:
             return
         self._epoll.close()
         os.close(self._wake)
+        self._alarm.close()
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(0)

@@ -87,6 +87,23 @@ def test_a_node_that_does_not_fit_is_refused(tmp_path: Path, info: NodeInfo, cod
     RouterBench(tmp_path).run(use)
 
 
+def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(tmp_path: Path) -> None:
+    async def use(bench: RouterBench) -> None:
+        _, decode = await bench.pair()
+        twin = ScriptedNode(bench.endpoint, node_info("d0", "decode", epoch="another"))
+        bench.nodes.append(twin)
+        twin.join()
+        assert (await twin.hear(Refused)).failure.code == "duplicate_node"
+        stream = await bench.llm.submit(PROMPT, GREEDY)
+        assert (await decode.hear(Decode)).key.attempt == 0
+        stream.close()
+        decode.die()
+        await bench.until(lambda: not bench.core.registry.in_service("decode"))
+        await bench.scripted(node_info("d0", "decode", epoch="another"))  # the name is free again
+
+    RouterBench(tmp_path).run(use)
+
+
 def test_a_silent_node_is_out_and_back_with_its_next_beat(tmp_path: Path) -> None:
     async def use(bench: RouterBench) -> None:
         prefill, decode = await bench.pair()
