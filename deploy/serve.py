@@ -12,13 +12,13 @@ import shutil
 
 import msgspec
 
-from baton.deploy.local import LocalCluster, private_folder
 from baton.deploy.ports import check_port, check_reach
 from baton.deploy.progress import StartProgress
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
+from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import logger
 from baton.runtime.port_pipe import PortPipe
 from baton.runtime.process import Child, Command

@@ -5,7 +5,6 @@ The HTTP handlers and `LLM` call it. It tokenizes once, checks what was asked, a
 """
 
 import asyncio
-import importlib
 import os
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from baton.router.registry import Health, ServedModel
 from baton.router.stream import Cumulated, RequestStream
 from baton.router.text import Text
 from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
+from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.log import logger
 from baton.runtime.process import Exit
 
@@ -90,7 +90,7 @@ class AsyncLLM:
         if not config.model.path:
             raise ConfigError("model.path is empty: name a Hugging Face folder")
         text = Text.load(config.model.path)
-        chosen = (launcher or _local_cluster()) if start_nodes else None
+        chosen = (launcher or LocalCluster) if start_nodes else None
         return cls(config, RouterCore(config), text, chosen)
 
     async def start(self) -> None:
@@ -286,9 +286,3 @@ def _checked(token_ids: list[int]) -> list[int]:
     if not all(type(token_id) is int for token_id in token_ids):
         raise RequestError("token ids must be integers", param="prompt")
     return token_ids
-
-
-def _local_cluster() -> Launcher:
-    """The launcher of this host. The one place where the router reaches up to a front door."""
-    launcher: Launcher = importlib.import_module("baton.deploy.local").LocalCluster
-    return launcher

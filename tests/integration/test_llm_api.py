@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from baton import LLM, AsyncLLM, SamplingParams
-from baton.deploy.local import LocalCluster
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -25,6 +24,7 @@ from baton.protocol.config import (
 from baton.protocol.errors import Cancelled, NodeError
 from baton.router.async_llm import Launcher
 from baton.router.outputs import RequestOutput
+from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 
 START_TIMEOUT_S = 60.0

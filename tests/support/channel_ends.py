@@ -61,7 +61,7 @@ class Ends:
         return socket
 
     def hear(self, count: int) -> list[Received[ToRouter]]:
-        """The next `count` things that the listener says, by name; its descriptor alone wakes it."""
+        """What the listener says next, by name, `count` times; its descriptor alone wakes it."""
         heard: list[Received[ToRouter]] = []
         while len(heard) < count:
             received = self.listener.receive()

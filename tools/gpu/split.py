@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baton.deploy.local import LocalCluster
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import (
     CacheConfig,
@@ -29,6 +28,7 @@ from baton.protocol.errors import BatonError
 from baton.protocol.sampling import SamplingParams
 from baton.router.llm import LLM
 from baton.router.outputs import RequestOutput
+from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.process import Relay
 from tools.gpu.cases import HANDOVER_PROMPTS, handover_key
 from tools.gpu.floors import Shape, Work
