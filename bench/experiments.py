@@ -119,7 +119,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.progress = LoadProgress()
-        self._interrupts = Interrupts(self.progress.abandon)
+        self._interrupts = Interrupts(on_second=self.progress.abandon)
 
     def __enter__(self) -> "Bench":
         self._interrupts.__enter__()

@@ -6,13 +6,11 @@ while weights load; one deadline covers start-up; a fatal error is one log line 
 
 import os
 import secrets
-import signal
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import Executor, ExecutorInfo
@@ -26,11 +24,12 @@ from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, InvariantBroken, NodeError
+from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.beats import BeatThread, Vitals
 from baton.runtime.clock import monotonic
+from baton.runtime.interrupts import Interrupts
 from baton.runtime.keys import load_keys
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
@@ -109,10 +108,9 @@ class EngineNode:
     def run(self) -> int:
         die_with_parent()
         setup(self.config.log, str(self.node_id))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         try:
-            self.serve()
+            with Interrupts(on_first=self.stop):
+                self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
             return 1
@@ -195,11 +193,6 @@ class EngineNode:
     def _too_late(self, seconds: float) -> None:
         log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
         os._exit(1)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping.is_set():
-            raise NodeError("stopped by a second signal")
-        self._stopping.set()
 
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
