@@ -2,7 +2,7 @@
 
 Every frame is a 16-byte header (session, sequence number) and one encoded message. The dialer draws
 a session at random for each life of its connection and the listener answers within it, so frames
-of an earlier life are recognised in both directions. The simulator frames with this file too.
+of an earlier life are recognised in both directions.
 """
 
 import struct

@@ -8,8 +8,7 @@ import zmq
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
-from baton.protocol.ids import Epoch
-from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter, Welcome
+from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
 from baton.runtime.channel import Dialer, Disconnected, Received
 from baton.runtime.framing import HEADER, RESET
 from baton.runtime.keys import Keys
@@ -23,7 +22,7 @@ def numbers(heard: list[Received[ToRouter]]) -> list[int]:
 
 
 def hello(number: int) -> ToNode:
-    return Welcome(str(number), Epoch("e"))
+    return Cancel((), str(number))
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
