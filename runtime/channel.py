@@ -14,7 +14,7 @@ belongs to one thread.
 import contextlib
 import secrets
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, assert_never
 
 import msgspec
 import zmq
@@ -32,10 +32,13 @@ from baton.runtime.framing import (
     reset_frame,
 )
 from baton.runtime.keys import NO_KEYS, Keys
+from baton.runtime.log import logger
 from baton.runtime.wire import Change, Wire
 
 # After a refused handshake ZMQ may never try again, so the dialer does, no more often than this.
 RETRY_S = 1.0
+
+log = logger("channel")
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -87,11 +90,10 @@ class Listener(Generic[Out, In]):
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A dialer that comes back before its old connection was seen to end replaces it.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wire.close)
             self.endpoint = address.bind(self.socket)
-        except BaseException:
-            self._wire.close()
-            raise
+            undo.pop_all()
 
     def fileno(self) -> int:
         return self._wire.fileno()
@@ -140,7 +142,7 @@ class Listener(Generic[Out, In]):
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         if frame.more or len(frame) < HEADER_BYTES:
             _skip_rest(self.socket)
-            self.num_malformed += 1
+            self._drop("not a frame of a channel")
             return
         session_id, sequence = HEADER.unpack_from(frame.buffer)
         session = self._sessions.get(peer)
@@ -163,12 +165,18 @@ class Listener(Generic[Out, In]):
                 with contextlib.suppress(zmq.ZMQError):
                     self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)
                 return
+            case _:
+                assert_never(verdict)
         try:
             message = self._decode(frame.buffer[HEADER_BYTES:])
-        except MalformedMessage:
-            self.num_malformed += 1
+        except MalformedMessage as error:
+            self._drop(error.message)
         else:
             self._events.append(Received(peer, message))
+
+    def _drop(self, reason: str) -> None:
+        self.num_malformed += 1
+        _tell_malformed(self.num_malformed, self.endpoint, reason)
 
     def _end(self, peer: bytes) -> None:
         if self._sessions.pop(peer, None) is not None:
@@ -250,21 +258,28 @@ class Dialer(Generic[Out, In]):
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         if frame.more or len(frame) < HEADER_BYTES:
             _skip_rest(self.socket)
-            self.num_malformed += 1
+            self._drop("not a frame of a channel")
             return None
-        match self._session.accept(*HEADER.unpack_from(frame.buffer)):
+        verdict = self._session.accept(*HEADER.unpack_from(frame.buffer))
+        match verdict:
             case Verdict.NEXT:
                 try:
                     return self._decode(frame.buffer[HEADER_BYTES:])
-                except MalformedMessage:
-                    self.num_malformed += 1
+                except MalformedMessage as error:
+                    self._drop(error.message)
             case Verdict.GAP:
                 self._lost = "messages were lost"
             case Verdict.RESET:
                 self._lost = "the listener ended the session"
             case Verdict.STALE | Verdict.NEW_SESSION:
                 pass
+            case _:
+                assert_never(verdict)
         return None
+
+    def _drop(self, reason: str) -> None:
+        self.num_malformed += 1
+        _tell_malformed(self.num_malformed, self.endpoint, reason)
 
     def _changed(self, change: Change) -> None:
         if change == "up":
@@ -322,6 +337,14 @@ class _Connections:
 
 def _new_session() -> Session:
     return Session(secrets.randbits(SESSION_BITS))
+
+
+def _tell_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
+    """Log the first dropped message, the second, the fourth and so on: a peer may send many."""
+    if num_malformed.bit_count() == 1:
+        log.warning(
+            "dropped a malformed message", endpoint=endpoint, so_far=num_malformed, reason=reason
+        )
 
 
 def _skip_rest(socket: "zmq.Socket[bytes]") -> None:

@@ -160,7 +160,9 @@ def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path: Pa
         assert numbers(pair.hear(1)) == [4]
 
 
-def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_what_is_no_message_is_counted_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         bare.send(frame(7, 1, b"\xc1 nonsense"))
@@ -169,6 +171,8 @@ def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path: Path) ->
         bare.send(frame(7, 2, encoded(2)))
         assert numbers(pair.hear(1)) == [2]
         assert pair.listener.num_malformed == 3
+    dropped = [r for r in caplog.records if r.getMessage() == "dropped a malformed message"]
+    assert len(dropped) == 2, "the first and the second, and not every one"
 
 
 def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path: Path) -> None:
