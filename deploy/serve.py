@@ -148,7 +148,7 @@ class LocalServer:
         try:
             connection.request("GET", "/health")
             reply = connection.getresponse()
-            health = msgspec.json.decode(reply.read(), type=_Health)
+            health = msgspec.json.decode(reply.read(), type=_HealthReply)
         except (OSError, http.client.HTTPException, msgspec.MsgspecError):
             return False, {}
         finally:
@@ -160,7 +160,7 @@ class LocalServer:
         }
 
 
-class _NodeHealth(msgspec.Struct):
+class _NodeReply(msgspec.Struct):
     node_id: str
     state: str
     phase: str = ""
@@ -174,10 +174,10 @@ class _NodeHealth(msgspec.Struct):
         return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
 
 
-class _Health(msgspec.Struct):
+class _HealthReply(msgspec.Struct):
     """The part of GET /health that start-up needs."""
 
-    nodes: list[_NodeHealth] = []
+    nodes: list[_NodeReply] = []
 
 
 def greeting(url: str, model: str) -> str:

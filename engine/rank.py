@@ -36,7 +36,7 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
-from baton.protocol.kv_layout import KVLayout
+from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
 

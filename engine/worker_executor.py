@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
+from typing import assert_never
 
 import msgspec
 
@@ -45,7 +46,7 @@ class WorkerExecutor:
     def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
         self._config = config
         self._epoch = epoch
-        self._workers: list[_Worker] = []
+        self._workers: list[_RankProcess] = []
         self._epoll = select.epoll()
         self._error: NodeError | ConfigError | None = None
 
@@ -54,7 +55,7 @@ class WorkerExecutor:
         size = self._config.engine.tensor_parallel
         with _meeting(size) as (memory, peers):
             for rank in range(size):
-                worker = _Worker(rank, self._config, (memory, *peers[rank]))
+                worker = _RankProcess(rank, self._config, (memory, *peers[rank]))
                 self._workers.append(worker)
                 self._epoll.register(worker.steps, select.EPOLLIN)
                 load = LoadRank(self._config, self._epoch, rank, memory, peers[rank])
@@ -105,11 +106,11 @@ class WorkerExecutor:
         self._workers = []
         self._epoll.close()
 
-    def _send(self, worker: "_Worker", message: LoadRank | RunStep) -> None:
+    def _send(self, worker: "_RankProcess", message: LoadRank | RunStep) -> None:
         worker.steps.send(message)
         self._watch(worker)
 
-    def _watch(self, worker: "_Worker") -> None:
+    def _watch(self, worker: "_RankProcess") -> None:
         """A plan larger than the socket's buffer goes on when the worker has read some of it."""
         unsent = select.EPOLLOUT if worker.steps.has_unsent else 0
         if not worker.steps.is_closed:
@@ -130,7 +131,7 @@ class WorkerExecutor:
                 self._epoll.unregister(descriptor)
                 self._error = self._error or worker.loss()
 
-    def _take(self, worker: "_Worker", message: FromWorker) -> None:
+    def _take(self, worker: "_RankProcess", message: FromWorker) -> None:
         match message:
             case Loading(phase, done, total):
                 worker.progress = (phase, done, total)
@@ -140,9 +141,11 @@ class WorkerExecutor:
                 worker.results.append(result)
             case WorkerFailed(failure):
                 self._error = self._error or _error(worker.rank, failure)
+            case _:
+                assert_never(message)
 
 
-class _Worker:
+class _RankProcess:
     """One rank's process, as seen from here."""
 
     def __init__(self, rank: int, config: ClusterConfig, meeting: tuple[int, ...]) -> None:

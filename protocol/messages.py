@@ -11,7 +11,6 @@ import msgspec
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
-from baton.protocol.kv_layout import KVLayout
 from baton.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 1
@@ -22,6 +21,18 @@ FinishReason = Literal["stop", "length"]
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Root of everything that travels; the tag is the class name."""
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """One KV block of one rank's pool: what two pools must agree on to exchange blocks.
+
+    A rank's pool is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, so a
+    block is one contiguous region for all layers.
+    """
+
+    block_size: int  # tokens
+    block_bytes: int
+    fingerprint: str  # covers everything that two pools must share
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -49,13 +60,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
 # --- router to node ---------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
-    """The answer to Hello. Beats and silence are counted from here."""
-
-    router_id: str
-    router_epoch: Epoch
-
-
 class Peers(Message, frozen=True):
     """All ready nodes of the other role, each time the set changes: the rendezvous."""
 
@@ -75,7 +79,6 @@ class Prefill(Message, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     decode_node: NodeId | None = None
-    extra_keys: tuple[str, ...] = ()
 
 
 class Decode(Message, frozen=True):
@@ -92,7 +95,6 @@ class Decode(Message, frozen=True):
     num_choices: int = 1
     prefill_node: NodeId | None = None
     max_uncached_tokens: int | None = None
-    extra_keys: tuple[str, ...] = ()
 
 
 class Cancel(Message, frozen=True):
@@ -108,7 +110,7 @@ class Refused(Message, frozen=True):
     failure: Failure
 
 
-ToNode = Welcome | Peers | Prefill | Decode | Cancel | Refused
+ToNode = Peers | Prefill | Decode | Cancel | Refused
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -237,8 +239,8 @@ class PeerHello(Message, frozen=True):
     layout_fingerprint: str
 
 
-class Started(Message, frozen=True):
-    """Prefill holds all `num_blocks` blocks of this prompt; land them."""
+class Offered(Message, frozen=True):
+    """Prefill holds all `num_blocks` blocks of this prompt until its lease ends."""
 
     key: Key
     num_tokens: int
@@ -249,23 +251,19 @@ class Started(Message, frozen=True):
 class Span(Message, frozen=True):
     """Blocks [first_block, first_block + len(block_ids)) of the prompt are final.
 
-    `generations` are those of prefill's pool; `valid_tokens` counts the prompt tokens that the
-    whole prompt has up to the end of this span.
+    `block_ids` and `generations` are those of prefill's pool.
     """
 
     key: Key
-    index: int
     first_block: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
-    valid_tokens: int
 
 
 class End(Message, frozen=True):
-    """All spans were announced. Carries the first token of every choice."""
+    """Spans for all blocks were sent. Carries the first token of every choice."""
 
     key: Key
-    num_spans: int
     tokens: tuple[FirstToken, ...]
 
 
@@ -276,17 +274,16 @@ class Withdrawn(Message, frozen=True):
     failure: Failure
 
 
-ToDecode = PeerHello | Started | Span | End | Withdrawn
+class Renewed(Message, frozen=True):
+    """Confirms one `Renew` of this handoff. Confirmations come in the order of the renewals."""
+
+    key: Key
+
+
+ToDecode = PeerHello | Offered | Span | End | Withdrawn | Renewed
 
 
 # --- decode to prefill ------------------------------------------------------------------------
-
-
-class Landing(Message, frozen=True):
-    """Decode reserved its landing: it lacks the blocks from `first_block` on."""
-
-    key: Key
-    first_block: int
 
 
 class Done(Message, frozen=True):
@@ -296,7 +293,7 @@ class Done(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Extends the leases of these handoffs, counted from when it was sent."""
+    """Extend the leases of these handoffs. Decode counts the extension from when it sent this."""
 
     keys: tuple[Key, ...]
 
@@ -308,4 +305,4 @@ class Declined(Message, frozen=True):
     failure: Failure
 
 
-ToPrefill = PeerHello | Landing | Done | Renew | Declined
+ToPrefill = PeerHello | Done | Renew | Declined

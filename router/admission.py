@@ -9,10 +9,10 @@ import math
 
 import msgspec
 
+from baton.protocol.blocks import blocks_for, tokens_held
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling, SamplingParams
-from baton.router.policy import blocks_needed
 from baton.router.request_events import Place
 
 MAX_RETRY_AFTER_S = 60.0
@@ -135,7 +135,7 @@ def check_prompt(token_ids: list[int], limits: Limits) -> None:
             param="prompt",
         )
     blocks = limits.prefill_blocks
-    if blocks is not None and -(-len(token_ids) // limits.block_size) > blocks:
+    if blocks is not None and blocks_for(len(token_ids), limits.block_size) > blocks:
         raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
 
 
@@ -169,12 +169,7 @@ def _held_by_pool(num_prompt: int, num_choices: int, limits: Limits) -> int | No
     """How many tokens each choice could have if decode's pool were empty; at least 0."""
     if limits.decode_blocks is None:
         return None
-    shared = num_prompt // limits.block_size
-    own = (limits.decode_blocks - shared) // num_choices
-    held = max((shared + own) * limits.block_size - num_prompt, 0)
-    size, final = limits.block_size, num_prompt + held
-    assert held == 0 or blocks_needed(size, num_prompt, final, num_choices) <= limits.decode_blocks
-    return held
+    return tokens_held(limits.decode_blocks, limits.block_size, num_prompt, num_choices)
 
 
 def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:

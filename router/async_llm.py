@@ -222,14 +222,14 @@ class AsyncLLM:
             raise NodeError("no node was ready yet", code="not_ready")
         path = self._config.model.path
         return ServedModel(
-            self._config.model.name or Path(path).resolve().name,
-            path,
-            model.model,
-            model.layout.fingerprint,
-            model.max_model_len,
-            model.vocab_size,
-            model.layout.block_size,
-            model.eos_token_ids,
+            name=self._config.model.name or Path(path).resolve().name,
+            path=path,
+            fingerprint=model.model,
+            layout_fingerprint=model.layout.fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.layout.block_size,
+            eos_token_ids=model.eos_token_ids,
         )
 
     def _forget(self, name: str) -> None:

@@ -31,7 +31,6 @@ from baton.protocol.messages import (
     TokenEntry,
     Tokens,
     ToRouter,
-    Welcome,
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
@@ -214,7 +213,6 @@ class RouterCore:
                     self.registry.starting(now_s, message)
             case Hello():
                 self._apply(self.registry.hello(now_s, node, message))
-                self._send(node, Welcome("router", self.epoch))
             case Ready():
                 self._apply(self.registry.ready(now_s, node, message))
             case _:
@@ -258,7 +256,7 @@ class RouterCore:
         for node in self.registry.in_service(other):
             self._send(node.node_id, peers)
 
-    def _send(self, node: NodeId, message: Welcome | Peers | Refused | Cancel) -> None:
+    def _send(self, node: NodeId, message: Peers | Refused | Cancel) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 

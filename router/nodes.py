@@ -118,16 +118,15 @@ class NodeSockets:
             return
         session = self._sessions.get(node)
         is_current = session is not None and session.peer == received.peer
-        match received.message:
-            case None if is_current:
-                del self._sessions[node]
-                self._gone(node)
-            case Hello() as hello:
-                self._meet(node, received.peer, hello)
-            case message if is_current and message is not None:
-                self._heard(node, message)
-            case _:
-                pass  # of a session that another one has replaced, or that was refused
+        if isinstance(received.message, Hello):
+            self._meet(node, received.peer, received.message)
+        elif not is_current:
+            return  # another session replaced this one, or it was refused
+        elif received.message is None:
+            del self._sessions[node]
+            self._gone(node)
+        else:
+            self._heard(node, received.message)
 
     def _meet(self, node: NodeId, peer: bytes, hello: Hello) -> None:
         session = self._sessions.get(node)

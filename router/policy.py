@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
@@ -60,12 +61,6 @@ class LeastLoaded:
         sizes = (place.num_tokens, place.num_final_tokens, place.num_choices)
         nodes = _preferred(_fitting(registry, "decode", *sizes), place)
         return min(nodes, key=lambda n: (n.num_sequences, n.num_tokens, n.node_id), default=None)
-
-
-def blocks_needed(block_size: int, num_tokens: int, num_final_tokens: int, num_choices: int) -> int:
-    """Of one pool: the whole blocks of what is sent are shared by all choices, the rest is not."""
-    shared = num_tokens // block_size
-    return shared + (-(-num_final_tokens // block_size) - shared) * num_choices
 
 
 def _fitting(

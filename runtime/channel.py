@@ -33,6 +33,7 @@ from baton.runtime.framing import (
     reset_frame,
 )
 from baton.runtime.keys import NO_KEYS, Keys
+from baton.runtime.log import logger
 from baton.runtime.wire import ConnectionChange, Wire
 
 # After a refused handshake ZMQ may never try again, so the dialer does, no more often than this.
@@ -43,6 +44,8 @@ PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
 NONCE_BYTES = 8
 SEPARATOR = b"/"
+
+log = logger("channel")
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -103,11 +106,10 @@ class Listener(Generic[Out, In]):
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # libzmq may reconnect a dialer under its old identity before the dialer takes a new one.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wire.close)
             self.endpoint = address.bind(self.socket)
-        except BaseException:
-            self._wire.close()
-            raise
+            undo.pop_all()
 
     def fileno(self) -> int:
         return self._wire.fileno()
@@ -172,7 +174,7 @@ class Listener(Generic[Out, In]):
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         if frame.more or len(frame) < HEADER_BYTES:
             _skip_rest(self.socket)
-            self.num_malformed += 1
+            self._drop("not a frame of a channel")
             return
         session_id, sequence = HEADER.unpack_from(frame.buffer)
         session = self._sessions.get(peer)
@@ -194,12 +196,12 @@ class Listener(Generic[Out, In]):
             case Verdict.GAP | Verdict.RESET | Verdict.PROBE:
                 self.end(peer)
                 return
-            case never:
-                assert_never(never)
+            case _:
+                assert_never(verdict)
         try:
             message = self._decode(frame.buffer[HEADER_BYTES:])
-        except MalformedMessage:
-            self.num_malformed += 1
+        except MalformedMessage as error:
+            self._drop(error.message)
         else:
             self._events.append(Received(peer, message))
 
@@ -226,6 +228,10 @@ class Listener(Generic[Out, In]):
             except zmq.ZMQError:
                 pass
             del self._unaware[peer]
+
+    def _drop(self, reason: str) -> None:
+        self.num_malformed += 1
+        _tell_malformed(self.num_malformed, self.endpoint, reason)
 
 
 class Dialer(Generic[Out, In]):
@@ -302,23 +308,28 @@ class Dialer(Generic[Out, In]):
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         if frame.more or len(frame) < HEADER_BYTES:
             _skip_rest(self.socket)
-            self.num_malformed += 1
+            self._drop("not a frame of a channel")
             return None
-        match self._session.accept(*HEADER.unpack_from(frame.buffer)):
+        verdict = self._session.accept(*HEADER.unpack_from(frame.buffer))
+        match verdict:
             case Verdict.NEXT:
                 try:
                     return self._decode(frame.buffer[HEADER_BYTES:])
-                except MalformedMessage:
-                    self.num_malformed += 1
+                except MalformedMessage as error:
+                    self._drop(error.message)
             case Verdict.GAP:
                 self._lost = "messages were lost"
             case Verdict.RESET:
                 self._lost = "the listener ended the session"
             case Verdict.STALE | Verdict.NEW_SESSION | Verdict.PROBE:
                 pass
-            case never:
-                assert_never(never)
+            case _:
+                assert_never(verdict)
         return None
+
+    def _drop(self, reason: str) -> None:
+        self.num_malformed += 1
+        _tell_malformed(self.num_malformed, self.endpoint, reason)
 
     def _changed(self, change: ConnectionChange) -> None:
         if change == "up":
@@ -356,6 +367,14 @@ def name_of(peer: bytes) -> bytes:
 
 def _new_session() -> Session:
     return Session(secrets.randbits(SESSION_BITS))
+
+
+def _tell_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
+    """Log the first dropped message, the second, the fourth and so on: a peer may send many."""
+    if num_malformed.bit_count() == 1:
+        log.warning(
+            "dropped a malformed message", endpoint=endpoint, so_far=num_malformed, reason=reason
+        )
 
 
 def _skip_rest(socket: "zmq.Socket[bytes]") -> None:

@@ -42,7 +42,7 @@ SHORT_FLAGS = {
 Tree = dict[str, object]
 
 
-class Command(msgspec.Struct, frozen=True):
+class Subcommand(msgspec.Struct, frozen=True):
     """A subcommand that takes settings: those of `sections` as flags, all by `--set` and file.
 
     The section "" holds the settings of the top level.
@@ -53,7 +53,7 @@ class Command(msgspec.Struct, frozen=True):
     sections: tuple[str, ...]
 
 
-def load(command: "Command", arguments: Sequence[str]) -> ClusterConfig:
+def load(command: "Subcommand", arguments: Sequence[str]) -> ClusterConfig:
     """The settings that `arguments` ask for; `--help` prints and exits."""
     parsed = parser(command).parse_args(arguments)
     tree: Tree = {}
@@ -90,7 +90,7 @@ def checked(config: ClusterConfig) -> ClusterConfig:
     return config
 
 
-def parser(command: Command) -> argparse.ArgumentParser:
+def parser(command: Subcommand) -> argparse.ArgumentParser:
     """The parser of `baton command`, with a flag per setting of its sections."""
     built = FlagParser(
         prog=f"baton {command.name}",

@@ -16,7 +16,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.log import setup
 from baton.runtime.process import die_with_parent
-from baton.runtime.settings import Command, load
+from baton.runtime.settings import Subcommand, load
 
 EXIT_FAILED, EXIT_MISUSED = 1, 2
 
@@ -24,18 +24,18 @@ NODE_SECTIONS = ("model", "cache", "engine", "node", "transfer", "keys", "log")
 COMMANDS = {
     command.name: command
     for command in (
-        Command(
+        Subcommand(
             "serve",
             "Serve a model on this host: a router, prefill nodes and decode nodes.",
             ("", "model", "cache", "engine", "router", "transfer", "keys", "log"),
         ),
-        Command(
+        Subcommand(
             "router",
             "Serve HTTP and hand requests to the nodes that dial in.",
             ("model", "router", "keys", "log"),
         ),
-        Command("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
-        Command("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
+        Subcommand("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
+        Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
 }
 KEYGEN = "keygen"

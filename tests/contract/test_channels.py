@@ -16,8 +16,7 @@ import zmq
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
-from baton.protocol.ids import Epoch
-from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter, Welcome
+from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
 from baton.runtime.channel import Dialer, Disconnected, Received
 from baton.runtime.framing import HEADER, RESET
 from baton.runtime.keys import Keys
@@ -33,7 +32,7 @@ def numbers(heard: list[Received[ToRouter]]) -> list[int]:
 
 
 def hello(number: int) -> ToNode:
-    return Welcome(str(number), Epoch("e"))
+    return Cancel((), str(number))
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
@@ -173,7 +172,9 @@ def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path: Pa
         assert numbers(pair.hear(1)) == [4]
 
 
-def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_what_is_no_message_is_counted_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         bare.send(frame(7, 1, b"\xc1 nonsense"))
@@ -182,6 +183,8 @@ def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path: Path) ->
         bare.send(frame(7, 2, encoded(2)))
         assert numbers(pair.hear(1)) == [2]
         assert pair.listener.num_malformed == 3
+    dropped = [r for r in caplog.records if r.getMessage() == "dropped a malformed message"]
+    assert len(dropped) == 2, "the first and the second, and not every one"
 
 
 def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support.checkpoints import model_folder
+from tests.support.node_threads import block_bytes
 from tests.support.oracle import Expected, Oracle, count_ties
 
 BLOCK = 16
@@ -199,7 +200,7 @@ def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
         assert info.model == fingerprint(model_folder("qwen3"), "float32")
         assert (info.num_blocks, info.layout.block_size) == (NUM_BLOCKS, BLOCK)
         assert (info.vocab_size, info.max_model_len) == (1024, 8192)
-        assert info.layout.kv_heads == 2 // ranks
+        assert info.layout.block_bytes * ranks == block_bytes(model_folder("qwen3"), BLOCK)
         assert len(info.ranks) == len(executor.ports) == ranks
 
 

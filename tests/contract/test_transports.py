@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from baton.kv_transfer.agent_turns import Limits
+from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.interfaces import (
     AddPeer,
     CancelRead,
@@ -19,16 +19,16 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
-from baton.kv_transfer.transports.faulty import Faults
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
+from tests.support.faulty_transport import Faults
 from tests.support.transfer_peer import Bump, Fill, OpenFiles, PeerOptions, TransferPeer
 
 # Late, twice and in fits, but never wrong: such a transport must keep the whole contract.
 UNRULY = Faults(delay=0.5, duplicate=0.5, stall=0.1, delay_tests=3, stall_tests=10)
-LIMITS = Limits(slice_bytes=256 << 10)
+LIMITS = AgentLimits(slice_bytes=256 << 10)
 NUM_BLOCKS = 64
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
@@ -49,7 +49,7 @@ class Peers:
         self.mode = mode
         self._stack = ExitStack()
 
-    def start(self, limits: Limits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
+    def start(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
         transport: TransportChoice = "nixl" if self.mode.startswith("nixl") else "shm"
         faults = UNRULY if self.mode == "faulty" else None
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
@@ -58,7 +58,7 @@ class Peers:
         self._stack.callback(peer.close)
         return peer
 
-    def pair(self, limits: Limits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
+    def pair(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
         """A reader, and an owner that it is connected to."""
         reader, owner = self.start(limits, block_bytes), self.start(limits, block_bytes)
         connect(reader, owner)
@@ -273,7 +273,7 @@ def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(peers: Peers) -> None:
 
 
 def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: Peers) -> None:
-    limits = Limits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+    limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
     reader, owner = peers.pair(limits, block_bytes=1 << 20)
     owner.ask(Fill(10))
     expected = owner.digests(tuple(range(NUM_BLOCKS)))

@@ -1,4 +1,4 @@
-"""The parts that decide see no clock, no random numbers and no I/O: the simulator runs them."""
+"""The parts that decide see no clock, no random numbers and no I/O, so a test can replay them."""
 
 import ast
 
@@ -22,10 +22,12 @@ PURE = (
     "engine/choices.py",
     "engine/plan.py",
     "engine/prefix_cache.py",
+    "engine/reservation.py",
     "engine/scheduler.py",
     "engine/sequence.py",
     "prefill_node/handoff.py",
     "prefill_node/scheduler.py",
+    "protocol/blocks.py",
     "router/admission.py",
     "router/leg.py",
     "router/lifecycle.py",
@@ -35,8 +37,8 @@ PURE = (
     "runtime/framing.py",
     *(
         name_of(path)
-        for path in sorted((REPOSITORY / "kv_transfer").glob("*.py"))
-        if path.name not in TRANSFER_IO
+        for path in sorted((REPOSITORY / "kv_transfer").rglob("*.py"))
+        if path.name not in TRANSFER_IO and path.parent.name != "transports"
     ),
 )
 IMPURE_MODULES = {

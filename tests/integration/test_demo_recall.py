@@ -14,7 +14,6 @@ from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory, Transport
-from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -28,6 +27,7 @@ from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from tests.support.cluster import Cluster
+from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.node_threads import NodeThreads
 from tools.demo_model import exam
 from tools.demo_model.evaluate import Examiner

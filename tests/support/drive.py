@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 
 from baton.engine.plan import StepPlan
-from baton.engine.scheduler import Limits, Scheduler
+from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Decode, Prefill, TokenEntry, Tokens, ToRouter
+from baton.protocol.messages import Decode, Offered, Prefill, TokenEntry, Tokens, ToRouter
 from baton.protocol.sampling import Sampling
 from tests.support.toy_executor import ToyExecutor
 
-LIMITS = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
+LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
 
 
 def key(name: str = "r", choice: int = 0, attempt: int = 0) -> Key:
@@ -40,6 +40,11 @@ def prefill(name: str, prompt: list[int], num_choices: int = 1) -> Prefill:
         key(name), list(prompt), len(prompt), sampling(), num_choices,
         decode_node="d0",  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def offered(name: str, num_tokens: int, num_blocks: int) -> Offered:
+    """What decode hears once a prefill node holds the blocks of that prompt."""
+    return Offered(key(name), num_tokens, num_blocks, 30.0)
 
 
 class Drive:

@@ -8,14 +8,14 @@ from typing import TypeVar
 import msgspec
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.messages import NodeInfo, Peers, Welcome
+from baton.protocol.messages import NodeInfo, Peers
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from baton.router.core import RouterCore
 from baton.router.outputs import RequestOutput
-from baton.runtime.clock import VirtualClock
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
 from tests.support.small_tokenizers import small_text
+from tests.support.virtual_clock import VirtualClock
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -62,7 +62,6 @@ class RouterBench:
     async def _join(self, node: ScriptedNode) -> None:
         self.nodes.append(node)
         node.join()
-        await node.hear(Welcome)
         await node.hear(Peers)
 
     async def pair(self) -> tuple[ScriptedNode, ScriptedNode]:

@@ -13,7 +13,6 @@ import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, Key, NodeId
-from baton.protocol.kv_layout import KVLayout, Run
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -25,6 +24,7 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     Hello,
+    KVLayout,
     Load,
     NodeInfo,
     Prefill,
@@ -58,7 +58,7 @@ def toy_answer(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]
 
 
 def toy_layout(fingerprint: str = "layout") -> KVLayout:
-    return KVLayout(BLOCK_SIZE, 1024, {"kv": (Run(0, 1024),)}, 0, 1, 256, fingerprint)
+    return KVLayout(BLOCK_SIZE, 1024, fingerprint)
 
 
 def node_info(

@@ -20,15 +20,16 @@ import msgspec
 import numpy as np
 
 from baton.kv_transfer.agent import TransferAgent
-from baton.kv_transfer.agent_turns import Limits
+from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, Transport
-from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
-from baton.kv_transfer.transports.make import make_transports
+from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
+from tests.support.faulty_transport import Faults, FaultyTransport
+from tests.support.sources import REPOSITORY
 
 MAX_MESSAGE_BYTES = 1 << 17
 ANSWER_TIMEOUT_S = 30.0
@@ -39,7 +40,7 @@ class PeerOptions(msgspec.Struct, frozen=True):
     transport: TransportChoice
     num_blocks: int = 64
     block_bytes: int = 64 << 10
-    limits: Limits = Limits()
+    limits: AgentLimits = AgentLimits()
     faults: Faults | None = None
     seed: int = 0
 
@@ -101,7 +102,14 @@ class TransferPeer:
         self._link.settimeout(ANSWER_TIMEOUT_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), msgspec.json.encode(options)],
+                [
+                    sys.executable,
+                    "-m",
+                    __name__,
+                    str(theirs.fileno()),
+                    msgspec.json.encode(options),
+                ],
+                cwd=REPOSITORY,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **(env or {})},
             )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded
-from baton.kv_transfer.transports.nixl_address import NixlAddress, decode_address
+from baton.kv_transfer.transports.nixl import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import make_agent
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import NodeError
@@ -51,7 +51,7 @@ def readers(
         for name in transports:
             found[name] = PortReader(pool, name, RankAddress({name: owner[name]}))
         if "nixl" in found:
-            found[RAW_NIXL] = RawNixl(pool, decode_address(owner["nixl"]))
+            found[RAW_NIXL] = RawNixl(pool, NixlAddress.decode(owner["nixl"]))
         yield found
     finally:
         for reader in found.values():

@@ -5,16 +5,16 @@ import pytest
 from baton.decode_node.intake import MAX_PASSED_S
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
-from baton.engine.scheduler import Limits
-from baton.kv_transfer.interfaces import LandingEnded, Offered
-from baton.protocol.block_hash import block_hashes
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import LandingEnded
+from baton.protocol.blocks import block_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed
-from tests.support.drive import Drive, handed, key, local
+from tests.support.drive import Drive, handed, key, local, offered
 from tests.support.toy_executor import ToyExecutor, continuation
 
 BLOCK_SIZE = 4
-LIMITS = Limits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
+LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
@@ -34,7 +34,7 @@ def hand(drive: Drive, name: str, length: int, num_choices: int = 1) -> None:
     prompt = [ord(name)] * length
     drive.scheduler.add(drive.now_s, 0, handed(name, prompt, 8, num_choices))
     num_blocks = -(-length // BLOCK_SIZE)
-    drive.scheduler.on_report(drive.now_s, Offered(key(name), length, num_blocks))
+    drive.scheduler.on_report(drive.now_s, offered(name, length, num_blocks))
 
 
 def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
@@ -100,7 +100,7 @@ def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool
     drive.launch()
     if is_early:
         drive.scheduler.add(0.0, 0, big)
-        drive.scheduler.on_report(0.0, Offered(key("big"), 29, 8))
+        drive.scheduler.on_report(0.0, offered("big", 29, 8))
     (block,) = [block for block in range(8) if pool.references(block)]
     drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST, (block,)))
     if not is_early:

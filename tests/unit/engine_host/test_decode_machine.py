@@ -24,17 +24,25 @@ from hypothesis.stateful import (
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.plan import StepPlan
-from baton.engine.scheduler import Limits
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded, Offered
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import Accepted, CancelDone, Decode, Failed, FirstToken, Tokens
+from baton.protocol.messages import (
+    Accepted,
+    CancelDone,
+    Decode,
+    Failed,
+    FirstToken,
+    Offered,
+    Tokens,
+)
 from tests.support.drive import key, sampling
 from tests.support.toy_executor import VOCAB, ToyExecutor, next_token
 
 BLOCK_SIZE = 4
 # One token in twenty ends its sequence.
-LIMITS = Limits(8, 4, 40, tuple(range(0, VOCAB, 20)), VOCAB)
+LIMITS = NodeLimits(8, 4, 40, tuple(range(0, VOCAB, 20)), VOCAB)
 LOST = Failure("node_lost", "gone", retryable=True)
 ORIGINS = 2
 
@@ -224,7 +232,7 @@ class DecodeMachine(RuleBasedStateMachine):
             reading.is_offered = True
             num_tokens = len(reading.message.token_ids)
             blocks = self.pool.blocks_for(num_tokens)
-            self.scheduler.on_report(self.now_s, Offered(of, num_tokens, blocks))
+            self.scheduler.on_report(self.now_s, Offered(of, num_tokens, blocks, 30.0))
 
     @precondition(lambda self: self.readings)
     @rule(index=st.integers(0, 9), part=st.integers(1, 3))
@@ -294,7 +302,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @invariant()
     def every_reference_has_its_owner(self) -> None:
         scheduler, owned = self.scheduler, Counter[int]()
-        for arrival in scheduler.intake.arrivals.values():
+        for arrival in scheduler.intake.pending.values():
             owned.update([*arrival.sequence.block_table, *arrival.tails])
         for stream in chain(scheduler._running.values(), scheduler._leaving.values()):
             owned.update(stream.sequence.block_table)

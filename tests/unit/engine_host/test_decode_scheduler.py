@@ -4,22 +4,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.decode_node.intake import State
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.plan import StepPlan
-from baton.engine.scheduler import Limits
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded, Offered
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded
 from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, CancelDone, Failed, FirstToken
-from tests.support.drive import LIMITS, Drive, handed, key, local
+from tests.support.drive import LIMITS, Drive, handed, key, local, offered
 from tests.support.toy_executor import ToyExecutor, continuation, next_token
 
 BLOCK_SIZE = 4
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def make(num_blocks: int = 64, limits: Limits = LIMITS) -> Drive:
+def make(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> Drive:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     return Drive(DecodeScheduler(pool, limits), ToyExecutor(num_blocks, BLOCK_SIZE))
 
@@ -31,7 +30,7 @@ def pool_of(drive: Drive) -> BlockPool:
 
 def offer(drive: Drive, name: str, prompt: list[int]) -> StepPlan | None:
     num_blocks = pool_of(drive).blocks_for(len(prompt))
-    drive.scheduler.on_report(0.0, Offered(key(name), len(prompt), num_blocks))
+    drive.scheduler.on_report(0.0, offered(name, len(prompt), num_blocks))
     return drive.launch()
 
 
@@ -177,7 +176,7 @@ def test_cancel_while_a_step_runs_keeps_the_blocks_until_it_is_settled() -> None
 def test_a_cancelled_landing_keeps_its_blocks_until_it_is_quiet() -> None:
     drive, prompt = make(), list(range(10))
     drive.scheduler.add(0.0, 0, handed("a", prompt))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 10, 3))
+    drive.scheduler.on_report(0.0, offered("a", 10, 3))
     drive.launch()
     drive.scheduler.cancel(0, (key("a"),))
     drive.launch()
@@ -194,7 +193,7 @@ def test_a_cancelled_landing_keeps_its_blocks_until_it_is_quiet() -> None:
 def test_a_landing_that_fails_is_reported_and_returns_its_blocks() -> None:
     drive, prompt = make(), list(range(10))
     drive.scheduler.add(0.0, 0, handed("a", prompt))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 10, 3))
+    drive.scheduler.on_report(0.0, offered("a", 10, 3))
     drive.launch()
     drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST))
     drive.launch()
@@ -205,7 +204,7 @@ def test_a_landing_that_fails_is_reported_and_returns_its_blocks() -> None:
 def test_choices_that_ended_with_the_first_token_are_let_go() -> None:
     drive, prompt = make(), list(range(5))
     drive.scheduler.add(0.0, 0, handed("a", prompt, num_choices=2))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 5, 2))
+    drive.scheduler.on_report(0.0, offered("a", 5, 2))
     drive.launch()
     ended = (FirstToken(1, "stop"), FirstToken(2, "stop"))
     drive.scheduler.on_report(0.0, Landed(key("a"), ended, 0, 0.0, 0.0))
@@ -253,10 +252,10 @@ def test_whatever_is_cancelled_the_rest_is_right_and_all_blocks_return(data: st.
             make_request = local if action == "add" else handed
             drive.scheduler.add(0.0, 0, make_request(name, prompt, max_tokens, choices))
             requests[name] = (prompt, max_tokens, choices)
-            if action == "hand" and key(name) in intake.arrivals:
+            if action == "hand" and key(name) in intake.pending:
                 if (plan := offer(drive, name, prompt)) is not None:
                     launched.append(plan)
-                if intake.arrivals[key(name)].state is State.LANDING:
+                if intake.pending[key(name)].has_seats:
                     fill(drive, name, prompt, choices)
         elif action == "cancel" and requests:
             name = data.draw(st.sampled_from(sorted(requests)))
@@ -272,6 +271,6 @@ def test_whatever_is_cancelled_the_rest_is_right_and_all_blocks_return(data: st.
         for choice in range(choices):
             got = drive.output(name, prompt, choice)
             assert got == continuation(prompt, max_tokens, choice)[: len(got)]
-    for arrival in list(intake.arrivals.values()):
+    for arrival in list(intake.pending.values()):
         drive.scheduler.on_report(0.0, LandingEnded(arrival.key, LOST))
     assert pool_of(drive).num_free == total

@@ -23,17 +23,17 @@ from hypothesis.stateful import (
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.plan import StepPlan
-from baton.engine.scheduler import Limits
-from baton.kv_transfer.interfaces import Complete, Offer, Publish, Released, Withdraw
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import Offer, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import CancelDone, Failed, FirstTokens, Prefill
+from baton.protocol.messages import CancelDone, End, Failed, FirstTokens, Prefill, Span, Withdrawn
 from tests.support.drive import key, sampling
 from tests.support.toy_executor import VOCAB, ToyExecutor, next_token
 
 BLOCK_SIZE = 4
-LIMITS = Limits(10, 3, 40, tuple(range(0, VOCAB, 20)), VOCAB)
+LIMITS = NodeLimits(10, 3, 40, tuple(range(0, VOCAB, 20)), VOCAB)
 LOST = Failure("node_lost", "gone", retryable=True)
 ORIGINS = 2
 
@@ -162,7 +162,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         """Hear what the scheduler wants; it may have crossed a report."""
         for event in self.scheduler.outputs.take_connector_events():
-            assert isinstance(event, Offer | Publish | Complete | Withdraw)
+            assert isinstance(event, Offer | Span | End | Withdrawn)
             offering = self.offerings.get(event.key)
             if isinstance(event, Offer):
                 assert offering is None
@@ -173,23 +173,21 @@ class PrefillMachine(RuleBasedStateMachine):
             elif offering is not None:
                 self.advance(offering, event)
 
-    def advance(self, offering: Offering, event: Publish | Complete | Withdraw) -> None:
+    def advance(self, offering: Offering, event: Span | End | Withdrawn) -> None:
         match event:
-            case Publish():
+            case Span():
                 assert not offering.is_complete
                 assert event.first_block == len(offering.blocks)
                 assert event.block_ids
                 if not offering.is_leaving:
                     offering.blocks += event.block_ids
                     offering.generations += event.generations
-                end = min(len(offering.blocks) * BLOCK_SIZE, len(offering.message.token_ids))
-                assert offering.is_leaving or event.valid_tokens == end
-            case Complete():
+            case End():
                 assert len(event.tokens) == offering.message.num_choices
                 num_blocks = self.pool.blocks_for(len(offering.message.token_ids))
                 assert offering.is_leaving or len(offering.blocks) == num_blocks
                 offering.is_complete = True
-            case Withdraw():
+            case Withdrawn():
                 offering.is_leaving = True
                 if not offering.blocks:
                     self.give_back(event.key, LOST)

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.block_pool import BlockPool
-from baton.engine.scheduler import Limits
-from baton.kv_transfer.interfaces import Complete, Offer, Publish, Released, Withdraw
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import Offer, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
-from baton.protocol.messages import CancelDone, Failed, FirstTokens
+from baton.protocol.messages import CancelDone, End, Failed, FirstTokens, Span, Withdrawn
 from tests.support.drive import LIMITS, Drive, key, prefill, sampling
 from tests.support.toy_executor import ToyExecutor, next_token
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def make(num_blocks: int = 64, limits: Limits = LIMITS) -> Drive:
+def make(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> Drive:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     return Drive(PrefillScheduler(pool, limits), ToyExecutor(num_blocks, BLOCK_SIZE))
 
@@ -27,11 +27,11 @@ def pool_of(drive: Drive) -> BlockPool:
     return drive.scheduler.pool
 
 
-def published(drive: Drive, name: str) -> list[int]:
+def announced(drive: Drive, name: str) -> list[int]:
     """The blocks announced for a prompt, in order; fails when one is skipped or repeated."""
     blocks: list[int] = []
     for event in drive.asked:
-        if isinstance(event, Publish) and event.key == key(name):
+        if isinstance(event, Span) and event.key == key(name):
             assert event.first_block == len(blocks)
             blocks += event.block_ids
     return blocks
@@ -44,12 +44,12 @@ def test_a_prompt_is_offered_computed_in_chunks_and_announced(length: int, depth
     drive.scheduler.add(0.0, 0, prefill("a", prompt))
     drive.run(depth=depth)
     assert drive.asked[0] == Offer(key("a"), "d0", length, pool_of(drive).blocks_for(length))
-    blocks = published(drive, "a")
+    blocks = announced(drive, "a")
     written = [drive.executor.slots[blocks[p // 4]][p % 4] for p in range(length)]
     assert written == [tuple(prompt[: p + 1]) for p in range(length)]
     (first,) = [m for m in drive.said if isinstance(m, FirstTokens)]
     assert (first.position, first.tokens[0].token_id) == (length, next_token(prompt))
-    assert drive.asked[-1] == Complete(key("a"), first.tokens)
+    assert drive.asked[-1] == End(key("a"), first.tokens)
     assert all(sum(part.length for part in plan.slices) <= 16 for plan in drive.plans)
 
 
@@ -67,9 +67,9 @@ def test_blocks_are_announced_only_when_their_step_is_settled() -> None:
     drive.scheduler.add(0.0, 0, prefill("a", list(range(20))))
     plan = drive.launch()
     assert plan is not None
-    assert published(drive, "a") == []
+    assert announced(drive, "a") == []
     drive.settle(plan)
-    assert len(published(drive, "a")) == 4
+    assert len(announced(drive, "a")) == 4
 
 
 def test_a_cached_prefix_is_announced_at_once_and_not_computed() -> None:
@@ -80,7 +80,7 @@ def test_a_cached_prefix_is_announced_at_once_and_not_computed() -> None:
     plan = drive.launch()
     assert plan is not None
     assert (plan.slices[0].start, plan.slices[0].length) == (12, 1)
-    assert published(drive, "b") == published(drive, "a")[:3]
+    assert announced(drive, "b") == announced(drive, "a")[:3]
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
@@ -107,10 +107,10 @@ def test_a_prompt_that_does_not_fit_waits_until_blocks_return() -> None:
     drive.scheduler.add(0.0, 0, prefill("a", list(range(12))))
     drive.scheduler.add(0.0, 0, prefill("b", list(range(100, 110))))
     drive.run()
-    assert published(drive, "b") == []
+    assert announced(drive, "b") == []
     drive.scheduler.on_report(0.0, Released(key("a")))
     drive.run()
-    assert len(published(drive, "b")) == 3
+    assert len(announced(drive, "b")) == 3
 
 
 def test_one_prefill_serves_all_choices() -> None:
@@ -161,7 +161,7 @@ def test_a_higher_attempt_ends_the_lower_one() -> None:
     message = type(again)(key("a", attempt=1), prompt, 60, again.sampling, decode_node="d1")
     drive.scheduler.add(0.0, 0, message)
     drive.launch()
-    assert [e.key for e in drive.asked if isinstance(e, Withdraw)] == [key("a")]
+    assert [e.key for e in drive.asked if isinstance(e, Withdrawn)] == [key("a")]
 
 
 @settings(max_examples=60, deadline=None)

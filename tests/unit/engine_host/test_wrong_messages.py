@@ -5,17 +5,17 @@ import pytest
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
-from baton.engine.scheduler import Limits, Scheduler
-from baton.kv_transfer.interfaces import Abandon, Landed, LandingEnded, Offer, Offered, Released
+from baton.engine.scheduler import NodeLimits, Scheduler
+from baton.kv_transfer.interfaces import Abandon, Landed, LandingEnded, Offer, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.messages import CancelDone, Decode, Failed, FirstToken, FirstTokens, Prefill
 from baton.protocol.sampling import MAX_CHOICES
-from tests.support.drive import Drive, handed, key, local, prefill, sampling
+from tests.support.drive import Drive, handed, key, local, offered, prefill, sampling
 from tests.support.toy_executor import ToyExecutor, continuation
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
-LIMITS = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=32, vocab_size=1000)
+LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=32, vocab_size=1000)
 PROMPT = [1, 2, 3, 4, 5]
 
 
@@ -194,7 +194,7 @@ def test_a_newer_attempt_ends_a_prompt_once_it_has_taken_all_of_its_choices() ->
 def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, ...]) -> None:
     drive = make("decode")
     drive.scheduler.add(0.0, 0, handed("a", PROMPT, num_choices=2))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 5, 2))
+    drive.scheduler.on_report(0.0, offered("a", 5, 2))
     drive.launch()
     drive.scheduler.on_report(0.0, Landed(key("a"), tokens, 0, 0.0, 0.0))
     (failed,) = failures(drive)
@@ -206,7 +206,7 @@ def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, 
 def test_an_offer_of_another_prompt_is_declined() -> None:
     drive = make("decode")
     drive.scheduler.add(0.0, 0, handed("a", PROMPT))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 6, 2))
+    drive.scheduler.on_report(0.0, offered("a", 6, 2))
     (failed,) = failures(drive)
     assert [e.failure for e in drive.asked if isinstance(e, Abandon)] == [failed.failure]
     drive.scheduler.on_report(0.0, LandingEnded(key("a"), failed.failure))
@@ -218,7 +218,7 @@ def test_a_first_token_that_fills_decodes_own_length_ends_the_sequence() -> None
     """Prefill's nodes may take longer sequences than decode's."""
     drive, prompt = make("decode"), [7] * 31
     drive.scheduler.add(0.0, 0, handed("a", prompt))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 31, 8))
+    drive.scheduler.on_report(0.0, offered("a", 31, 8))
     drive.launch()
     drive.scheduler.on_report(0.0, Landed(key("a"), (FirstToken(5),), 0, 0.0, 0.0))
     drive.run()

@@ -2,13 +2,14 @@
 
 import pytest
 
+from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, NodeInfo, Ready
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
-from baton.router.policy import Decision, LeastLoaded, blocks_needed
+from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Registry
 from baton.router.request_events import Place
 from tests.support.scripted_nodes import node_info

@@ -1,8 +1,8 @@
-"""Until when a reader may believe what it reads, on its own clock.
+"""Until when a reader may rely on what it reads, on its own clock.
 
 Held by a landing. A renewal counts from when it was *sent*, and only once the source has confirmed
 it: an unconfirmed one may have come after the blocks were given away. Confirmations come in the
-order of the renewals (channels are FIFO), so none needs a number.
+order of the renewals (channels are FIFO), so they need no number.
 """
 
 from collections import deque
@@ -12,6 +12,8 @@ MIN_INTERVAL_S = 0.02
 
 
 class ReaderLease:
+    """The lease of one handoff, as its reader counts it."""
+
     def __init__(self, now_s: float, lease_s: float) -> None:
         self.lease_s = lease_s
         self.until_s: float | None = None  # proven by a confirmation
@@ -31,21 +33,21 @@ class ReaderLease:
         return self._patience_s if self.until_s is None else self.until_s
 
     def renewed(self, now_s: float) -> None:
-        """A renewal was sent."""
+        """Note that a renewal was sent."""
         self._unconfirmed.append(now_s)
         self._last_s = now_s
 
     def confirmed(self) -> bool:
-        """The source confirms; False when there was nothing to confirm."""
+        """Note a confirmation by the source. Return False when there was nothing to confirm."""
         if not self._unconfirmed:
             return False
         self.until_s = self._unconfirmed.popleft() + self.lease_s
         return True
 
     def covers(self, at_s: float) -> bool:
-        """Was everything read until `at_s` read from blocks that were held?"""
+        """Return whether it is proven that the blocks were held until `at_s`."""
         return self.until_s is not None and at_s <= self.until_s
 
     def may_cover(self, at_s: float) -> bool:
-        """Would the confirmations under way prove it?"""
+        """Return whether the confirmations under way would prove it."""
         return bool(self._unconfirmed) and at_s <= self._unconfirmed[-1] + self.lease_s

@@ -1,28 +1,51 @@
-"""All landings of this node: finds the machine of a key, parks what is early, or answers for it.
+"""All landings of this node: finds the machine of a key, parks early messages, or answers them.
 
 Held by the connector, which tells it about channels, ranks and time. Leases of all landings that
-read from one peer are renewed together. A key that has ended meets a tombstone: prefill is told
-once more that it is done, or why it was declined.
+read from one peer are renewed together. When prefill still speaks of a key that has ended, it is
+told once more that decode is done, or why decode declined.
 """
 
 import itertools
 from collections.abc import Iterable
 
-from baton.kv_transfer.effects import Effects, PeerName
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded, PeerUp, ReadEnded
-from baton.kv_transfer.landing import LandingEvent, LandingHandoff
-from baton.kv_transfer.landing_rules import Broken, LandingState, TimeUp
-from baton.kv_transfer.peers import Channel, Peer, Peers
+from baton.kv_transfer.effects import Effects
+from baton.kv_transfer.interfaces import (
+    Abandon,
+    Expect,
+    Land,
+    LandingEnded,
+    PeerName,
+    PeerUp,
+    ReadEnded,
+)
+from baton.kv_transfer.landing.handoff import (
+    Broken,
+    LandingEvent,
+    LandingHandoff,
+    LandingState,
+    TimeUp,
+)
+from baton.kv_transfer.peers import Channel, Peer, PeerTable
 from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Declined, Done, End, NodeInfo, Renew, Span, Started, Withdrawn
+from baton.protocol.messages import (
+    Declined,
+    Done,
+    End,
+    NodeInfo,
+    Offered,
+    Renew,
+    Renewed,
+    Span,
+    Withdrawn,
+)
 
-Announcement = Started | Span | End | Withdrawn
+FromPrefill = Offered | Span | End | Withdrawn | Renewed
 
 
-class Arrivals:
-    def __init__(self, node: NodeInfo, peers: Peers) -> None:
+class Landings:
+    def __init__(self, node: NodeInfo, peers: PeerTable) -> None:
         self._node = node
         self._peers = peers
         self._landings: dict[Key, LandingHandoff] = {}
@@ -56,7 +79,7 @@ class Arrivals:
                 self.announced(came_s, self._peers.get(parked.peer), message, out)
 
     def advance(self, now_s: float, event: Land | Abandon, out: Effects) -> None:
-        """What the scheduler decides; what crossed the last report of its key means nothing."""
+        """Take what the scheduler decides; an event that crossed the last report is dropped."""
         landing = self._landings.get(event.key)
         if landing is not None and isinstance(event, Land):
             self._make_readable(now_s, landing, out)
@@ -64,17 +87,18 @@ class Arrivals:
         if landing is not None:
             self._on(now_s, landing, event, out)
 
-    def announced(self, now_s: float, peer: Peer, message: Announcement, out: Effects) -> None:
-        """What prefill says about a handoff."""
+    def announced(self, now_s: float, peer: Peer, message: FromPrefill, out: Effects) -> None:
+        """Take what prefill says about a handoff."""
         key = message.key
         landing = self._landings.get(key)
+        wants_answer = not isinstance(message, Span | Renewed)  # another message of the key does
         if landing is not None:
             if landing.prefill_node == peer.name[0] and landing.peer in (None, peer.name):
                 self._on(now_s, landing, message, out, sender=peer)
-            elif not isinstance(message, Span):
+            elif wants_answer:
                 out.tell(peer.name, Declined(key, _unexpected()))
         elif (tombstone := self._tombstones.answer(key)) is not None:
-            if not isinstance(message, Span):
+            if wants_answer:
                 out.tell(peer.name, tombstone)
         elif peer.channel is Channel.REFUSED:
             assert peer.refusal is not None
@@ -93,7 +117,7 @@ class Arrivals:
             self._on(now_s, landing, event, out)
 
     def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        """Whoever has no blocks yet may still land: the rank is connected again for it."""
+        """End the landings that read; the others may still land over a new connection."""
         for landing in self._of(peer):
             if landing.state is LandingState.LANDING:
                 self._on(now_s, landing, Broken(failure), out)
@@ -104,7 +128,7 @@ class Arrivals:
             self._on(now_s, landing, Broken(failure), out)
 
     def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        """That process can never feed this node, so nobody need wait for it."""
+        """End the landings that wait for that process: it can never feed this node."""
         for landing in list(self._landings.values()):
             if landing.peer is None and landing.prefill_node == peer[0]:
                 self._on(now_s, landing, Broken(failure), out)
@@ -121,7 +145,7 @@ class Arrivals:
             self._decline(parked.peer, key, _unexpected(), out)
 
     def renew(self, now_s: float, out: Effects) -> None:
-        """One message per peer; when one lease is due, all of that peer's are renewed."""
+        """Renew the leases that are due, and with each all others of that peer, in one message."""
         due: set[PeerName] = set()
         for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
             landing = self._landings[key]
@@ -170,7 +194,7 @@ class Arrivals:
             self._bury(landing.key, Declined(landing.key, landing.failure))
         else:
             self._next_s[landing.key] = landing.next_s
-            if isinstance(event, Started):
+            if isinstance(event, Offered):
                 self._make_readable(now_s, landing, out)
 
     def _bury(self, key: Key, answer: Done | Declined) -> None:
@@ -181,7 +205,7 @@ class Arrivals:
         return [landing for landing in self._landings.values() if landing.peer == peer]
 
     def _make_readable(self, now_s: float, landing: LandingHandoff, out: Effects) -> None:
-        """Connect to the ranks of whoever will be read, as soon as it is known who that is."""
+        """Connect to the ranks that will be read, as soon as it is known whose they are."""
         if landing.state is LandingState.DRAINING:
             return
         if landing.peer is None:
@@ -200,15 +224,17 @@ class Arrivals:
             self._on(now_s, landing, Broken(failure), out)
 
     def _announced_early(
-        self, now_s: float, peer: Peer, message: Announcement, out: Effects
+        self, now_s: float, peer: Peer, message: FromPrefill, out: Effects
     ) -> None:
-        """Of a key that nobody expects, or not yet."""
+        """Park or decline a message of a key that is not expected, or not yet."""
         key = message.key
+        if isinstance(message, Renewed):
+            return  # of a landing that is long forgotten
         if isinstance(message, Withdrawn):
             self._parking.take(key)
             self._decline(peer.name, key, message.failure, out)
             return
-        if isinstance(message, Started):
+        if isinstance(message, Offered):
             self._supersede(now_s, key, out)
         if self._tombstones.is_superseded(key):
             self._decline(peer.name, key, superseded(), out)
@@ -222,7 +248,7 @@ class Arrivals:
             self._on(now_s, self._landings[lower], Broken(superseded()), out)
 
     def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
-        """Refuse it for good: what still comes for it meets a tombstone."""
+        """Refuse a handoff for good: later messages of its key are answered with the same."""
         declined = Declined(key, failure)
         self._tombstones.bury(key, declined)
         out.tell(peer, declined)

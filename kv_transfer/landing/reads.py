@@ -1,7 +1,7 @@
-"""The reads of one landing: which blocks of which span go where, and what became of them.
+"""The reads of one landing: which blocks of which span go where, and how each read ended.
 
-Held by a landing machine, which decides when to post. Only blocks that decode lacks are read; a
-local block is free again when its read has ended quiet, and quarantined when that is not known.
+Held by a landing machine, which decides when to post. Only blocks that decode lacks are read. A
+local block is free again when its read has ended quiet, and quarantined when that is not certain.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class SpanReads:
     def post(
         self, rank: int, span: Span, peer: Epoch, take_ticket: Callable[[], int]
     ) -> Read | None:
-        """Read what of `span` is missing here; None when nothing is."""
+        """Return the read of the blocks of `span` that are missing here; None when none are."""
         self.num_posted[rank] += 1
         skip = max(0, self.first_block - span.first_block)
         remote = span.block_ids[skip:]
@@ -50,7 +50,7 @@ class SpanReads:
             self.num_bytes += event.num_bytes
 
     def give_up(self) -> None:
-        """Nobody knows what the reads that have not ended will still write."""
+        """Quarantine the blocks of every read that has not ended: it may still write to them."""
         for _, local in self.outstanding.values():
             self.quarantined.update(local)
         self.outstanding.clear()
@@ -62,7 +62,10 @@ class SpanReads:
         return self.last_end_s - min(self.posted_s) if self.posted_s else 0.0
 
     def exposed_s(self, end_arrived_s: float) -> float:
-        """From the last announcement to the last end; waiting for landing blocks is not in it."""
+        """Return the time from the last announcement to the last end of a read.
+
+        Waiting for landing blocks does not count.
+        """
         if not self.posted_s:
             return 0.0
         first_s, last_s = min(self.posted_s), max(self.posted_s)

@@ -1,14 +1,17 @@
-"""One handoff as decode takes it: announced spans are read into its blocks until all are there.
+"""One handoff on the decode side: announced spans are read into its blocks until all are there.
 
-The connector feeds it scheduler events, prefill's messages and the ends of reads. It reports Landed
-only with every block read on every rank, End, and proof that the blocks were held while they were
-read. Whatever goes wrong, it drains: local blocks are given back when no read can write to them any
-more, and named as quarantined where nobody knows.
+The connector feeds it the scheduler's events, prefill's messages and the ends of reads. It reports
+Landed only with every block read on every rank, with End, and with proof that prefill held the
+blocks while they were read. A landing that fails drains first: it gives its blocks back when no
+read can write to them any more, and names those where this is not certain as quarantined.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import assert_never
 
-from baton.kv_transfer.effects import Effects, PeerName
+from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
     CancelRead,
@@ -16,30 +19,55 @@ from baton.kv_transfer.interfaces import (
     Land,
     Landed,
     LandingEnded,
-    Offered,
+    PeerName,
     PeerUp,
     ReadEnded,
 )
-from baton.kv_transfer.landing_rules import (
-    DRAIN_S,
-    STALL_S,
-    TABLE,
-    WAIT_S,
-    Broken,
-    LandingState,
-    TimeUp,
-)
-from baton.kv_transfer.lease import ReaderLease
+from baton.kv_transfer.landing.lease import ReaderLease
+from baton.kv_transfer.landing.reads import SpanReads
 from baton.kv_transfer.peers import Peer, RankLink
-from baton.kv_transfer.reads import SpanReads
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Declined, Done, End, Landing, Span, Started, Withdrawn
+from baton.protocol.messages import (
+    Declined,
+    Done,
+    End,
+    Offered,
+    Renew,
+    Renewed,
+    Span,
+    Withdrawn,
+)
+
+WAIT_S = 600.0  # the router cancels long before; this only bounds what a router forgot
+STALL_S = 60.0  # without the end of a read while reads are wanted
+DRAIN_S = 60.0  # longer than an agent takes to tell whether a read is quiet
+
+
+class LandingState(Enum):
+    EXPECTED = auto()  # prefill has not offered it
+    OFFERED = auto()  # prefill holds it, the scheduler has no blocks for it yet
+    LANDING = auto()  # blocks are there, spans are read
+    DRAINING = auto()  # it failed; reads may still write
+    LANDED = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class Broken:
+    """The connector says why this landing cannot go on: its peer, a rank or a newer attempt."""
+
+    failure: Failure
+
+
+@dataclass(slots=True, frozen=True)
+class TimeUp:
+    """`deadline_s` has come."""
+
 
 TakeTicket = Callable[[Key], int]
-LandingEvent = (
-    Started | Span | End | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
-)
+Announcement = Offered | Span | End | Renewed
+LandingEvent = Announcement | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
 
 
 class LandingHandoff:
@@ -57,7 +85,7 @@ class LandingHandoff:
         self._take_ticket = take_ticket
         self._since_s = now_s
         self._progress_s = now_s
-        self._started: Started | None = None
+        self._num_blocks = 0  # of the whole prompt, as offered
         self._spans: list[Span] = []
         self._num_announced_blocks = 0
         self._end: End | None = None
@@ -66,17 +94,14 @@ class LandingHandoff:
 
     @property
     def deadline_s(self) -> float:
-        match self.state:
-            case LandingState.DRAINING:
-                return self._since_s + DRAIN_S
-            case LandingState.OFFERED | LandingState.LANDING:
-                assert self.lease is not None
-                limit_s = min(self._since_s + WAIT_S, self.lease.limit_s)
-                if self._reads is not None and not self._reads.have_all(len(self._spans)):
-                    limit_s = min(limit_s, self._progress_s + STALL_S)
-                return limit_s
-            case _:
-                return self._since_s + WAIT_S
+        if self.state is LandingState.DRAINING:
+            return self._since_s + DRAIN_S
+        limit_s = self._since_s + WAIT_S
+        if self.lease is not None:
+            limit_s = min(limit_s, self.lease.limit_s)
+        if self._reads is not None and not self._reads.have_all(len(self._spans)):
+            limit_s = min(limit_s, self._progress_s + STALL_S)
+        return limit_s
 
     @property
     def renew_at_s(self) -> float | None:
@@ -92,36 +117,36 @@ class LandingHandoff:
 
     @property
     def next_s(self) -> float:
-        """The earlier of the two: when this landing wants attention if nothing comes."""
+        """When this landing wants attention if nothing comes: its deadline or a renewal."""
         deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
         return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
 
     def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
         """`peer` is the process that offered it; before that, the one that sent `event`."""
-        before = self.state
         match self.state:
             case LandingState.EXPECTED:
                 self._on_expected(now_s, event, peer, out)
             case LandingState.OFFERED:
-                self._on_offered(now_s, event, peer, out)
+                self._on_offered(now_s, event, out)
             case LandingState.LANDING:
-                self._on_landing(now_s, event, peer, out)
+                self._on_landing(now_s, event, out)
             case LandingState.DRAINING:
                 self._on_draining(event, out)
-            case _:
+            case LandingState.LANDED | LandingState.ENDED:
                 raise InvariantBroken(f"{self.key} had ended before {type(event).__name__}")
+            case _:
+                assert_never(self.state)
         if self.state is LandingState.LANDING:
             self._read(now_s, peer, out)
             self._land_if_complete(out)
-        TABLE.check(before, event, self.state)
 
     def renewed(self, now_s: float) -> None:
-        """A renewal was sent."""
+        """Note that a renewal was sent."""
         assert self.lease is not None
         self.lease.renewed(now_s)
 
     def reads(self, ticket: int) -> bool:
-        """Has that read not ended yet, as far as this landing knows?"""
+        """Return whether that read is one of this landing's that have not ended."""
         return self._reads is not None and ticket in self._reads.outstanding
 
     # --- inside: one method per state ----------------------------------------------------------
@@ -129,46 +154,39 @@ class LandingHandoff:
     def _on_expected(
         self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects
     ) -> None:
+        if peer is not None:
+            self.peer = peer.name
         match event:
-            case Started(num_blocks=num_blocks, lease_s=lease_s):
-                assert peer is not None
-                self.peer = peer.name
-                self._started = event
-                self.lease = ReaderLease(now_s, lease_s)
-                self._since_s = now_s
-                self.state = LandingState.OFFERED
-                if not 0 < num_blocks <= self._max_blocks or not 0 < lease_s <= WAIT_S:
-                    self._fail(now_s, _wrong("Started names impossible sizes"), out)
-                else:
-                    out.reports.append(Offered(self.key, event.num_tokens, num_blocks))
-            case Land() | PeerUp():
-                pass  # cannot be: the table refuses it
-            case _:
-                if peer is not None:
-                    self.peer = peer.name
+            case Offered():
+                self._take_offer(now_s, event, out)
+            case Span() | End() | Renewed():
+                self._fail(now_s, _wrong(f"{type(event).__name__} came before Offered"), out)
+            case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(now_s, self._why(event), out)
+            case Land() | PeerUp() | ReadEnded():
+                raise self._out_of_place(event)
+            case _:
+                assert_never(event)
 
-    def _on_offered(
-        self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects
-    ) -> None:
+    def _on_offered(self, now_s: float, event: LandingEvent, out: Effects) -> None:
         match event:
             case Land():
                 self._begin(now_s, event, out)
-            case Started() | Span() | End():
+            case Offered() | Span() | End() | Renewed():
                 self._hear(now_s, event, out)
+            case Withdrawn() | Abandon() | Broken() | TimeUp():
+                self._fail(now_s, self._why(event), out)
             case PeerUp():
                 pass
+            case ReadEnded():
+                raise self._out_of_place(event)
             case _:
-                self._fail(now_s, self._why(event), out)
+                assert_never(event)
 
-    def _on_landing(
-        self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects
-    ) -> None:
+    def _on_landing(self, now_s: float, event: LandingEvent, out: Effects) -> None:
         match event:
-            case Started() | Span() | End():
+            case Offered() | Span() | End() | Renewed():
                 self._hear(now_s, event, out)
-            case Land():
-                raise InvariantBroken(f"{self.key} was given blocks twice")
             case PeerUp():
                 self._progress_s = now_s
             case ReadEnded(failure=failure):
@@ -176,9 +194,13 @@ class LandingHandoff:
                 self._progress_s = now_s
                 self._reads.ended(event)
                 if failure is not None or not event.quiet:
-                    self._fail(now_s, failure or _wrong("a read ended unquiet"), out)
-            case _:
+                    self._fail(now_s, failure or _wrong("a read ended without being quiet"), out)
+            case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(now_s, self._why(event), out)
+            case Land():
+                raise self._out_of_place(event)
+            case _:
+                assert_never(event)
 
     def _on_draining(self, event: LandingEvent, out: Effects) -> None:
         assert self._reads is not None
@@ -190,60 +212,77 @@ class LandingHandoff:
             case TimeUp():
                 self._reads.give_up()
                 self._finish(out)
-            case _:
+            case Land():
+                raise self._out_of_place(event)
+            case (
+                Offered() | Span() | End() | Renewed() | Withdrawn() | Abandon() | Broken()
+                | PeerUp()
+            ):  # fmt: skip
                 pass
+            case _:
+                assert_never(event)
 
     # --- inside: what they do ------------------------------------------------------------------
 
-    def _hear(self, now_s: float, message: Started | Span | End, out: Effects) -> None:
-        assert self._started is not None
+    def _take_offer(self, now_s: float, offered: Offered, out: Effects) -> None:
+        self.state = LandingState.OFFERED
+        self.lease = ReaderLease(now_s, offered.lease_s)
+        self._num_blocks = offered.num_blocks
+        self._since_s = now_s
+        if not 0 < offered.num_blocks <= self._max_blocks or not 0 < offered.lease_s <= WAIT_S:
+            self._fail(now_s, _wrong("Offered names impossible sizes"), out)
+        else:
+            out.reports.append(offered)
+
+    def _hear(self, now_s: float, message: Announcement, out: Effects) -> None:
         assert self.lease is not None
+        problem: str | None = None
         match message:
-            case Started():
+            case Offered():
+                problem = "it was offered twice"
+            case Renewed():
                 if not self.lease.confirmed():
-                    self._fail(now_s, _wrong("it was offered twice"), out)
+                    problem = "a renewal was confirmed that was not sent"
             case Span():
                 problem = self._problem_of(message)
-                if problem is not None:
-                    self._fail(now_s, _wrong(problem), out)
-                    return
-                if self._reads is None or self._reads.have_all(len(self._spans)):
-                    self._progress_s = now_s
-                self._spans.append(message)
-                self._num_announced_blocks += len(message.block_ids)
-            case End(num_spans=num_spans):
-                is_whole = self._num_announced_blocks == self._started.num_blocks
-                if self._end is not None or num_spans != len(self._spans) or not is_whole:
-                    self._fail(now_s, _wrong("End came without all spans"), out)
+                if problem is None:
+                    if self._reads is None or self._reads.have_all(len(self._spans)):
+                        self._progress_s = now_s
+                    self._spans.append(message)
+                    self._num_announced_blocks += len(message.block_ids)
+            case End():
+                if self._end is not None or self._num_announced_blocks != self._num_blocks:
+                    problem = "End came twice or before all spans"
                 self._end, self._end_arrived_s = message, now_s
+            case _:
+                assert_never(message)
+        if problem is not None:
+            self._fail(now_s, _wrong(problem), out)
 
     def _problem_of(self, span: Span) -> str | None:
-        assert self._started is not None
-        if span.index != len(self._spans) or span.first_block != self._num_announced_blocks:
-            return "a span does not follow the last one"
         num_blocks = len(span.block_ids)
+        if span.first_block != self._num_announced_blocks:
+            return "a span does not follow the last one"
         if num_blocks == 0 or num_blocks != len(span.generations):
             return "a span is malformed"
-        if span.first_block + num_blocks > self._started.num_blocks:
+        if span.first_block + num_blocks > self._num_blocks:
             return "a span has more blocks than were offered"
         return None
 
     def _begin(self, now_s: float, land: Land, out: Effects) -> None:
-        assert self._started is not None
-        assert self.lease is not None
         assert self.peer is not None
-        if land.first_block + len(land.block_ids) != self._started.num_blocks:
-            text = f"prefill holds {self._started.num_blocks} blocks, decode wants another number"
+        if land.first_block + len(land.block_ids) != self._num_blocks:
+            text = f"prefill holds {self._num_blocks} blocks, decode wants another number"
             self._fail(now_s, _wrong(text), out)
             return
         self._reads = SpanReads(land.first_block, land.block_ids, [0] * self._num_ranks)
         self.state = LandingState.LANDING
         self._since_s = self._progress_s = now_s
-        self.lease.renewed(now_s)
-        out.tell(self.peer, Landing(self.key, land.first_block))
+        self.renewed(now_s)
+        out.tell(self.peer, Renew((self.key,)))
 
     def _read(self, now_s: float, peer: Peer | None, out: Effects) -> None:
-        """Post what was announced and is missing, on every rank that is connected."""
+        """Post the reads of announced blocks that are missing, on every connected rank."""
         assert self._reads is not None
         assert peer is not None
         for rank, num_posted in enumerate(self._reads.num_posted):
@@ -251,7 +290,7 @@ class LandingHandoff:
                 continue
             for span in self._spans[num_posted:]:
                 if not all(0 <= block < peer.info.num_blocks for block in span.block_ids):
-                    self._fail(now_s, _wrong("a span names blocks that prefill has not"), out)
+                    self._fail(now_s, _wrong("a span names blocks that prefill does not have"), out)
                     return
                 read = self._reads.post(rank, span, peer.epoch, self._next_ticket)
                 if read is not None:
@@ -304,15 +343,14 @@ class LandingHandoff:
             out.tell(self.peer, Declined(self.key, self.failure))
         out.reports.append(LandingEnded(self.key, self.failure, quarantined))
 
-    def _why(self, event: LandingEvent) -> Failure:
-        match event:
-            case Withdrawn(failure=failure) | Abandon(failure=failure) | Broken(failure=failure):
-                return failure
-            case TimeUp():
-                text = f"prefill node {self.prefill_node} kept a handoff waiting too long"
-                return TransferError(text, code="transfer_timeout").to_failure()
-            case _:
-                return _wrong(f"{type(event).__name__} is out of place")
+    def _why(self, event: Withdrawn | Abandon | Broken | TimeUp) -> Failure:
+        if not isinstance(event, TimeUp):
+            return event.failure
+        text = f"prefill node {self.prefill_node} kept a handoff waiting too long"
+        return TransferError(text, code="transfer_timeout").to_failure()
+
+    def _out_of_place(self, event: LandingEvent) -> InvariantBroken:
+        return InvariantBroken(f"{self.key} is {self.state.name}, but {type(event).__name__} came")
 
 
 def _wrong(text: str) -> Failure:
