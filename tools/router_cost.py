@@ -1,0 +1,131 @@
+"""What the router's process costs: CPU time per streamed token and per short request.
+
+Runs the real router, its HTTP side and its sockets in this process. A child process plays one
+prefill node, one decode node and all clients, so that none of their work is counted here. Needs a
+model folder with a tokenizer.json and nothing else.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
+from baton.router.app import App, Server
+from baton.router.async_llm import AsyncLLM
+from baton.runtime.log import setup
+from tools.router_load import DONE, STARTED, Traffic
+
+STOPS = ["\n\nQuestion:", "<|never|>", "hexagonal"]
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """Microseconds per token or per request.
+
+    `reading_us` is the time of the event loop's thread from a message on the wire to the bytes
+    handed to the transports; `process_us` is everything that the process did meanwhile.
+    """
+
+    reading_us: float
+    process_us: float
+
+
+class TimedLoop(asyncio.SelectorEventLoop):
+    """Counts the CPU time spent on what nodes send: only their socket is given to `add_reader`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading_s = 0.0
+
+    def add_reader(self, fd: object, callback: Callable[[], object]) -> None:  # type: ignore[override]
+        def timed() -> None:
+            before_s = time.thread_time()
+            callback()
+            self.reading_s += time.thread_time() - before_s
+
+        super().add_reader(fd, timed)  # type: ignore[arg-type]
+
+
+async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list[Cost]:
+    """Return the cost of each load; they run one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = ClusterConfig(
+            model=ModelConfig(path=model),
+            router=RouterConfig(control=f"ipc://{folder}/control", local_prefill="never"),
+        )
+        llm = AsyncLLM.from_config(config, start_nodes=False)
+        server = Server(App(llm, config), "127.0.0.1", 0)
+        await llm.start()
+        url = await server.start()
+        command = ["-m", "tools.router_load", url, config.router.control]
+        player = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            return [await _measure(loop, player, load) for load in loads]
+        finally:
+            player.kill()
+            await player.wait()
+            await server.stop()
+            await llm.shutdown()
+
+
+async def _measure(loop: TimedLoop, player: asyncio.subprocess.Process, load: Traffic) -> Cost:
+    assert player.stdin is not None
+    assert player.stdout is not None
+    player.stdin.write(msgspec.json.encode(load) + b"\n")
+    assert await player.stdout.readline() == STARTED
+    reading_s, process_s = loop.reading_s, time.process_time()
+    assert await player.stdout.readline() == DONE
+    num = load.num_requests if load.step_s is None else load.num_requests * load.num_tokens
+    reading_s, process_s = loop.reading_s - reading_s, time.process_time() - process_s
+    return Cost(reading_s / num * 1e6, process_s / num * 1e6)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.router_cost", description=__doc__)
+    parser.add_argument("model", help="folder with a tokenizer.json")
+    parser.add_argument("--streams", type=int, default=256, help="streams that run side by side")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens of each stream")
+    parser.add_argument("--requests", type=int, default=1000, help="short requests")
+    parser.add_argument("--rounds", type=int, default=3, help="the median of so many is printed")
+    parser.add_argument("--json", action="store_true", help="print every round as JSON instead")
+    given = parser.parse_args(arguments)
+    streams = Traffic(given.streams, given.tokens, step_s=0.02)
+    loads = {
+        "streamed token": streams,
+        "streamed token, three stop strings": msgspec.structs.replace(streams, stop=STOPS),
+        "short request": Traffic(given.requests, 2),
+    }
+    # The first, small ones only warm everything up.
+    warm = [msgspec.structs.replace(load, num_requests=8) for load in loads.values()]
+    setup(LogConfig(level="error"), "router")
+    loop = TimedLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        todo = [*warm, *list(loads.values()) * given.rounds]
+        costs = runner.run(measure(loop, given.model, todo))[len(warm) :]
+    for index, name in enumerate(loads):
+        rounds = costs[index :: len(loads)]
+        if given.json:
+            print(json.dumps({name: msgspec.to_builtins(rounds)}))
+            continue
+        reading_us = statistics.median(cost.reading_us for cost in rounds)
+        process_us = statistics.median(cost.process_us for cost in rounds)
+        print(
+            f"{name}: {process_us:.1f} us of the process, {reading_us:.1f} us of it from the "
+            f"nodes' messages to the transports"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
