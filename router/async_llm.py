@@ -20,7 +20,7 @@ from baton.router.core import RouterCore
 from baton.router.outputs import CompletionOutput, RequestOutput
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import Cumulated, RequestStream
-from baton.router.text import Text
+from baton.router.text.text import Text
 from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.log import logger
 from baton.runtime.process import Exit

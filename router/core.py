@@ -35,12 +35,10 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
-from baton.router.leg import Request
-from baton.router.lifecycle import Lifecycle
-from baton.router.nodes import NodeSockets
+from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Change, Entered, Health, Left, Refuse, Registry, Status
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -60,6 +58,8 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import Lifecycle
 from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.keys import load_keys
@@ -105,7 +105,7 @@ class RouterCore:
         self._is_feeding = False
         self._now_s = clock()
         self._failure: Failure | None = None
-        self._sockets: NodeSockets | None = None
+        self._sockets: NodeListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
@@ -114,7 +114,7 @@ class RouterCore:
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and say what it is; raises `ConfigError`."""
         keys = load_keys(self._keys)
-        self._sockets = NodeSockets(endpoint, keys, self._heard, self._gone, self._place_waiting)
+        self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 

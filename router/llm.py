@@ -21,7 +21,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM, Launcher, Prompt
 from baton.router.outputs import RequestOutput
 from baton.router.registry import ServedModel
-from baton.router.text import Text
+from baton.router.text.text import Text
 
 JOIN_TIMEOUT_S = 5.0
 

@@ -12,10 +12,10 @@ import sys
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.app import App, Server
 from baton.router.async_llm import AsyncLLM
-from baton.router.chat_template import ChatTemplate
-from baton.router.http_metrics import StatsLine
+from baton.router.http.app import App, Server
+from baton.router.http.metrics import StatsLine
+from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import logger, setup
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130

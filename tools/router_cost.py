@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
-from baton.router.app import App, Server
 from baton.router.async_llm import AsyncLLM
+from baton.router.http.app import App, Server
 from baton.runtime.log import setup
 from tools.router_load import DONE, STARTED, Traffic
 

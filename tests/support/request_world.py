@@ -23,9 +23,7 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.leg import Request
-from baton.router.lifecycle import CONFIRM_DEADLINE_S, Lifecycle
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -43,6 +41,8 @@ from baton.router.request_events import (
     Tick,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, Lifecycle
 from tests.support.scripted_nodes import toy_token
 
 Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone

@@ -16,9 +16,7 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.leg import Request
-from baton.router.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     Closed,
@@ -37,6 +35,8 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
 
 R = RequestId("r")
 KEY = Key(R)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.schema import (
+from baton.router.http.schema import (
     MAX_PROMPTS,
     ChatBody,
     CompletionBody,

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import Delta
-from baton.router.stop_strings import StopAutomaton, StopScanner
+from baton.router.text.detokenizer import Delta
+from baton.router.text.stop_strings import StopAutomaton, StopScanner
 from tests.support.small_tokenizers import END, small_text
 
 LETTERS = "ab你"

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import Detokenizer
-from baton.router.stop_strings import StopAutomaton
-from baton.router.token_text import Decoding, decoding_of
+from baton.router.text.detokenizer import Detokenizer
+from baton.router.text.stop_strings import StopAutomaton
+from baton.router.text.token_text import Decoding, decoding_of
 
 _ENCODE_THREADS = 2
 _AUTOMATA_KEPT = 64

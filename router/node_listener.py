@@ -26,7 +26,7 @@ Gone = Callable[[NodeId], None]
 log = logger("router")
 
 
-class NodeSockets:
+class NodeListener:
     """`heard` gets what a node says over either of its channels, `gone` the end of the main one.
 
     `idle` is called after each batch of them.

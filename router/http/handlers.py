@@ -18,13 +18,10 @@ from aiohttp import web
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.answers import Answer, clamped_to
-from baton.router.chat_template import ChatTemplate
-from baton.router.http_metrics import HttpMetrics
-from baton.router.outputs import CompletionOutput
-from baton.router.registry import Health, ServedModel
-from baton.router.relay import Relay
-from baton.router.schema import (
+from baton.router.http.answers import Answer, clamped_to
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.relay import Relay
+from baton.router.http.schema import (
     ChatBody,
     CompletionBody,
     messages_of,
@@ -33,9 +30,12 @@ from baton.router.schema import (
     prompts_of,
     sampling_of,
 )
-from baton.router.sse import SILENCE_S, EventStream
+from baton.router.http.sse import SILENCE_S, EventStream
+from baton.router.outputs import CompletionOutput
+from baton.router.registry import Health, ServedModel
 from baton.router.stream import Cumulated, RequestStream
-from baton.router.text import Text
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.text import Text
 from baton.runtime.log import clip, logger
 
 BODY_TIMEOUT_S = 60.0

@@ -11,8 +11,8 @@ import msgspec
 
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.stop_strings import StopAutomaton, StopScanner
-from baton.router.token_text import TextStream
+from baton.router.text.stop_strings import StopAutomaton, StopScanner
+from baton.router.text.token_text import TextStream
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.protocol.errors import BatonError
-from baton.router.answers import Answer, ChunkTemplate, error_of
-from baton.router.http_metrics import HttpMetrics
+from baton.router.http.answers import Answer, ChunkTemplate, error_of
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.sse import EventStream
 from baton.router.outputs import CompletionOutput, RequestMetrics
-from baton.router.sse import EventStream
 from baton.router.stream import Sink
 
 # How often a client that was too slow is looked at.

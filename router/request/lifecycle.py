@@ -23,8 +23,7 @@ from baton.protocol.messages import (
     StageTimes,
     TokenEntry,
 )
-from baton.router.leg import Choice, Leg, LegState, Request
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -45,6 +44,7 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Choice, Leg, LegState, Request
 
 # How long a cancelled leg counts as work of nodes that do not confirm.
 CONFIRM_DEADLINE_S = 5.0
