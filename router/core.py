@@ -45,7 +45,7 @@ from baton.router.request.events import (
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
+    NodeMessage,
     NotPlaced,
     Outcome,
     Place,
@@ -59,7 +59,7 @@ from baton.router.request.events import (
     Unplace,
 )
 from baton.router.request.leg import Request
-from baton.router.request.lifecycle import Lifecycle
+from baton.router.request.lifecycle import NO_NODE, Lifecycle
 from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.keys import load_keys
@@ -68,8 +68,6 @@ from baton.runtime.log import logger
 TICK_S = 0.25
 # How long requests wait for a node to come (back) before they are turned away.
 PATIENCE_S = 30.0
-
-Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
 
 log = logger("router")
 
@@ -101,7 +99,7 @@ class RouterCore:
         self._admission = Admission(config.router.max_queued, config.router.max_inflight)
         self._active: dict[RequestId, Active] = {}
         self._num_requests = 0
-        self._events: deque[tuple[Active, RequestEvent]] = deque()
+        self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
         self._now_s = clock()
         self._failure: Failure | None = None
@@ -220,10 +218,10 @@ class RouterCore:
             case _:
                 assert_never(message)
 
-    def _said(self, node: NodeId, request_id: RequestId, message: Said) -> None:
+    def _said(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> None:
         active = self._active.get(request_id)
         if active is not None:
-            self._feed(active, NodeSaid(node, message))
+            self._feed(active, message, node)
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # Somebody still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
@@ -264,22 +262,23 @@ class RouterCore:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _feed(self, active: Active, event: RequestEvent) -> None:
-        """Commands may cause events (a stop string, a caller that leaves): one after the other."""
-        self._events.append((active, event))
+    def _feed(self, active: Active, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+        """Carry an event out. Events that this causes (a caller leaves) come after it, in turn."""
         if self._is_feeding:
+            self._events.append((active, event, node))
             return
         self._is_feeding = True
         try:
+            self._step(active, event, node)
             while self._events:
                 self._step(*self._events.popleft())
         finally:
             self._is_feeding = False
 
-    def _step(self, active: Active, event: RequestEvent) -> None:
+    def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
         commands: Iterator[RequestCommand] = iter(())
         try:
-            commands = iter(active.lifecycle.step(self._now_s, event))
+            commands = iter(active.lifecycle.step(self._now_s, event, node))
             for command in commands:
                 self._carry_out(active, command)
         except Exception:
@@ -291,7 +290,7 @@ class RouterCore:
         active.stream.finish(BatonError("the router failed to handle this request"))
         if not active.is_broken:
             active.is_broken = True
-            self._events.append((active, CallerGone("router error")))
+            self._events.append((active, CallerGone("router error"), NO_NODE))
             for command in commands:
                 self._carry_out(active, command)
         elif self._active.pop(active.request_id, None) is not None:
@@ -302,7 +301,7 @@ class RouterCore:
     def _carry_out(self, active: Active, command: RequestCommand) -> None:
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                if active.stream.push(choice, token_ids, reason) is not None:
+                if active.stream.push(choice, token_ids, reason):
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):
                 assert self._sockets is not None

@@ -76,10 +76,13 @@ class Text:
         stream = self._decoding.stream((), skip_special_tokens)
         return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
-        """For one choice that continues `prompt_token_ids`."""
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0
+    ) -> Detokenizer:
+        """Return what turns the tokens of choice `index`, which continues a prompt, into text."""
         stops = tuple(params.stop_strings)
         return Detokenizer(
+            index,
             self._decoding.stream(prompt_token_ids, params.skip_special_tokens),
             params,
             self._automaton(stops) if stops else None,

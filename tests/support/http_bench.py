@@ -48,7 +48,7 @@ class ScriptedEngine:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal
-        detokenizers = [self._text.detokenizer(ids, params) for _ in range(params.n)]
+        detokenizers = [self._text.detokenizer(ids, params, i) for i in range(params.n)]
         name = request_id or "request"
         text = prompt if isinstance(prompt, str) else None
         stream = RequestStream(name, text, ids, params, detokenizers)

@@ -22,7 +22,6 @@ from baton.router.request.events import (
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
     NotPlaced,
     Outcome,
     Place,
@@ -63,7 +62,7 @@ class Driver:
     def says(
         self, node: NodeId, message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
     ) -> list[RequestCommand]:
-        return self.step(NodeSaid(node, message))
+        return self.lifecycle.step(self.now_s, message, node)
 
 
 def of_type(commands: list[RequestCommand], *kinds: type[RequestCommand]) -> list[RequestCommand]:
