@@ -73,6 +73,7 @@ class AsyncLLM:
         self._live: dict[str, RequestStream | None] = {}  # None: its prompt is being tokenized
         self._aborted: set[str] = set()  # of those that are being tokenized
         self._num_requests = 0
+        self._model_name = config.model.name or Path(config.model.path).resolve().name
         self._is_started = self._is_closed = False
 
     @classmethod
@@ -218,10 +219,9 @@ class AsyncLLM:
         model = self._core.registry.model
         if model is None:
             raise NodeError("no node was ready yet", code="not_ready")
-        path = self._config.model.path
         return ServedModel(
-            self._config.model.name or Path(path).resolve().name,
-            path,
+            self._model_name,
+            self._config.model.path,
             model.model,
             model.layout.fingerprint,
             model.max_model_len,

@@ -95,6 +95,8 @@ class Handlers:
         streams: list[RequestStream] = []
         try:
             for index, prompt in enumerate(work.prompts):
+                if index:  # a long list of prompts must not hold other requests up
+                    await asyncio.sleep(0)
                 if self._logs_prompts:
                     log.info("prompt", request=work.answer.id, text=clip(str(prompt)))
                 name = f"{work.answer.id}-{index}"
@@ -119,6 +121,8 @@ class Handlers:
         if self.is_draining:
             raise Overloaded("the router is shutting down", code="shutting_down")
         try:
+            if request.content.is_eof():
+                return await request.read()  # all of it is here: there is nothing to wait for
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except TimeoutError:

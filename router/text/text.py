@@ -19,6 +19,8 @@ from baton.router.text.stop_strings import StopAutomaton
 from baton.router.text.token_text import Decoding, decoding_of
 
 _ENCODE_THREADS = 2
+# Up to this length, encoding a prompt holds the event loop up for less time than a thread costs.
+_MAX_CHARS_ON_LOOP = 200
 _AUTOMATA_KEPT = 64
 
 
@@ -56,6 +58,8 @@ class Text:
 
         The text of a chat template has them already and must not get them twice.
         """
+        if len(prompt) <= _MAX_CHARS_ON_LOOP:
+            return self.encode_now(prompt, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self.encode_now, prompt, add_special_tokens)
 
