@@ -13,7 +13,7 @@ from baton.protocol.blocks import blocks_for, tokens_held
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling, SamplingParams
-from baton.router.request_events import Place
+from baton.router.request.events import Place
 
 MAX_RETRY_AFTER_S = 60.0
 # Weight of the newest gap between two ends of requests.

@@ -16,10 +16,10 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import Cancelled, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
-from baton.router.outputs import CompletionOutput, RequestOutput
+from baton.router.outputs import Merged, RequestOutput
 from baton.router.registry import Health, ServedModel
-from baton.router.stream import Cumulated, RequestStream
-from baton.router.text import Text
+from baton.router.stream import RequestStream
+from baton.router.text.text import Text
 from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.log import logger
@@ -73,6 +73,7 @@ class AsyncLLM:
         self._live: dict[str, RequestStream | None] = {}  # None: its prompt is being tokenized
         self._aborted: set[str] = set()  # of those that are being tokenized
         self._num_requests = 0
+        self._model_name = config.model.name or Path(config.model.path).resolve().name
         self._is_started = self._is_closed = False
 
     @classmethod
@@ -143,7 +144,7 @@ class AsyncLLM:
             if name in self._aborted:
                 raise Cancelled("the request was cancelled (client)")
             self._core.check(token_ids)
-            detokenizers = [self._text.detokenizer(token_ids, params) for _ in range(params.n)]
+            detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
             stream = RequestStream(name, text, token_ids, params, detokenizers)
             stream.on_end(lambda: self._forget(name))
             self._live[name] = stream
@@ -158,19 +159,17 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, in the form of `output_kind`; leaving early aborts the request."""
         stream = await self.submit(prompt, sampling_params, request_id)
-        whole = Cumulated(sampling_params.n)
         kind = sampling_params.output_kind
+        merged = Merged(0 if kind == "delta" else sampling_params.n)
+        stream.send_to(merged.add)
         try:
-            while deltas := await stream.take():
+            while await stream.changed():
                 if kind == "delta":
-                    yield stream.output(_merged(deltas, sampling_params.n))
-                    continue
-                for delta in deltas:
-                    whole.add(delta)
-                if kind == "cumulative":
-                    yield stream.output(whole.outputs())
+                    yield stream.output(merged.take())
+                elif kind == "cumulative":
+                    yield stream.output(merged.outputs())
             if kind == "final":
-                yield stream.output(whole.outputs())
+                yield stream.output(merged.outputs())
         finally:
             stream.close()
 
@@ -220,10 +219,9 @@ class AsyncLLM:
         model = self._core.registry.model
         if model is None:
             raise NodeError("no node was ready yet", code="not_ready")
-        path = self._config.model.path
         return ServedModel(
-            name=self._config.model.name or Path(path).resolve().name,
-            path=path,
+            name=self._model_name,
+            path=self._config.model.path,
             fingerprint=model.model,
             layout_fingerprint=model.layout.fingerprint,
             max_model_len=model.max_model_len,
@@ -272,14 +270,6 @@ class AsyncLLM:
                 tail = "\n".join(exit_.tail)
                 text = f"{exit_.name} ended with code {exit_.code} at its start:\n{tail}"
                 self._core.fail(NodeError(text, code="start_failed").to_failure())
-
-
-def _merged(deltas: list[CompletionOutput], num_choices: int) -> list[CompletionOutput]:
-    """One delta per choice that has any."""
-    merged = Cumulated(num_choices)
-    for delta in deltas:
-        merged.add(delta)
-    return [merged.output(index) for index in sorted({delta.index for delta in deltas})]
 
 
 def _checked(token_ids: list[int]) -> list[int]:

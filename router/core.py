@@ -34,19 +34,17 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
-from baton.router.leg import Request
-from baton.router.lifecycle import Lifecycle
-from baton.router.nodes import NodeSockets
+from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Change, Entered, Health, Left, Refuse, Registry, Status
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
+    NodeMessage,
     NotPlaced,
     Outcome,
     Place,
@@ -59,6 +57,8 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import NO_NODE, Lifecycle
 from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.keys import load_keys
@@ -67,8 +67,6 @@ from baton.runtime.log import logger
 TICK_S = 0.25
 # How long requests wait for a node to come (back) before they are turned away.
 PATIENCE_S = 30.0
-
-Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
 
 log = logger("router")
 
@@ -100,11 +98,11 @@ class RouterCore:
         self._admission = Admission(config.router.max_queued, config.router.max_inflight)
         self._active: dict[RequestId, Active] = {}
         self._num_requests = 0
-        self._events: deque[tuple[Active, RequestEvent]] = deque()
+        self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
         self._now_s = clock()
         self._failure: Failure | None = None
-        self._sockets: NodeSockets | None = None
+        self._sockets: NodeListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
@@ -113,7 +111,7 @@ class RouterCore:
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and say what it is; raises `ConfigError`."""
         keys = load_keys(self._keys)
-        self._sockets = NodeSockets(endpoint, keys, self._heard, self._gone, self._place_waiting)
+        self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
@@ -199,7 +197,11 @@ class RouterCore:
         match message:
             case Tokens(entries=entries):
                 for entry in entries:
-                    self._said(node, entry.key.request_id, entry)
+                    active = self._active.get(entry.key.request_id)
+                    if active is not None:
+                        self._feed(active, entry, node)
+                    else:
+                        self._disown(node, entry)
             case Accepted() | FirstTokens() | Failed():
                 self._said(node, message.key.request_id, message)
             case CancelDone(keys=keys):
@@ -218,13 +220,16 @@ class RouterCore:
             case _:
                 assert_never(message)
 
-    def _said(self, node: NodeId, request_id: RequestId, message: Said) -> None:
+    def _said(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> None:
         active = self._active.get(request_id)
         if active is not None:
-            self._feed(active, NodeSaid(node, message))
-        elif isinstance(message, Accepted | FirstTokens | TokenEntry):
-            # Somebody still works for a request that has ended.
-            self._send(node, Cancel((message.key,), "ended"))
+            self._feed(active, message, node)
+        elif isinstance(message, Accepted | FirstTokens):
+            self._disown(node, message)
+
+    def _disown(self, node: NodeId, message: Accepted | FirstTokens | TokenEntry) -> None:
+        """Tell a node to stop that still works for a request which has ended."""
+        self._send(node, Cancel((message.key,), "ended"))
 
     def _gone(self, node: NodeId) -> None:
         self._now_s = self._clock()
@@ -262,22 +267,23 @@ class RouterCore:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _feed(self, active: Active, event: RequestEvent) -> None:
-        """Commands may cause events (a stop string, a caller that leaves): one after the other."""
-        self._events.append((active, event))
+    def _feed(self, active: Active, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+        """Carry an event out. Events that this causes (a caller leaves) come after it, in turn."""
         if self._is_feeding:
+            self._events.append((active, event, node))
             return
         self._is_feeding = True
         try:
+            self._step(active, event, node)
             while self._events:
                 self._step(*self._events.popleft())
         finally:
             self._is_feeding = False
 
-    def _step(self, active: Active, event: RequestEvent) -> None:
+    def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
         commands: Iterator[RequestCommand] = iter(())
         try:
-            commands = iter(active.lifecycle.step(self._now_s, event))
+            commands = iter(active.lifecycle.step(self._now_s, event, node))
             for command in commands:
                 self._carry_out(active, command)
         except Exception:
@@ -289,7 +295,7 @@ class RouterCore:
         active.stream.finish(BatonError("the router failed to handle this request"))
         if not active.is_broken:
             active.is_broken = True
-            self._events.append((active, CallerGone("router error")))
+            self._events.append((active, CallerGone("router error"), NO_NODE))
             for command in commands:
                 self._carry_out(active, command)
         elif self._active.pop(active.request_id, None) is not None:
@@ -300,7 +306,7 @@ class RouterCore:
     def _carry_out(self, active: Active, command: RequestCommand) -> None:
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                if active.stream.push(choice, token_ids, reason) is not None:
+                if active.stream.push(choice, token_ids, reason):
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):
                 assert self._sockets is not None

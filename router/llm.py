@@ -19,9 +19,9 @@ from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM, Launcher, Prompt
-from baton.router.outputs import RequestOutput
+from baton.router.outputs import Merged, RequestOutput
 from baton.router.registry import ServedModel
-from baton.router.text import Text
+from baton.router.text.text import Text
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -143,10 +143,13 @@ class LLM:
         async def one(prompt: Prompt, wanted: SamplingParams) -> RequestOutput:
             async with room:
                 stream = await self._llm.submit(prompt, wanted)
+                merged = Merged(wanted.n)
+                stream.send_to(merged.add)
                 try:
-                    output = await stream.collect()
+                    await stream.ended()
                 finally:
                     stream.close()
+            output = stream.output(merged.outputs())
             ended(output)
             return output
 

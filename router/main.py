@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.app import App, Server
 from baton.router.async_llm import AsyncLLM
-from baton.router.chat_template import ChatTemplate
-from baton.router.http_metrics import StatsLine
+from baton.router.http.app import App, Server
+from baton.router.http.metrics import StatsLine
+from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import logger, setup
 from baton.runtime.port_pipe import tell_parent
 

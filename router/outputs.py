@@ -7,6 +7,8 @@ here knows nodes, sockets or how text comes about.
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from baton.protocol.messages import FinishReason, StageTimes
 
 # Which way a request took: a pair of nodes, decode alone (it computed the prompt itself), or
@@ -15,12 +17,12 @@ Path = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
 
 
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice: all of it so far, or with output kind `delta` (and in streams) only the news.
+class CompletionOutput(msgspec.Struct):
+    """One choice: all of it so far, or (in streams and with output kind `delta`) only what is new.
 
-    `stop_reason` is the stop string or stop token id that matched, None at an EOS token or at the
-    length limit. `logprobs` is None in this version.
+    `token_ids` ends with the token that completed a stop string, if one did. `stop_reason` is the
+    stop string or stop token id that matched, None at an EOS token or at the length limit.
+    `logprobs` is None in this version.
     """
 
     index: int
@@ -78,3 +80,45 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+class Merged:
+    """Adds deltas up per choice. The first `num_choices` choices are there even without a delta."""
+
+    def __init__(self, num_choices: int = 0) -> None:
+        self._outputs: dict[int, CompletionOutput] = {}
+        # Joined only when an output is asked for: adding to a string copies all of it.
+        self._texts: dict[int, list[str]] = {}
+        for index in range(num_choices):
+            self._open(index)
+
+    def add(self, delta: CompletionOutput) -> None:
+        output = self._outputs.get(delta.index) or self._open(delta.index)
+        self._texts[delta.index].append(delta.text)
+        output.token_ids.extend(delta.token_ids)
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = delta.stop_reason
+
+    def outputs(self) -> list[CompletionOutput]:
+        """Return a snapshot of all choices in order, which later deltas do not change."""
+        return [self._snapshot(index) for index in sorted(self._outputs)]
+
+    def take(self) -> list[CompletionOutput]:
+        """Return all choices that had a delta in order, and forget them."""
+        outputs = self.outputs()
+        self._outputs.clear()
+        self._texts.clear()
+        return outputs
+
+    def _open(self, index: int) -> CompletionOutput:
+        self._texts[index] = []
+        output = self._outputs[index] = CompletionOutput(index, "", [])
+        return output
+
+    def _snapshot(self, index: int) -> CompletionOutput:
+        text = "".join(self._texts[index])
+        self._texts[index] = [text]
+        now = self._outputs[index]
+        return CompletionOutput(
+            index, text, list(now.token_ids), None, now.finish_reason, now.stop_reason
+        )

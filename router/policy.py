@@ -15,7 +15,7 @@ from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.outputs import Path
 from baton.router.registry import Charge, Node, Registry
-from baton.router.request_events import Place, Placed
+from baton.router.request.events import Place, Placed
 
 
 class Decision(msgspec.Struct, frozen=True):

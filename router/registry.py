@@ -127,6 +127,9 @@ class Registry:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
         self._model: NodeInfo | None = None
+        # Answers that every request asks for, kept until a node comes, goes or changes its state.
+        self._in_service: dict[Role, list[Node]] = {}
+        self._largest_pool: dict[Role, int | None] = {}
 
     # --- what nodes say -------------------------------------------------------------------------
 
@@ -155,11 +158,13 @@ class Registry:
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         if (failure := self._stranger(info)) is not None:
             del self._nodes[peer]
+            self._changed()
             return [Refuse(peer, failure)]
         if self._model is None or not self._serves_any():
             self._model = info
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase = "ready"
+        self._changed()
         return [Entered(info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
@@ -171,6 +176,8 @@ class Registry:
             return []
         was = node.state
         node.state = "stuck" if _is_stuck(message) else "ready"
+        if was != node.state:
+            self._changed()
         if was == "ready" and node.state == "stuck":
             text = f"{node.node_id} is stuck: its step runs for {message.step_age_s:.0f} s"
             return [Left(node.node_id, node.role, _lost(text))]
@@ -179,6 +186,7 @@ class Registry:
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
         """Its channel ended. It will introduce itself again, if it lives."""
         node = self._nodes.pop(peer, None)
+        self._changed()
         if node is None or node.info is None:
             return []
         # Those that are not `ready` left before, but may have been given a cancel since.
@@ -189,6 +197,7 @@ class Registry:
         for node in self._nodes.values():
             if node.state == "ready" and now_s - node.heard_s > SILENCE_S:
                 node.state = "silent"
+                self._changed()
                 failure = _lost(f"{node.node_id} is silent for {SILENCE_S:g} s")
                 changes.append(Left(node.node_id, node.role, failure))
         return changes
@@ -196,9 +205,12 @@ class Registry:
     # --- what it knows --------------------------------------------------------------------------
 
     def in_service(self, role: Role) -> list[Node]:
-        """Ready nodes, in order of their ids."""
-        nodes = (node for node in self._nodes.values() if node.role == role)
-        return sorted((n for n in nodes if n.state == "ready"), key=lambda node: node.node_id)
+        """Return the ready nodes of a role, in order of their ids."""
+        found = self._in_service.get(role)
+        if found is None:
+            nodes = [n for n in self._nodes.values() if n.role == role and n.state == "ready"]
+            found = self._in_service[role] = sorted(nodes, key=lambda node: node.node_id)
+        return found
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
         """What nodes of `role` are to know: those of the other one."""
@@ -211,9 +223,12 @@ class Registry:
         return self._model
 
     def largest_pool(self, role: Role) -> int | None:
-        """In blocks, of the nodes of that role that were ever ready here; None without any."""
-        infos = (node.info for node in self._nodes.values() if node.role == role)
-        return max((info.num_blocks for info in infos if info is not None), default=None)
+        """Return the blocks of the largest pool of a role, None as long as none was ready."""
+        if role not in self._largest_pool:
+            infos = (node.info for node in self._nodes.values() if node.role == role)
+            blocks = (info.num_blocks for info in infos if info is not None)
+            self._largest_pool[role] = max(blocks, default=None)
+        return self._largest_pool[role]
 
     def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
         nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
@@ -247,6 +262,10 @@ class Registry:
     def _node(self, node_id: NodeId, epoch: Epoch) -> Node | None:
         node = self._nodes.get(node_id)
         return node if node is not None and node.epoch == epoch else None
+
+    def _changed(self) -> None:
+        self._in_service.clear()
+        self._largest_pool.clear()
 
     def _serves_any(self) -> bool:
         return any(node.info is not None for node in self._nodes.values())

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.router.chat_template import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import HttpBench
 from tests.support.router_bench import PROMPT, REMOTE, RouterBench
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer

@@ -21,8 +21,8 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import RequestOutput
-from tests.support.router_bench import GREEDY, PROMPT, REMOTE, RouterBench, whole
+from baton.router.outputs import CompletionOutput, RequestOutput
+from tests.support.router_bench import GREEDY, PROMPT, REMOTE, RouterBench, collected, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 
 
@@ -57,7 +57,10 @@ def test_no_token_reaches_the_client_before_decode_has_accepted(tmp_path: Path) 
         assert again.token_ids == PROMPT
         decode.say(Accepted(again.key))
         prefill.say(FirstTokens(again.key, 6, (FirstToken(43),), StageTimes(prefill_s=0.5)))
-        assert [delta.token_ids for delta in await stream.take()] == [[43]]
+        got: list[CompletionOutput] = []
+        stream.send_to(got.append)
+        assert await stream.changed()
+        assert [delta.token_ids for delta in got] == [[43]]
         assert (stream.metrics.prefill_s, stream.metrics.num_attempts) == (0.5, 2)
         stream.close()
 
@@ -153,7 +156,7 @@ def test_a_preempted_sequence_resumes_from_its_tokens(tmp_path: Path) -> None:
         assert resumed.num_prompt_tokens == 6
         decode.say(Accepted(resumed.key))
         decode.say(Tokens([TokenEntry(resumed.key, 8, [3], "stop")]))
-        output = await stream.collect()
+        output = await collected(stream)
         assert output.outputs[0].token_ids == [1, 2, 3]
         assert output.metrics.resumed
         await bench.settled()
@@ -168,7 +171,7 @@ def test_an_abort_reaches_both_nodes_and_ends_the_reader(tmp_path: Path) -> None
         order = await prefill.hear(Prefill)
         await bench.llm.abort("mine")
         with pytest.raises(Cancelled):
-            await stream.take()
+            await stream.changed()
         assert bench.core.num_active == 1
         for node in (prefill, decode):
             assert (await node.hear(Cancel)).keys == (order.key,)
@@ -206,7 +209,7 @@ def test_a_stop_string_ends_the_choice_on_the_node_too(tmp_path: Path) -> None:
         assert (await decode.hear(Cancel)).keys == (key.of_choice(1),)
         decode.say(CancelDone((key.of_choice(1),)))
         decode.say(Tokens([TokenEntry(key, 6, [7], "length")]))
-        output = await stream.collect()
+        output = await collected(stream)
         assert output.outputs[1].text == "st"
         assert output.outputs[1].finish_reason == "stop"
         assert output.outputs[1].stop_reason == "wor"
@@ -226,7 +229,7 @@ def test_a_live_request_id_is_refused_and_free_again_afterwards(tmp_path: Path) 
         first.close()
         decode.max_steps = None
         again = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-        assert (await again.collect()).outputs[0].token_ids == toy_answer(PROMPT, 8)
+        assert (await collected(again)).outputs[0].token_ids == toy_answer(PROMPT, 8)
 
     RouterBench(tmp_path).run(use)
 
@@ -273,7 +276,7 @@ def test_a_full_line_is_429_and_says_when_to_come_back(tmp_path: Path) -> None:
         assert len(prefill.orders) <= 1
         decode.max_steps = None
         first.close()
-        assert (await second.collect()).outputs[0].token_ids == toy_answer(PROMPT, 8)
+        assert (await collected(second)).outputs[0].token_ids == toy_answer(PROMPT, 8)
         await bench.settled()
 
     router = msgspec.structs.replace(REMOTE, max_inflight=1, max_queued=1)
@@ -289,9 +292,10 @@ def test_an_error_of_one_request_touches_no_other(tmp_path: Path) -> None:
         def sink(delta: object) -> None:
             raise ValueError(f"a bug with {delta}")
 
+        broken.send_to(sink)
         with pytest.raises(BatonError, match="failed to handle"):
-            await broken.forward(sink)
-        assert (await other.collect()).outputs[0].token_ids == toy_answer(PROMPT, 8)
+            await broken.ended()
+        assert (await collected(other)).outputs[0].token_ids == toy_answer(PROMPT, 8)
         await bench.settled()
 
     RouterBench(tmp_path).run(use)

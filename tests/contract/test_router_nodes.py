@@ -148,14 +148,14 @@ def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(tmp_path: Path) -> 
         decode.max_steps = 2
         streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(3)]
         for stream in streams:
-            await stream.started()
+            await stream.changed()
         prefill.die()
         decode.die()
         await bench.until(lambda: bench.core.health().num_queued == 3)
         bench.clock.advance(31.0)
         for stream in streams:
             with pytest.raises(Overloaded) as error:
-                await stream.collect()
+                await stream.ended()
             assert error.value.code == "no_nodes"
         await bench.settled()
 
@@ -170,7 +170,7 @@ def test_shutdown_ends_every_reader(tmp_path: Path) -> None:
         assert bench.llm.is_running
         await bench.llm.shutdown()
         with pytest.raises(Overloaded) as error:
-            await stream.collect()
+            await stream.ended()
         assert error.value.code == "shutting_down"
         assert not bench.llm.is_running
         assert not bench.llm.errored

@@ -31,7 +31,7 @@ BELOW = {
 }  # fmt: skip
 PACKAGES = {
     "protocol": {"msgspec"},
-    "runtime": {"msgspec", "zmq", "prometheus_client", "yaml"},
+    "runtime": {"msgspec", "zmq", "yaml"},
     "kernels": {"torch", "triton"},
     "kv_transfer": {"msgspec", "numpy"},
     "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors"},

@@ -29,11 +29,11 @@ PURE = (
     "prefill_node/scheduler.py",
     "protocol/blocks.py",
     "router/admission.py",
-    "router/leg.py",
-    "router/lifecycle.py",
+    "router/request/leg.py",
+    "router/request/lifecycle.py",
     "router/policy.py",
     "router/registry.py",
-    "router/request_events.py",
+    "router/request/events.py",
     "runtime/framing.py",
     *(
         name_of(path)

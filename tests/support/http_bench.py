@@ -16,12 +16,12 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.app import App, Server
-from baton.router.chat_template import ChatTemplate
-from baton.router.handlers import Engine
+from baton.router.http.app import App, Server
+from baton.router.http.handlers import Engine
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream
-from baton.router.text import Text
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.text import Text
 from tests.support.small_tokenizers import small_text
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class ScriptedEngine:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal
-        detokenizers = [self._text.detokenizer(ids, params) for _ in range(params.n)]
+        detokenizers = [self._text.detokenizer(ids, params, i) for i in range(params.n)]
         name = request_id or "request"
         text = prompt if isinstance(prompt, str) else None
         stream = RequestStream(name, text, ids, params, detokenizers)

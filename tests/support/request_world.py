@@ -23,16 +23,13 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.leg import Request
-from baton.router.lifecycle import CONFIRM_DEADLINE_S, Lifecycle
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
     NotPlaced,
     Outcome,
     Place,
@@ -43,6 +40,8 @@ from baton.router.request_events import (
     Tick,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, NO_NODE, Lifecycle
 from tests.support.scripted_nodes import toy_token
 
 Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
@@ -113,10 +112,10 @@ class World:
 
     # --- the router's side, checked ------------------------------------------------------------
 
-    def feed(self, event: RequestEvent) -> None:
+    def feed(self, event: RequestEvent, node: NodeId = NO_NODE) -> None:
         if self.is_closed:
             return
-        for command in self.lifecycle.step(self.now_s, event):
+        for command in self.lifecycle.step(self.now_s, event, node):
             assert not self.is_closed, f"{command} after Closed"
             match command:
                 case Place(key=key):
@@ -260,7 +259,7 @@ class World:
                     del node.works[leg_key]
 
     def say(self, node: WorldNode) -> None:
-        self.feed(NodeSaid(node.node_id, node.outbox.popleft()))
+        self.feed(node.outbox.popleft(), node.node_id)
 
     def fail(self, node: WorldNode, key: Key, which: Callable[[set[int]], int]) -> None:
         """Refuse, lose or preempt, as fits the state."""

@@ -12,7 +12,8 @@ from baton.protocol.messages import NodeInfo, Peers
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from baton.router.core import RouterCore
-from baton.router.outputs import RequestOutput
+from baton.router.outputs import Merged, RequestOutput
+from baton.router.stream import RequestStream
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
 from tests.support.small_tokenizers import small_text
 from tests.support.virtual_clock import VirtualClock
@@ -81,6 +82,14 @@ class RouterBench:
         """No request is left, and no node carries a charge."""
         await self.until(lambda: not self.core.num_active)
         assert all(node.num_legs == node.num_tokens == 0 for node in self.core.health().nodes)
+
+
+async def collected(stream: RequestStream) -> RequestOutput:
+    """The whole answer of a request."""
+    merged = Merged(stream.params.n)
+    stream.send_to(merged.add)
+    await stream.ended()
+    return stream.output(merged.outputs())
 
 
 async def whole(

@@ -11,7 +11,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Registry
-from baton.router.request_events import Place
+from baton.router.request.events import Place
 from tests.support.scripted_nodes import node_info
 
 PAIRS = [

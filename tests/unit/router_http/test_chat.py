@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.chat_template import ChatTemplate
 from baton.router.stream import RequestStream
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import HttpBench, ScriptedEngine, run_http
 from tests.support.small_tokenizers import END, small_text
 

@@ -7,6 +7,8 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError
+from baton.router.http.metrics import HttpMetrics
+from baton.router.registry import Health
 from baton.router.stream import RequestStream
 from tests.support.http_bench import HttpBench, ScriptedEngine, events_of, run_http
 from tests.support.small_tokenizers import small_text
@@ -342,6 +344,15 @@ def test_metrics_count_answers_requests_and_tokens() -> None:
         assert "baton_time_to_first_token_seconds_count 2.0" in text
 
     run_http(use, script=hello)
+
+
+def test_two_routers_in_one_process_count_for_themselves() -> None:
+    first, second = HttpMetrics(), HttpMetrics()
+    first.answered("/live", 200)
+    health = Health("ready", (), 0, 0)
+    line = b'baton_http_answers_total{route="/live",status="200"} 1.0'
+    assert line in first.render(health)
+    assert line not in second.render(health)
 
 
 def test_a_refusal_of_one_prompt_ends_the_others_of_its_request() -> None:

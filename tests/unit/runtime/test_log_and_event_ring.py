@@ -1,4 +1,4 @@
-"""Log lines that cannot be forged, metrics that belong to one process, the event ring."""
+"""Log lines that cannot be forged, and the event ring."""
 
 import io
 import json
@@ -11,7 +11,6 @@ from baton.protocol.config import LogConfig
 from baton.protocol.messages import Load
 from baton.runtime.event_ring import EventRing
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger, setup
-from baton.runtime.metrics import Metrics
 
 
 @pytest.fixture
@@ -68,19 +67,6 @@ def test_setting_up_twice_prints_once(stream: io.StringIO) -> None:
 def test_prompts_are_cut() -> None:
     assert clip("short") == "short"
     assert len(clip("x" * 10_000)) == MAX_PROMPT_CHARS + 1
-
-
-def test_metrics_of_two_processes_do_not_meet() -> None:
-    first, second = Metrics(), Metrics()
-    first.counter("baton_requests_total", "requests").inc(3)
-    second.counter("baton_requests_total", "requests")
-    assert b"baton_requests_total 3.0" in first.render()
-    assert b"baton_requests_total 0.0" in second.render()
-
-
-def test_a_metric_of_another_name_is_a_bug() -> None:
-    with pytest.raises(ValueError, match="must start with"):
-        Metrics().gauge("requests", "requests")
 
 
 def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class NodeSession(msgspec.Struct, frozen=True):
     epoch: Epoch
 
 
-class NodeSockets:
+class NodeListener:
     """`heard` gets what a node says over either of its channels, `gone` the end of the main one.
 
     `idle` is called after each batch of them. A node is one session: the one that said Hello last,

@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.protocol.errors import BatonError
-from baton.router.answers import Answer, ChunkTemplate, error_of
-from baton.router.http_metrics import HttpMetrics
-from baton.router.outputs import CompletionOutput, RequestMetrics
-from baton.router.sse import EventStream
+from baton.router.http.answers import Answer, ChunkTemplate, error_of
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.sse import EventStream
+from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.stream import Sink
 
 # How often a client that was too slow is looked at.
@@ -33,21 +33,22 @@ class Relay:
         self._echoes = echoes
         self._metrics = metrics
         self._templates: dict[int, ChunkTemplate] = {}
-        self._held: dict[int, CompletionOutput] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._held = Merged()
+        self._timer: asyncio.TimerHandle | None = None  # set as long as something is held
 
     def sink(self, prompt_index: int) -> Sink:
-        """Takes the deltas of one prompt and keeps them."""
+        """Return what takes the deltas of one prompt, and keeps them."""
         offset = prompt_index * self._num_choices
-        events, metrics, held = self._events, self._metrics, self._held
+        events, metrics = self._events, self._metrics
 
         def take(delta: CompletionOutput) -> None:
             metrics.num_output_tokens += len(delta.token_ids)
             delta.index += offset
-            if held or events.is_full:
-                self._hold(delta)
-            else:
+            if self._timer is None and not events.is_full:
                 self._send(delta)
+            else:
+                self._held.add(delta)
+                self._release_later()
 
         return take
 
@@ -83,13 +84,7 @@ class Relay:
             self._events.send(template.fill(CompletionOutput(index, echo, [])))
         return template
 
-    def _hold(self, delta: CompletionOutput) -> None:
-        before = self._held.setdefault(delta.index, delta)
-        if before is not delta:
-            before.text += delta.text
-            before.token_ids.extend(delta.token_ids)
-            before.finish_reason = delta.finish_reason
-            before.stop_reason = delta.stop_reason
+    def _release_later(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(RELEASE_S, self._release)
@@ -97,13 +92,10 @@ class Relay:
     def _release(self) -> None:
         self._timer = None
         if self._events.is_full:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(RELEASE_S, self._release)
+            self._release_later()
         else:
             self._release_all()
 
     def _release_all(self) -> None:
-        held = list(self._held.values())
-        self._held.clear()
-        for delta in held:
+        for delta in self._held.take():
             self._send(delta)

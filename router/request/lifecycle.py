@@ -23,15 +23,13 @@ from baton.protocol.messages import (
     StageTimes,
     TokenEntry,
 )
-from baton.router.leg import Choice, Leg, LegState, Request
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
     NotPlaced,
     Outcome,
     Place,
@@ -45,11 +43,13 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Choice, Leg, LegState, Request
 
 # How long a cancelled leg counts as work of nodes that do not confirm.
 CONFIRM_DEADLINE_S = 5.0
 # A backstop: nodes that are dead, stuck or cut off are noticed within seconds by their beats.
 SILENCE_DEADLINE_S = 600.0
+NO_NODE = NodeId("")  # sends what the router itself has to say
 
 
 class Lifecycle:
@@ -68,11 +68,22 @@ class Lifecycle:
         self._now_s = 0.0
         self._out: list[RequestCommand] = []
 
-    def step(self, now_s: float, event: RequestEvent) -> list[RequestCommand]:
+    def step(
+        self, now_s: float, event: RequestEvent, node: NodeId = NO_NODE
+    ) -> list[RequestCommand]:
+        """Return what is to be done about `event`; `node` is who sent it, if it is a message."""
         self._now_s, self._out = now_s, []
         match event:
-            case NodeSaid(node=node, message=message):
-                self._on_message(node, message)
+            case TokenEntry():
+                self._on_entry(node, event)
+            case Accepted():
+                self._on_accepted(node, event)
+            case FirstTokens():
+                self._on_first_tokens(node, event)
+            case Failed(key=key, failure=failure):
+                self._on_failed(node, key, failure)
+            case CancelDone(keys=keys):
+                self._on_cancel_done(node, keys)
             case Begun():
                 self._open_leg(self._choices)
             case Placed():
@@ -81,8 +92,8 @@ class Lifecycle:
                 if (leg := self._leg_of(key, LegState.WAITING)) is not None:
                     self._leave_quietly(leg)
                     self._conclude(failure)
-            case NodeLost(node=node, failure=failure):
-                self._on_node_lost(node, failure)
+            case NodeLost(node=lost, failure=failure):
+                self._on_node_lost(lost, failure)
             case ChoiceStopped(choice=index):
                 if self._choices[index].leg is not None:
                     self._end_choice(self._choices[index], by_router=True)
@@ -99,33 +110,6 @@ class Lifecycle:
         return self._out
 
     # --- what nodes say -------------------------------------------------------------------------
-
-    def _on_message(
-        self, node: NodeId, message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
-    ) -> None:
-        match message:
-            case TokenEntry():
-                self._on_entry(node, message)
-            case Accepted(key=key, num_cached_tokens=num_cached):
-                leg = self._leg_of(key)
-                if leg is not None and leg.decode == node:
-                    leg.accepted, leg.heard_s = True, self._now_s
-                    if leg.prefill is None:
-                        times = StageTimes(num_cached_tokens=num_cached)
-                        self._out.append(Timed(times, of_prompt=True))
-                    self._forward_first_tokens(leg)
-            case FirstTokens(key=key):
-                leg = self._leg_of(key)
-                if leg is not None and leg.prefill == node:
-                    self._on_first_tokens(leg, message)
-            case Failed(key=key, failure=failure):
-                self._on_failed(node, key, failure)
-            case CancelDone(keys=keys):
-                for leg in list(self._legs):
-                    leg.confirm(node, keys)
-                    self._close_if_confirmed(leg)
-            case _:
-                assert_never(message)
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
         """The hot path: once per sequence and step."""
@@ -146,8 +130,20 @@ class Lifecycle:
         if choice.leg is leg:
             self._receive(leg, choice, entry.position, entry.token_ids, entry.finish_reason)
 
-    def _on_first_tokens(self, leg: Leg, message: FirstTokens) -> None:
-        assert leg.prefill is not None
+    def _on_accepted(self, node: NodeId, message: Accepted) -> None:
+        leg = self._leg_of(message.key)
+        if leg is None or leg.decode != node:
+            return
+        leg.accepted, leg.heard_s = True, self._now_s
+        if leg.prefill is None:
+            times = StageTimes(num_cached_tokens=message.num_cached_tokens)
+            self._out.append(Timed(times, of_prompt=True))
+        self._forward_first_tokens(leg)
+
+    def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
+        leg = self._leg_of(message.key)
+        if leg is None or leg.prefill is None or leg.prefill != node:
+            return
         leg.heard_s = self._now_s
         self._out.extend(leg.releases({leg.prefill}))
         if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
@@ -222,6 +218,11 @@ class Lifecycle:
             }
             self._cancel(leg, leg.decode, tuple(map(leg.key.of_choice, sorted(unheard))))
             self._lose_choices(leg, unheard, failure, leg.prefill)
+
+    def _on_cancel_done(self, node: NodeId, keys: tuple[Key, ...]) -> None:
+        for leg in list(self._legs):
+            leg.confirm(node, keys)
+            self._close_if_confirmed(leg)
 
     # --- loss and retry -------------------------------------------------------------------------
 

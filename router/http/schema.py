@@ -6,7 +6,7 @@ asks for nothing, because an answer that ignores a wish is a wrong answer. Nothi
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -79,10 +79,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class CompletionBody(GenerationBody, kw_only=True):
     """Body of POST /v1/completions."""
@@ -98,7 +94,7 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One turn of a chat. `omit_defaults`, because templates ask whether a key is there."""
 
     role: Annotated[str, Meta(min_length=1)]
@@ -119,7 +115,7 @@ class ResponseFormat(msgspec.Struct):
 class ChatBody(GenerationBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(max_length=10_000)]
+    messages: Annotated[list[Turn], Meta(max_length=10_000)]
     max_completion_tokens: Int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
@@ -148,7 +144,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
 }
-_UNSUPPORTED_IN_MESSAGE = ("tool_calls", "tool_call_id", "function_call", "audio")
+_UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call", "audio")
 _NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
 _PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
 _NAMED = re.compile(r"field `(\w+)`")
@@ -157,30 +153,81 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
-def parse_completion(data: bytes) -> CompletionBody:
-    """Raises `RequestError`."""
+class Chat(msgspec.Struct, frozen=True):
+    """A prompt that the model's chat template has yet to write."""
+
+    messages: list[dict[str, object]]  # with text only
+    add_generation_prompt: bool
+    options: dict[str, object] | None
+
+
+Prompt = str | list[int] | Chat
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What one HTTP request asks for, checked."""
+
+    is_chat: bool
+    model: str | None
+    prompts: Sequence[Prompt]  # at least one, none of them empty
+    params: SamplingParams
+    is_streamed: bool
+    include_usage: bool
+    token_ids: bool
+    timeline: bool
+    echo: bool = False
+
+
+def parse_completion(data: bytes) -> Ask:
+    """Read the body of a completion; raises `RequestError`."""
     body = _decode(_completion_decoder, data)
-    _check_common(body)
-    return body
+    _check(body)
+    if body.max_tokens is None:
+        body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
+    return _ask(body, _prompts_of(body), echo=bool(body.echo))
 
 
-def parse_chat(data: bytes) -> ChatBody:
-    """Raises `RequestError`."""
+def parse_chat(data: bytes) -> Ask:
+    """Read the body of a chat, which without a limit gets the room that the model has left.
+
+    Raises `RequestError`.
+    """
     body = _decode(_chat_decoder, data)
-    _check_common(body)
+    _check(body)
     if not body.messages:
         raise RequestError("messages is empty", param="messages")
     if body.response_format is not None and body.response_format.type != "text":
         raise _unsupported("response_format")
-    for index, message in enumerate(body.messages):
-        for name in _UNSUPPORTED_IN_MESSAGE:
-            if getattr(message, name):
-                raise _unsupported(f"messages[{index}].{name}")
-    return body
+    messages = [_plain_turn(index, turn) for index, turn in enumerate(body.messages)]
+    generates = body.add_generation_prompt is not False
+    chat = Chat(messages, generates, body.chat_template_kwargs)
+    if body.max_completion_tokens is None:
+        return _ask(body, [chat])
+    body.max_tokens = body.max_completion_tokens
+    return _ask(body, [chat], limit_name="max_completion_tokens")
 
 
-def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts of a completion, at least one, none of them empty."""
+def _ask(
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    *,
+    echo: bool = False,
+    limit_name: str = "max_tokens",
+) -> Ask:
+    return Ask(
+        is_chat=isinstance(body, ChatBody),
+        model=body.model,
+        prompts=prompts,
+        params=_sampling_of(body, limit_name),
+        is_streamed=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        token_ids=bool(body.return_token_ids),
+        timeline=bool(body.timeline),
+        echo=echo,
+    )
+
+
+def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
@@ -201,26 +248,11 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     return prompts
 
 
-def messages_of(body: ChatBody) -> list[dict[str, object]]:
-    """The turns as templates take them, with text only."""
-    return [_plain_message(index, message) for index, message in enumerate(body.messages)]
-
-
-def sampling_of(body: CompletionBody | ChatBody) -> SamplingParams:
-    """Raises `RequestError`. A chat without a limit gets the room that the model has left."""
-    max_tokens, limit_name = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody):
-        if body.max_completion_tokens is not None:
-            max_tokens, limit_name = body.max_completion_tokens, "max_completion_tokens"
-    elif max_tokens is None:
-        max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
-    given = {
-        name: value
-        for name in _SAMPLING_FIELDS
-        if (value := getattr(body, name)) is not None and name != "max_tokens"
-    }
+def _sampling_of(body: GenerationBody, limit_name: str) -> SamplingParams:
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    given.setdefault("max_tokens", None)
     try:
-        return SamplingParams(max_tokens=max_tokens, **given)
+        return SamplingParams(**given)
     except RequestError as error:
         if error.param != "max_tokens":
             raise
@@ -233,7 +265,7 @@ _SAMPLING_FIELDS = sorted(
 )
 
 
-def _check_common(body: GenerationBody) -> None:
+def _check(body: GenerationBody) -> None:
     for name, values in _NEUTRAL.items():
         value = getattr(body, name, None)
         if value is not None and value not in values:
@@ -254,8 +286,12 @@ def _check_common(body: GenerationBody) -> None:
         raise RequestError(text, param="stop")
 
 
-def _plain_message(index: int, message: Message) -> dict[str, object]:
-    content = message.content
+def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
+    """Return a turn as templates take it, with text only."""
+    for name in _UNSUPPORTED_IN_TURN:
+        if getattr(turn, name):
+            raise _unsupported(f"messages[{index}].{name}")
+    content = turn.content
     if isinstance(content, list):
         texts = []
         for place, part in enumerate(content):
@@ -267,9 +303,9 @@ def _plain_message(index: int, message: Message) -> dict[str, object]:
                 )
             texts.append(part.text)
         content = "\n".join(texts)
-    plain: dict[str, object] = {"role": message.role, "content": content or ""}
+    plain: dict[str, object] = {"role": turn.role, "content": content or ""}
     for name in ("name", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
+        if (value := getattr(turn, name)) is not None:
             plain[name] = value
     return plain
 

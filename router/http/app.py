@@ -17,11 +17,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
-from baton.router.answers import error_of, retry_headers
-from baton.router.chat_template import ChatTemplate
-from baton.router.handlers import Engine, Handlers
-from baton.router.http_metrics import HttpMetrics
-from baton.router.sse import SILENCE_S
+from baton.router.http.answers import error_of, retry_headers
+from baton.router.http.handlers import Engine, Handlers
+from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
+from baton.router.http.sse import SILENCE_S
+from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import ROOT, clip, logger
 
 BACKLOG = 4096
@@ -121,7 +121,7 @@ class App:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
             body=self.metrics.render(self._engine.health()),
-            headers={"Content-Type": self.metrics.content_type},
+            headers={"Content-Type": CONTENT_TYPE},
         )
 
     # --- around every request -------------------------------------------------------------------

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,24 +18,16 @@ from aiohttp import web
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.answers import Answer, clamped_to
-from baton.router.chat_template import ChatTemplate
-from baton.router.http_metrics import HttpMetrics
-from baton.router.outputs import CompletionOutput
+from baton.router.http.answers import Answer, clamped_to
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.relay import Relay
+from baton.router.http.schema import Ask, Chat, parse_chat, parse_completion
+from baton.router.http.sse import SILENCE_S, EventStream
+from baton.router.outputs import CompletionOutput, Merged
 from baton.router.registry import Health, ServedModel
-from baton.router.relay import Relay
-from baton.router.schema import (
-    ChatBody,
-    CompletionBody,
-    messages_of,
-    parse_chat,
-    parse_completion,
-    prompts_of,
-    sampling_of,
-)
-from baton.router.sse import SILENCE_S, EventStream
-from baton.router.stream import Cumulated, RequestStream
-from baton.router.text import Text
+from baton.router.stream import RequestStream, Sink
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.text import Text
 from baton.runtime.log import clip, logger
 
 BODY_TIMEOUT_S = 60.0
@@ -63,15 +55,14 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Work:
-    """One HTTP request, understood."""
+    """One HTTP request on its way from what it asks for to its answer."""
 
+    ask: Ask
     answer: Answer
     prompts: list[str | list[int]]
-    params: SamplingParams
     echoes: list[str]  # per prompt, what stands before each of its choices; empty: nothing
-    is_streamed: bool
     request_id: str  # the client's, or the answer's
-    outcome: str = "finished"
+    outcome: str = BatonError.code  # until it is known
 
 
 class Handlers:
@@ -92,25 +83,37 @@ class Handlers:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        body = parse_completion(await self._read(request))
-        model = self._model(body.model)
-        prompts, params = prompts_of(body), sampling_of(body)
-        echoes = [self._echo(prompt) for prompt in prompts] if body.echo else []
-        answer = _answer("cmpl", body, model.name)
-        request_id = _request_id(request, answer)
-        work = Work(answer, prompts, params, echoes, bool(body.stream), request_id)
-        return await self._serve(request, work)
+        return await self._serve(request, parse_completion(await self._read(request)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        body = parse_chat(await self._read(request))
-        model = self._model(body.model)
-        params = sampling_of(body)
-        token_ids = await self._render(body)
-        answer = _answer("chatcmpl", body, model.name)
-        request_id = _request_id(request, answer)
-        work = Work(answer, [token_ids], params, [], bool(body.stream), request_id)
-        return await self._serve(request, work)
+        return await self._serve(request, parse_chat(await self._read(request)))
+
+    async def _serve(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        """Submit a request per prompt and answer; on the way out all are ended and counted."""
+        work = await self._prepare(request, ask)
+        streams: list[RequestStream] = []
+        try:
+            for index, prompt in enumerate(work.prompts):
+                if index:  # a long list of prompts must not hold other requests up
+                    await asyncio.sleep(0)
+                if self._logs_prompts:
+                    log.info("prompt", request=work.answer.id, text=clip(str(prompt)))
+                name = f"{work.answer.id}-{index}"
+                streams.append(await self._engine.submit(prompt, ask.params, name))
+            if ask.is_streamed:
+                return await self._stream(request, work, streams)
+            return await self._whole(work, streams)
+        except asyncio.CancelledError:
+            work.outcome = "client_gone"
+            raise
+        except BatonError as error:
+            work.outcome = error.code
+            raise
+        finally:
+            for stream in streams:
+                stream.close()
+                self._metrics.ended(stream.metrics, work.outcome, ask.params.n)
 
     # --- before submitting ----------------------------------------------------------------------
 
@@ -118,6 +121,8 @@ class Handlers:
         if self.is_draining:
             raise Overloaded("the router is shutting down", code="shutting_down")
         try:
+            if request.content.is_eof():
+                return await request.read()  # all of it is here: there is nothing to wait for
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except TimeoutError:
@@ -138,79 +143,66 @@ class Handlers:
             raise RequestError(text, code="model_not_found", param="model", http_status=404)
         return model
 
-    def _echo(self, prompt: str | list[int]) -> str:
+    async def _prepare(self, request: web.Request, ask: Ask) -> Work:
+        model = self._model(ask.model)
+        prompts = [
+            await self._render(prompt) if isinstance(prompt, Chat) else prompt
+            for prompt in ask.prompts
+        ]
+        answer = Answer(
+            id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            model=model.name,
+            created=int(time.time()),
+            is_chat=ask.is_chat,
+            include_usage=ask.include_usage,
+            token_ids=ask.token_ids,
+            timeline=ask.timeline,
+        )
+        echoes = [self._text_of(prompt) for prompt in prompts] if ask.echo else []
+        return Work(ask, answer, prompts, echoes, _request_id(request, answer))
+
+    def _text_of(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._engine.get_tokenizer().decode(prompt)
 
-    async def _render(self, body: ChatBody) -> list[int]:
+    async def _render(self, chat: Chat) -> list[int]:
         template = self._chat_template
         if template is None:
             text = "this model has no chat template; use /v1/completions"
             raise RequestError(text, code="no_chat_template", http_status=404)
-        generates = body.add_generation_prompt is not False
-        messages, options = messages_of(body), body.chat_template_kwargs
         text = await asyncio.to_thread(
-            template.render, messages, add_generation_prompt=generates, options=options
+            template.render,
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            options=chat.options,
         )
         return await self._engine.get_tokenizer().encode(text, add_special_tokens=False)
 
-    # --- submitting and answering ---------------------------------------------------------------
-
-    async def _serve(self, request: web.Request, work: Work) -> web.StreamResponse:
-        async with self._submitted(work) as streams:
-            if work.is_streamed:
-                return await self._stream(request, work, streams)
-            return await self._whole(work, streams)
-
-    @contextlib.asynccontextmanager
-    async def _submitted(self, work: Work) -> AsyncGenerator[list[RequestStream], None]:
-        """A request per prompt. On the way out all of them are ended and counted."""
-        streams: list[RequestStream] = []
-        try:
-            for index, prompt in enumerate(work.prompts):
-                if self._logs_prompts:
-                    log.info("prompt", request=work.answer.id, text=clip(str(prompt)))
-                name = f"{work.answer.id}-{index}"
-                streams.append(await self._engine.submit(prompt, work.params, name))
-            yield streams
-        except asyncio.CancelledError:
-            work.outcome = "client_gone"
-            raise
-        except BatonError as error:
-            work.outcome = error.code
-            raise
-        except BaseException:
-            work.outcome = BatonError.code
-            raise
-        finally:
-            for stream in streams:
-                stream.close()
-                self._metrics.ended(stream.metrics, work.outcome, work.params.n)
+    # --- answering ------------------------------------------------------------------------------
 
     async def _whole(self, work: Work, streams: list[RequestStream]) -> web.Response:
-        wholes = [Cumulated(work.params.n) for _ in streams]
-
-        async def collect(stream: RequestStream, whole: Cumulated) -> None:
-            def take(delta: CompletionOutput) -> None:
-                self._metrics.num_output_tokens += len(delta.token_ids)
-                whole.add(delta)
-
-            await stream.forward(take)
-
-        pairs = zip(streams, wholes, strict=True)
-        await _all(*[collect(stream, whole) for stream, whole in pairs])
+        num_choices = work.ask.params.n
+        wholes = [Merged(num_choices) for _ in streams]
+        for stream, whole in zip(streams, wholes, strict=True):
+            stream.send_to(self._counted(whole.add))
+        await _all_ended(streams)
         outputs = []
         for index, whole in enumerate(wholes):
             for output in whole.outputs():
-                output.index += index * work.params.n
+                output.index += index * num_choices
                 if work.echoes:
                     output.text = work.echoes[index] + output.text
                 outputs.append(output)
-        metrics = [stream.metrics for stream in streams]
-        return web.Response(
-            body=work.answer.whole(outputs, metrics),
-            content_type="application/json",
-            headers=_headers(work, streams),
-        )
+        body = work.answer.whole(outputs, [stream.metrics for stream in streams])
+        headers = _headers(work, streams)
+        work.outcome = "finished"
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    def _counted(self, sink: Sink) -> Sink:
+        def take(delta: CompletionOutput) -> None:
+            self._metrics.num_output_tokens += len(delta.token_ids)
+            sink(delta)
+
+        return take
 
     async def _stream(
         self, request: web.Request, work: Work, streams: list[RequestStream]
@@ -219,50 +211,42 @@ class Handlers:
         # but a client is not left in silence.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._silence_s):
-                await streams[0].started()
+                await streams[0].changed()
         headers = _headers(work, streams)
         events = EventStream(request, work.answer.id, headers, self._silence_s)
-        relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
+        relay = Relay(events, work.answer, work.ask.params.n, work.echoes, self._metrics)
         await events.open()
         try:
-            await _all(*[s.forward(relay.sink(index)) for index, s in enumerate(streams)])
+            for index, stream in enumerate(streams):
+                stream.send_to(relay.sink(index))
+            await _all_ended(streams)
             relay.finish([stream.metrics for stream in streams])
+            work.outcome = "finished"
         except BatonError as error:
             work.outcome = error.code
             relay.fail(error)
         except Exception:
             log.exception("a streamed answer broke", request=work.answer.id)
-            work.outcome = BatonError.code
             relay.fail(BatonError("the router failed to make this answer"))
         finally:
             relay.stop()
             events.stop()
+            for stream in streams:
+                stream.close()
         return await events.close()
 
 
-async def _all(*waits: Coroutine[None, None, None]) -> None:
-    """Wait for all of them; the first that raises ends the others."""
-    if len(waits) == 1:
-        await waits[0]
+async def _all_ended(streams: Sequence[RequestStream]) -> None:
+    """Wait for the end of all streams; the first error of any of them is raised at once."""
+    if len(streams) == 1:
+        await streams[0].ended()
         return
     try:
         async with asyncio.TaskGroup() as group:
-            for wait in waits:
-                group.create_task(wait)
+            for stream in streams:
+                group.create_task(stream.ended())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-def _answer(prefix: str, body: CompletionBody | ChatBody, model: str) -> Answer:
-    return Answer(
-        id=f"{prefix}-{secrets.token_hex(12)}",
-        model=model,
-        created=int(time.time()),
-        is_chat=isinstance(body, ChatBody),
-        include_usage=body.include_usage,
-        token_ids=bool(body.return_token_ids),
-        timeline=bool(body.timeline),
-    )
 
 
 def _request_id(request: web.Request, answer: Answer) -> str:

@@ -4,67 +4,70 @@
 Tokens are counted in a plain integer, because there is one call per token. Never touches a socket.
 """
 
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
 from baton.router.outputs import RequestMetrics
 from baton.router.registry import Health
-from baton.runtime.metrics import Metrics
 
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+# From the gap between two tokens to a long prompt in a queue.
+BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
 _STAGES = ("router_queue", "queue", "prefill", "transfer", "decode_queue", "first_step")
 
 
 class HttpMetrics:
-    """The metrics of one router."""
+    """The metrics of one router, in a registry of their own: two routers can share a process."""
 
     def __init__(self) -> None:
-        metrics = self._metrics = Metrics()
-        self.content_type = metrics.content_type
+        self._registry = CollectorRegistry()
         self.num_requests = 0  # ended ones
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self._num_rendered_tokens = 0
-        self._answers = metrics.counter(
-            "baton_http_answers", "HTTP answers by route and status", ("route", "status")
+        answers = self._counter("http_answers", "HTTP answers by route and status", "route status")
+        requests = self._counter("requests", "Ended requests by way and outcome", "path outcome")
+        # Finding a child by its labels takes longer than counting with it.
+        self._answers = cache(answers.labels)
+        self._requests = cache(requests.labels)
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of ended prompts")
+        self._cached_tokens = self._counter(
+            "cached_prompt_tokens", "Prompt tokens that a prefix cache held"
         )
-        self._requests = metrics.counter(
-            "baton_requests", "Ended requests by way and outcome", ("path", "outcome")
+        self._output_tokens = self._counter("output_tokens", "Tokens handed out")
+        self._transfer_bytes = self._counter(
+            "transfer_bytes", "KV bytes moved from prefill to decode nodes"
         )
-        self._prompt_tokens = metrics.counter("baton_prompt_tokens", "Tokens of ended prompts")
-        self._cached_tokens = metrics.counter(
-            "baton_cached_prompt_tokens", "Prompt tokens that a prefix cache held"
+        self._first = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token handed out"
         )
-        self._output_tokens = metrics.counter("baton_output_tokens", "Tokens handed out")
-        self._transfer_bytes = metrics.counter(
-            "baton_transfer_bytes", "KV bytes moved from prefill to decode nodes"
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds", "After the first, with one choice"
         )
-        self._first = metrics.histogram(
-            "baton_time_to_first_token_seconds", "From arrival to the first token handed out"
+        self._e2e = self._histogram(
+            "request_seconds", "From arrival to the end, of those that had tokens"
         )
-        self._per_token = metrics.histogram(
-            "baton_time_per_output_token_seconds", "After the first, with one choice"
-        )
-        self._e2e = metrics.histogram(
-            "baton_request_seconds", "From arrival to the end, of those that had tokens"
-        )
-        stages = metrics.histogram(
-            "baton_stage_seconds", "Stages of a request; see docs/api.md", ("stage",)
-        )
+        stages = self._histogram("stage_seconds", "Stages of a request; see docs/api.md", "stage")
         self._stages = {f"{stage}_s": stages.labels(stage) for stage in _STAGES}
-        self._running = metrics.gauge("baton_running_requests", "Requests with nodes")
-        self._queued = metrics.gauge("baton_queued_requests", "Requests that wait for nodes")
-        self._nodes = metrics.gauge("baton_nodes", "Nodes by role and state", ("role", "state"))
-        self._free = metrics.gauge(
-            "baton_node_free_blocks", "KV blocks that could be given out", ("node",)
-        )
-        self._total = metrics.gauge("baton_node_total_blocks", "KV blocks of the pool", ("node",))
+        self._running = self._gauge("running_requests", "Requests with nodes")
+        self._queued = self._gauge("queued_requests", "Requests that wait for nodes")
+        self._nodes = self._gauge("nodes", "Nodes by role and state", "role state")
+        self._free = self._gauge("node_free_blocks", "KV blocks that could be given out", "node")
+        self._total = self._gauge("node_total_blocks", "KV blocks of the pool", "node")
 
     def answered(self, route: str, status: int) -> None:
         """`route` is a pattern of ours, never what a client sent."""
-        self._answers.labels(route, str(status)).inc()
+        self._answers(route, status).inc()
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
         """One request, with a prompt of its own, has ended."""
         self.num_requests += 1
         self.num_prompt_tokens += metrics.num_prompt_tokens
-        self._requests.labels(metrics.path or "none", outcome).inc()
+        self._requests(metrics.path or "none", outcome).inc()
         self._prompt_tokens.inc(metrics.num_prompt_tokens)
         self._cached_tokens.inc(metrics.num_cached_tokens)
         self._transfer_bytes.inc(metrics.transfer_bytes)
@@ -90,7 +93,22 @@ class HttpMetrics:
             self._nodes.labels(node.role, node.state).inc()
             self._free.labels(node.node_id).set(node.load.free_blocks)
             self._total.labels(node.node_id).set(node.load.total_blocks)
-        return self._metrics.render()
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, description: str, labels: str = "") -> Counter:
+        return Counter(f"baton_{name}", description, labels.split(), registry=self._registry)
+
+    def _gauge(self, name: str, description: str, labels: str = "") -> Gauge:
+        return Gauge(f"baton_{name}", description, labels.split(), registry=self._registry)
+
+    def _histogram(self, name: str, description: str, labels: str = "") -> Histogram:
+        return Histogram(
+            f"baton_{name}",
+            description,
+            labels.split(),
+            registry=self._registry,
+            buckets=BUCKETS_S,
+        )
 
 
 class StatsLine:

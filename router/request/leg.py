@@ -13,7 +13,7 @@ import msgspec
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Decode, FirstToken, Prefill
 from baton.protocol.sampling import Sampling
-from baton.router.request_events import Release, Send
+from baton.router.request.events import Release, Send
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """What happens to a request (`RequestEvent`) and what its lifecycle wants done (`RequestCommand`).
 
 `core` feeds the first and carries out the second; `lifecycle` is a pure function between them.
-Structs, so that a run can be recorded and replayed.
+They are Structs, so that a run can be recorded and replayed.
 """
 
 import msgspec
@@ -49,11 +49,6 @@ class NotPlaced(RequestMessage, frozen=True):
     failure: Failure
 
 
-class NodeSaid(RequestMessage, frozen=True):
-    node: NodeId
-    message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
-
-
 class NodeLost(RequestMessage, frozen=True):
     """That process is gone, or counts as gone: nothing it says from here on reaches a request."""
 
@@ -75,8 +70,10 @@ class Tick(RequestMessage, frozen=True):
     """Time has passed."""
 
 
+# What nodes say of a request is an event as it stands.
+NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
 RequestEvent = (
-    Begun | Placed | NotPlaced | NodeSaid | NodeLost | ChoiceStopped | CallerGone | Tick
+    NodeMessage | Begun | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone | Tick
 )  # fmt: skip
 
 

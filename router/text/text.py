@@ -14,11 +14,13 @@ from tokenizers import Tokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import Detokenizer
-from baton.router.stop_strings import StopAutomaton
-from baton.router.token_text import Decoding, decoding_of
+from baton.router.text.detokenizer import Detokenizer
+from baton.router.text.stop_strings import StopAutomaton
+from baton.router.text.token_text import Decoding, decoding_of
 
 _ENCODE_THREADS = 2
+# Up to this length, encoding a prompt holds the event loop up for less time than a thread costs.
+_MAX_CHARS_ON_LOOP = 200
 _AUTOMATA_KEPT = 64
 
 
@@ -56,6 +58,8 @@ class Text:
 
         The text of a chat template has them already and must not get them twice.
         """
+        if len(prompt) <= _MAX_CHARS_ON_LOOP:
+            return self.encode_now(prompt, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self.encode_now, prompt, add_special_tokens)
 
@@ -76,10 +80,13 @@ class Text:
         stream = self._decoding.stream((), skip_special_tokens)
         return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
-        """For one choice that continues `prompt_token_ids`."""
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0
+    ) -> Detokenizer:
+        """Return what turns the tokens of choice `index`, which continues a prompt, into text."""
         stops = tuple(params.stop_strings)
         return Detokenizer(
+            index,
             self._decoding.stream(prompt_token_ids, params.skip_special_tokens),
             params,
             self._automaton(stops) if stops else None,
