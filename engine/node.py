@@ -149,6 +149,7 @@ class EngineNode:
             self.node_id, self.epoch, self.role, endpoint,
             info.num_blocks, info.layout, info.ranks, info.model,
             info.max_model_len, info.vocab_size, info.eos_token_ids,
+            info.batch_invariant, info.compute,
         )  # fmt: skip
         pool = BlockPool(
             info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
@@ -170,7 +171,14 @@ class EngineNode:
         )
         self._vitals.set_ready()
         sockets.ready(node)
-        log.info("ready", role=self.role, blocks=info.num_blocks, max_len=info.max_model_len)
+        log.info(
+            "ready",
+            role=self.role,
+            blocks=info.num_blocks,
+            max_len=info.max_model_len,
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+        )
         try:
             while not self._stopping.is_set():
                 loop.turn()

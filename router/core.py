@@ -39,7 +39,7 @@ from baton.router.leg import Request
 from baton.router.lifecycle import Lifecycle
 from baton.router.nodes import NodeSockets
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Change, Entered, Health, Left, Refuse, Registry, Status
+from baton.router.registry import Change, Differs, Entered, Health, Left, Refuse, Registry, Status
 from baton.router.request_events import (
     Begun,
     CallerGone,
@@ -242,6 +242,8 @@ class RouterCore:
                     log.info("node in service", node=info.node_id, role=info.role)
                     self._introduce(info.role)
                     self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
+                case Differs(node=node, other=other):
+                    log.warning(change.message, node=node, other=other)
                 case Left(node=node, role=role, failure=failure):
                     log.warning("node out of service", node=node, reason=failure.message)
                     self._introduce(role)
