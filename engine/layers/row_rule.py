@@ -32,7 +32,7 @@ ALIGNED_BYTES = 64
 
 # A model of what pieces cost, for the choice between sets of tiles: two nodes on equal CPUs must
 # choose alike, and so no time is measured for it. A product costs its rows and START_ROWS more.
-START_ROWS = 16
+START_ROWS = 64
 TYPICAL_ROWS = (1, 8, 64, 512)
 
 
