@@ -30,6 +30,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
 
 
 class Executor(Protocol):

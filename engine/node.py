@@ -171,7 +171,14 @@ class EngineNode:
         )
         self._vitals.set_ready()
         sockets.ready(node)
-        log.info("ready", role=self.role, blocks=info.num_blocks, max_len=info.max_model_len)
+        log.info(
+            "ready",
+            role=self.role,
+            blocks=info.num_blocks,
+            max_len=info.max_model_len,
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+        )
         try:
             while not self._stopping.is_set():
                 loop.turn()

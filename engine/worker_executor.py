@@ -224,12 +224,15 @@ def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
 
 
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
-    """All ranks' addresses in one; whatever else they say must be equal."""
-    info = msgspec.structs.replace(
-        infos[0], ranks=tuple(address for info in infos for address in info.ranks)
-    )
+    """All ranks' addresses and ways to compute in one; all else that they say must be equal."""
+    shared = {
+        "ranks": tuple(address for info in infos for address in info.ranks),
+        "batch_invariant": all(info.batch_invariant for info in infos),
+        "compute": "+".join(dict.fromkeys(info.compute for info in infos)),
+    }
+    info = msgspec.structs.replace(infos[0], **shared)
     for rank, other in enumerate(infos):
-        if msgspec.structs.replace(other, ranks=info.ranks) != info:
+        if msgspec.structs.replace(other, **shared) != info:
             raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
     return info
 

@@ -41,7 +41,7 @@ class RankAddress(msgspec.Struct, frozen=True):
     metadata: dict[str, bytes]
 
 
-class NodeInfo(msgspec.Struct, frozen=True):
+class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a ready node publishes about itself; the router passes it on to its peers."""
 
     node_id: NodeId
@@ -55,6 +55,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
 
 
 # --- router to node ---------------------------------------------------------------------------

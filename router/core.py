@@ -36,7 +36,7 @@ from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Change, Entered, Health, Left, Refuse, Registry, Status
+from baton.router.registry import Change, Differs, Entered, Health, Left, Refuse, Registry, Status
 from baton.router.request.events import (
     Begun,
     CallerGone,
@@ -245,6 +245,8 @@ class RouterCore:
                     log.info("node in service", node=info.node_id, role=info.role)
                     self._introduce(info.role)
                     self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
+                case Differs(node=node, other=other):
+                    log.warning(change.message, node=node, other=other)
                 case Left(node=node, role=role, failure=failure):
                     log.warning("node out of service", node=node, reason=failure.message)
                     self._introduce(role)

@@ -58,6 +58,8 @@ class NodeHealth(msgspec.Struct, frozen=True):
     step_age_s: float
     num_legs: int  # charged by this router
     num_tokens: int  # of those
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -120,7 +122,21 @@ class Left(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-Change = Refuse | Entered | Left
+class Differs(msgspec.Struct, frozen=True):
+    """A node that was just ready computes other bits than one that is in service."""
+
+    node: NodeId
+    other: NodeId
+
+    @property
+    def message(self) -> str:
+        return (
+            "two nodes compute different bits: a stream that moves from one to the other is a "
+            "valid continuation, but it may differ from one that was never interrupted"
+        )
+
+
+Change = Refuse | Entered | Left | Differs
 
 
 class Registry:
@@ -165,7 +181,7 @@ class Registry:
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase = "ready"
         self._changed()
-        return [Entered(info)]
+        return [Entered(info), *self._differences(info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
@@ -270,6 +286,14 @@ class Registry:
     def _serves_any(self) -> bool:
         return any(node.info is not None for node in self._nodes.values())
 
+    def _differences(self, info: NodeInfo) -> list[Change]:
+        """The first node in service that computes other bits than `info`, as far as both say."""
+        infos = (node.info for node in sorted(self._nodes.values(), key=lambda node: node.node_id))
+        for other in infos:
+            if other is not None and info.compute and other.compute not in ("", info.compute):
+                return [Differs(info.node_id, other.node_id)]
+        return []
+
     def _stranger(self, info: NodeInfo) -> Failure | None:
         """Why a node cannot serve next to the others."""
         sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
@@ -307,6 +331,8 @@ def _health(now_s: float, node: Node) -> NodeHealth:
         node.step_age_s,
         len(node.charges),
         node.num_tokens,
+        node.info is not None and node.info.batch_invariant,
+        node.info.compute if node.info is not None else "",
     )
 
 

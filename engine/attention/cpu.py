@@ -1,7 +1,7 @@
 """Attention on CPUs, batch-invariant: a token's bits depend on its own sequence alone.
 
-Three things see to that. Products get enough rows for one code path of the library (`LINEAR_ROWS`,
-`PRODUCT_ROWS`). Values are mixed in tiles of keys cut at absolute positions, each a product of its
+Three things see to that. Products get enough rows for one code path of the library
+(`PRODUCT_ROWS`). Values are mixed in tiles of keys cut at absolute positions, each a product of its
 own, added in order. And rows of weights are padded with zeros only, which change no sum. So decode,
 chunked and whole prompts agree bit for bit.
 """
@@ -18,10 +18,9 @@ from baton.engine.attention.backend import Batch, Span
 # Keys of one product at most: up to here any padding with zeros leaves the bits alone (measured).
 TILE = {torch.float32: 128, torch.bfloat16: 512}
 LANES = 16  # contexts are padded to whole vectors of keys, for the sums of the softmax
-# Rows of a linear layer and of an attention product come in multiples of these. Measured with 1 to
-# 8 threads: every such count up to 600 gives the bits of the largest, while few rows, or few for a
-# thread, take other paths (fp32: 1 to 3, two threads also 5 to 7 and 9 to 11; bf16: 1 at times).
-LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 2}
+# Rows of an attention product come in multiples of these. Measured with 1 to 8 threads: every such
+# count up to 600 gives the bits of the largest, while few rows, or few for a thread, take other
+# paths (fp32: 1 to 3, two threads also 5 to 7 and 9 to 11; bf16: 1 at times).
 PRODUCT_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 HIDDEN = float("-inf")
 QUERIES = 128  # of one prompt at a time, so that keys which none of them sees are skipped
@@ -73,6 +72,9 @@ class Prompt:
 class CpuBackend:
     """Attention over a host pool, and the plain forms of the fused operations."""
 
+    name = "torch"
+    is_batch_invariant = False  # the sizes above were measured on one CPU, not on this one
+
     def __init__(
         self,
         pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
@@ -98,10 +100,6 @@ class CpuBackend:
         # The scale of the scores goes into the rotation of the queries: [heads, 1].
         self._scale = torch.ones(num_heads + self.kv_heads, 1)
         self._scale[:num_heads] = self.head_dim**-0.5
-
-    def padded(self, num_rows: int) -> int:
-        multiple = LINEAR_ROWS[self.dtype]
-        return -(-num_rows // multiple) * multiple
 
     # --- once per step -------------------------------------------------------------------------
 

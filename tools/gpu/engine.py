@@ -146,8 +146,13 @@ class Prepared:
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
-    def padded(self, num_rows: int) -> int:
-        return self._inner.padded(num_rows)
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._inner.is_batch_invariant
 
     def begin(self, batch: Batch) -> None:
         """Done already."""
@@ -276,10 +281,9 @@ def _logits(runner: Runner) -> Tensor:
     for slices in batches:
         batch = runner.pack(slices)
         rows = torch.arange(batch.num_tokens, device=runner.device)
-        rows = torch.cat([rows, rows[:1].expand(runner.backend.padded(len(rows)) - len(rows))])
         with torch.inference_mode():
             logits = runner.decoder.forward(batch, rows, runner.backend)
-        found.append(logits[: batch.num_tokens])
+        found.append(logits)
     return torch.cat(found)
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import cpu
+from baton.engine.layers.row_rule import num_threads
 from baton.engine.runner import Runner
+from baton.protocol.config import ClusterConfig
 from tests.support.checkpoints import Shape, model_folder
 from tests.support.compute import (
     Text,
@@ -15,6 +17,7 @@ from tests.support.compute import (
     compute_config,
     loaded,
     logits,
+    needs_rules,
     random_tokens,
 )
 
@@ -33,11 +36,16 @@ LENGTH = 300  # three tiles of keys
     params=[(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")],
     ids="-".join,
 )
-def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+def config(request: pytest.FixtureRequest) -> ClusterConfig:
     name, dtype = request.param
     family, shape = SHAPES[name]
-    folder = model_folder(family, num_layers=2, **shape)
-    with loaded(compute_config(folder, dtype=dtype, num_blocks=250)) as loaded_runner:
+    return compute_config(model_folder(family, num_layers=2, **shape), dtype, num_blocks=250)
+
+
+@pytest.fixture(scope="module")
+def runner(config: ClusterConfig) -> Iterator[Runner]:
+    with loaded(config) as loaded_runner:
+        needs_rules(loaded_runner)
         yield loaded_runner
 
 
@@ -100,15 +108,11 @@ def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> Non
     assert_same_bits(logits(runner, shared.chunk(128, 200))[0], expected[128:])
 
 
-def test_the_number_of_threads_leaves_no_trace(runner: Runner) -> None:
+def test_the_number_of_threads_leaves_no_trace(config: ClusterConfig, runner: Runner) -> None:
     one = text("one", 140)
     expected = chunked_logits(runner, one, [140])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert_same_bits(chunked_logits(runner, one, [90, 1, 9, 40]), expected)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(2), loaded(config) as with_two:
+        assert_same_bits(chunked_logits(with_two, one, [90, 1, 9, 40]), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -118,6 +122,7 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: 
     folder = model_folder("qwen3", num_layers=2)
     num_blocks = -(-1100 // block_size)
     with loaded(compute_config(folder, dtype, 2 * num_blocks + 1, block_size)) as runner:
+        needs_rules(runner)
         runner.cache.pool.fill_(float("nan"))
         tokens = random_tokens(1100)
         one = Text("one", tokens, range(num_blocks))
@@ -133,6 +138,7 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: 
 def test_bounds_on_one_product_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("qwen3", num_layers=2)
     with loaded(compute_config(folder, "bfloat16", num_blocks=100)) as runner:
+        needs_rules(runner)
         texts = [text(str(number), 200 + number, number * 14) for number in range(5)]
         whole = [chunked_logits(runner, each, [len(each.tokens)]) for each in texts]
         monkeypatch.setattr(cpu, "MAX_SCORES", 4 * 330 * 7)  # some seven queries

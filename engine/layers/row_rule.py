@@ -1,0 +1,194 @@
+"""How many rows of a linear layer may be computed at once, found by computing on this machine.
+
+A matrix library may give a row other bits when other numbers of rows are computed with it. Which
+numbers agree depends on the CPU, the dtype, the shape of the weight and the threads. `find_rule`
+tries some numbers of rows, called tiles, and keeps a set of them that gives a row the same bits at
+every place and beside every neighbour. `RowRule` then computes any number of rows as pieces of
+exactly these sizes. Times decide how rows are cut, and must never decide which bits come out.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.runtime.clock import Clock
+
+Product = Callable[[Tensor], Tensor]  # [num_rows, inputs] -> [num_rows, outputs]
+
+TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+FEW_TILES = (1, 16, 64, 256)
+# The largest weights are tried with few tiles, so that the search stays in proportion to a load.
+MAX_SEARCH_FLOPS = 40e9
+# Tiles up to this size are computed until each row stood at PASSES places and each place held two
+# rows; this shows that all places are alike. A larger tile is computed once and is compared with
+# them, so a set of tiles without any of these proves nothing. Decoding needs a small tile as well.
+SMALL_TILE, PASSES = 64, 4
+ALIGNED_BYTES = 64
+
+# A model of what pieces cost, for the choice between sets of tiles: two nodes on equal CPUs must
+# choose alike, and so no time is measured for it. A product costs its rows and START_ROWS more.
+START_ROWS = 64
+TYPICAL_ROWS = (1, 8, 64, 512)
+
+
+@dataclass(slots=True, frozen=True)
+class Trial:
+    """One number of rows that gave each row of the pool the same bits wherever it stood."""
+
+    tile: int
+    seconds: float
+    digest: bytes  # of the bits that the pool's rows got
+
+
+class RowRule:
+    """Tiles that give equal bits, and how to cut rows into them."""
+
+    def __init__(self, trials: Sequence[Trial], *, is_single_threaded: bool = False) -> None:
+        self.tiles = tuple(trial.tile for trial in trials)
+        self.digest = trials[0].digest
+        self.is_single_threaded = is_single_threaded
+        self._pieces = plan_pieces({trial.tile: trial.seconds for trial in trials})
+
+    def pieces(self, num_rows: int) -> tuple[int, ...]:
+        """The sizes to compute `num_rows` in, largest first; the last may hold some padding."""
+        whole, rest = divmod(num_rows, self.tiles[-1])
+        return (self.tiles[-1],) * whole + self._pieces[rest]
+
+    def compute(self, product: Product, x: Tensor) -> Tensor:
+        """`product(x)` for at least one row, a piece at a time."""
+        if not self.is_single_threaded:
+            return self._compute(product, x)
+        with num_threads(1):
+            return self._compute(product, x)
+
+    def _compute(self, product: Product, x: Tensor) -> Tensor:
+        *whole, last = self.pieces(len(x))
+        first = sum(whole)
+        missing = first + last - len(x)
+        end = product(F.pad(x[first:], (0, 0, 0, missing)) if missing else x[first:])
+        if missing:
+            end = end[:-missing]
+        if not whole:
+            return end
+        parts = x[:first].split(whole)
+        return torch.cat([*(product(part) for part in parts), end])
+
+
+def find_rule(product: Product, pool: Tensor, tiles: Sequence[int], clock: Clock) -> RowRule | None:
+    """The rule for `product`, tried with the rows of `pool` and this thread's number of threads.
+
+    None if no small tile gives a row the same bits at every place. The bits are those of one
+    thread, so they do not depend on `engine.threads`. If no tile reproduces them with several
+    threads, the rule computes with one: equal bits come before speed.
+    """
+    threads = torch.get_num_threads()
+    with num_threads(1):
+        trials = _try_tiles(product, pool, tiles, clock)
+    chosen = _best_class(trials)
+    if not chosen:
+        return None
+    if threads == 1:
+        return RowRule(chosen)
+    again = _try_tiles(product, pool, [trial.tile for trial in chosen], clock)
+    equal = [trial for trial in again if trial.digest == chosen[0].digest]
+    return RowRule(equal) if equal else RowRule(chosen, is_single_threaded=True)
+
+
+def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:
+    """The tiles to try for a weight that is given `max_rows` at once, or hardly ever more."""
+    tiles = [tile for tile in TILES if tile <= max_rows]
+    num_rows = sum(_num_products(tile, pool_size) * tile for tile in tiles)
+    if 2.0 * outputs * inputs * num_rows > MAX_SEARCH_FLOPS:
+        tiles = [tile for tile in FEW_TILES if tile <= max_rows]
+    return tuple(tiles)
+
+
+def plan_pieces(costs: Mapping[int, float]) -> tuple[tuple[int, ...], ...]:
+    """For each number of rows up to the largest tile, the pieces that cost least together."""
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for num_rows in range(1, max(costs) + 1):
+        cost, tile = min((costs[tile] + best[max(0, num_rows - tile)][0], tile) for tile in costs)
+        best.append((cost, (tile, *best[max(0, num_rows - tile)][1])))
+    return tuple(tuple(sorted(pieces, reverse=True)) for _, pieces in best)
+
+
+def arrangement(pool_size: int, tile: int) -> Tensor:
+    """Which row of the pool stands at each place of each product: `[num_products, tile]`."""
+    num_products = _num_products(tile, pool_size)
+    generator = torch.Generator().manual_seed(tile)
+    num_orders = -(-num_products * tile // pool_size)
+    orders = [torch.randperm(pool_size, generator=generator) for _ in range(num_orders)]
+    return torch.cat(orders)[: num_products * tile].view(num_products, tile)
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Let torch compute with `count` threads in this thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _num_products(tile: int, pool_size: int) -> int:
+    if tile == 1:
+        return pool_size
+    return max(2, -(-pool_size * PASSES // tile)) if tile <= SMALL_TILE else 1
+
+
+def _try_tiles(
+    product: Product, pool: Tensor, tiles: Sequence[int], clock: Clock
+) -> tuple[Trial, ...]:
+    trials = (_try_tile(product, pool, tile, clock) for tile in tiles)
+    return tuple(trial for trial in trials if trial is not None)
+
+
+def _try_tile(product: Product, pool: Tensor, tile: int, clock: Clock) -> Trial | None:
+    """None if a row of the pool got other bits at another place or beside other rows."""
+    rows, found, took = [], [], []
+    # Pieces start at any row of a larger tensor, so at any multiple of a row's bytes.
+    starts = (0, 1) if pool[0].nbytes % ALIGNED_BYTES else (0,)
+    for places in arrangement(len(pool), tile):
+        for start in starts:
+            x = pool.new_empty(start + tile, pool.shape[1])[start:]
+            torch.index_select(pool, 0, places, out=x)
+            began_s = clock()
+            found.append(product(x))
+            took.append(clock() - began_s)
+            rows.append(places)
+    bits = torch.cat(found).view(torch.uint8)  # [all places, bytes]
+    places = torch.cat(rows)
+    of_row = bits.new_empty(len(pool), bits.shape[1])
+    of_row[places] = bits
+    if not torch.equal(of_row[places], bits):
+        return None
+    digest = hashlib.blake2b(of_row.numpy().tobytes(), digest_size=16).digest()
+    return Trial(tile, min(took), digest)
+
+
+def _best_class(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials of equal bits that serve few and many rows at the least cost, by the model."""
+    classes: dict[bytes, list[Trial]] = {}
+    for trial in trials:
+        classes.setdefault(trial.digest, []).append(trial)
+    proven = [each for each in classes.values() if each[0].tile <= SMALL_TILE]
+    return min(proven, key=lambda each: _modelled_cost([trial.tile for trial in each]), default=[])
+
+
+def _modelled_cost(tiles: Sequence[int]) -> float:
+    """How many times the cost of one product of exactly the typical numbers of rows, summed."""
+    largest = max(tiles)
+    pieces = plan_pieces({tile: tile + START_ROWS for tile in tiles})
+    total = 0.0
+    for num_rows in TYPICAL_ROWS:
+        whole, rest = divmod(num_rows, largest)
+        used = (largest,) * whole + pieces[rest]
+        total += sum(tile + START_ROWS for tile in used) / (num_rows + START_ROWS)
+    return total
