@@ -31,7 +31,7 @@ BELOW = {
 PACKAGES = {
     "protocol": {"msgspec"},
     "runtime": {"msgspec", "zmq", "prometheus_client", "yaml"},
-    "kernels": {"torch", "triton"},
+    "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy", "nixl_cu13", "nixl_cu12"},
     "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors", "transformers", "triton"},
     "prefill_node": {"msgspec"},
