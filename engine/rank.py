@@ -8,12 +8,13 @@ allocated. Starts no threads but the port's own.
 import ctypes
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from baton.engine.attention.backend import Backend
-from baton.engine.attention.cpu import CpuBackend
+from baton.engine.attention.cpu import make_cpu_backend
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.kv_cache import (
     KVCache,
@@ -145,7 +146,7 @@ def load_runner(
             cache.pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device)
         )
     progress("kv pool", 1, 1)
-    backend = _backend(plan, cache, ranks.size)
+    backend = _backend(plan, cache, ranks.size, progress)
     sampler = Sampler(plan.decoder.eos_token_ids)
     return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
 
@@ -201,14 +202,15 @@ def _device(config: ClusterConfig) -> torch.device:
     return torch.device("cpu") if wanted == "cpu" else torch.device("cuda", 0)
 
 
-def _backend(plan: RankPlan, cache: KVCache, num_ranks: int) -> Backend:
+def _backend(plan: RankPlan, cache: KVCache, num_ranks: int, progress: Progress) -> Backend:
     decoder = plan.decoder
     num_heads, _ = local_heads(decoder, num_ranks)
     table = rope_table(decoder.rope, decoder.head_dim, plan.max_model_len)
     if plan.device.type == "cpu":
-        return CpuBackend(
-            cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window
-        )
+        return make_cpu_backend(
+            cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window,
+            partial(progress, "kernels"),
+        )  # fmt: skip
     # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
     from baton.engine.attention.cuda import CudaBackend, missing_for
 

@@ -1,8 +1,8 @@
 """The plain-torch twin of every kernel in this room: what each one means, in fp32.
 
-The engine runs these on machines without a GPU that Triton can use, and the tests hold each kernel
-to its twin. A twin states the meaning as plainly as torch allows; speed is the kernels' concern.
-Nothing here may import Triton.
+The tests hold each kernel to its twin, on GPUs and on CPUs, and the engine runs the twins where it
+can have neither. A twin states the meaning as plainly as torch allows; the kernels are for speed.
+Nothing here may import Triton or numba.
 
 The pool of a rank is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]` with
 keys at 0 and values at 1 of the fourth axis. A slot is `block_id * block_size + offset`.
@@ -45,6 +45,7 @@ def paged_prefill_attention(
     query_starts: Tensor,  # [batch + 1]
     context_lens: Tensor,  # [batch]
     scale: float,
+    window: int | None = None,  # keys that a query sees, itself included
 ) -> Tensor:
     """Causal attention of a ragged batch of chunks over their prefixes and selves, shaped as `q`.
 
@@ -57,7 +58,7 @@ def paged_prefill_attention(
     for i, length in enumerate(context_lens.tolist()):
         chunk = slice(starts[i], starts[i + 1])
         k, v = _visible_kv(pool, layer, block_tables[i], length)
-        out[chunk] = _causal_attention(q[chunk], k, v, scale)
+        out[chunk] = _causal_attention(q[chunk], k, v, scale, window)
     return out
 
 
@@ -137,7 +138,9 @@ def _visible_kv(
     return k, v
 
 
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+) -> Tensor:
     """Attention of the last `len(q)` positions of one sequence, shaped as `q`."""
     q_len, num_heads, head_dim = q.shape
     kv_heads, context_len, _ = k.shape
@@ -146,7 +149,10 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     grouped = q.float().unflatten(1, (kv_heads, num_heads // kv_heads))
     scores = torch.einsum("qkgd,knd->kgqn", grouped, k) * scale
     own = torch.arange(context_len - q_len, context_len, device=q.device)
-    hidden = torch.arange(context_len, device=q.device) > own[:, None]  # [q_len, context_len]
+    keys = torch.arange(context_len, device=q.device)
+    hidden = keys > own[:, None]  # [q_len, context_len]
+    if window is not None:
+        hidden |= keys <= own[:, None] - window
     probs = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     out = torch.einsum("kgqn,knd->qkgd", probs, v)
     return out.reshape(q_len, num_heads, head_dim).to(q.dtype)

@@ -32,7 +32,7 @@ BELOW = {
 PACKAGES = {
     "protocol": {"msgspec"},
     "runtime": {"msgspec", "zmq", "yaml"},
-    "kernels": {"torch", "triton"},
+    "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy"},
     "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors"},
     "prefill_node": {"msgspec"},

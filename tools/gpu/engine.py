@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch
-from baton.engine.attention.cpu import CpuBackend
+from baton.engine.attention.plain import PlainBackend
 from baton.engine.kv_cache import KVCache, device_cache
 from baton.engine.layers.linear import Linear
 from baton.engine.layers.rope import rope_table
@@ -221,7 +221,7 @@ def make_runner(
 
         backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
     else:
-        backend = CpuBackend(cache.pool, shape.num_heads, table, EPS)
+        backend = PlainBackend(cache.pool, shape.num_heads, table, EPS, window=None)
     return Runner(decoder, backend, cache, Sampler(), cache.pool.device, monotonic)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import cpu
 from baton.engine.layers.row_rule import num_threads
 from baton.engine.runner import Runner
 from baton.protocol.config import ClusterConfig
@@ -133,21 +132,6 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: 
         assert_same_bits(
             torch.cat(both), torch.cat((expected[-1:], expected[529:530], expected[700:720]))
         )
-
-
-def test_bounds_on_one_product_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = model_folder("qwen3", num_layers=2)
-    with loaded(compute_config(folder, "bfloat16", num_blocks=100)) as runner:
-        needs_rules(runner)
-        texts = [text(str(number), 200 + number, number * 14) for number in range(5)]
-        whole = [chunked_logits(runner, each, [len(each.tokens)]) for each in texts]
-        monkeypatch.setattr(cpu, "MAX_SCORES", 4 * 330 * 7)  # some seven queries
-        monkeypatch.setattr(cpu, "MAX_GATHERED_BYTES", 2 * 2 * 32 * 2 * 450)  # two sequences
-        bounded = chunked_logits(runner, texts[4], [len(texts[4].tokens)])
-        assert_same_bits(bounded, whole[4])
-        steps = [each.chunk(len(each.tokens) - 1, len(each.tokens)) for each in texts]
-        for ours, expected in zip(logits(runner, *steps), whole, strict=True):
-            assert_same_bits(ours, expected[-1:])
 
 
 @pytest.mark.parametrize("length", [5, 16, 21, 128, 200])

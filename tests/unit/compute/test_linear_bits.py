@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.host_linears import HostLinears, Kind, find
+from baton.engine.layers.host_linears import HostLinears, WeightKind, find
 from baton.engine.layers.linear import Linear, packed
 from baton.engine.layers.row_rule import TILES, find_rule, num_threads
 from baton.engine.layers.trial_data import NUM_ROWS, trial_bias, trial_rows, trial_weight
@@ -108,7 +108,7 @@ def test_layers_of_one_kind_are_searched_for_once() -> None:
 
 def test_what_is_found_is_the_same_every_time() -> None:
     """Two nodes on equal machines compute the same bits, however busy each is."""
-    kind = Kind(192, 640, torch.bfloat16, has_bias=False, max_rows=512)
+    kind = WeightKind(192, 640, torch.bfloat16, has_bias=False, max_rows=512)
     (one_packed, one), (other_packed, other) = find(kind), find(kind)
     assert one_packed == other_packed
     assert (one and (one.tiles, one.digest)) == (other and (other.tiles, other.digest))

@@ -1,0 +1,263 @@
+"""Paged attention on CPUs: chunks of any length, so a decode step is a chunk of one token.
+
+Queries go through their keys a tile of `TILE` after the other, cut at absolute positions, with a
+running maximum and sum (online softmax). Whatever is computed beside it, a query adds the same
+terms in the same order, and nothing for keys that it does not see: so its bits depend on its own
+sequence alone, and slots past the end may hold anything. Called by `cpu_kernels`; the meaning is
+`reference.paged_prefill_attention`.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.kernels.cpu_products import add_product, transpose
+from baton.kernels.cpu_shapes import MAX_STRIP, ROWS, TILE, WIDTH
+from baton.kernels.cpu_vectors import (
+    Floats,
+    Int32s,
+    Int64s,
+    Numbers,
+    every,
+    exp2,
+    hide,
+    inlined,
+    kernel,
+    larger,
+    largest,
+    load,
+    load_first,
+    per_line,
+    prefetch,
+    shift,
+    store,
+    store_first,
+    total,
+)
+
+HIDDEN, ZERO = np.float32("-inf"), np.float32(0)
+
+
+@kernel
+def attend(
+    first_unit: int,  # item * kv_heads + KV head
+    end_unit: int,
+    scratch: Floats,
+    staging: Numbers,  # 16 rows of a head
+    q: Numbers,  # [num_tokens, num_heads, head_dim]
+    pool: Numbers,  # of one layer
+    tables: Int32s,  # the block tables one after the other
+    items: Int64s,  # [num_items, 4]: first row, tokens, first position, start of a block table
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    stride_block: int,
+    stride_head: int,
+    window: int,
+    scale: float,  # of the scores, in base 2
+    out: Numbers,  # as q
+) -> None:
+    """All queries of items `first_unit:end_unit`, each for one KV head."""
+    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    most = max(ROWS, group)
+    mixed = shift(scratch, most * width)
+    keys = shift(mixed, most * width)
+    values = shift(keys, TILE * width)
+    scores = shift(values, TILE * width)
+    sums = shift(scores, MAX_STRIP * TILE)
+    tops = shift(sums, most * WIDTH)
+    for unit in range(first_unit, end_unit):
+        item, head = unit // kv_heads * 4, unit % kv_heads
+        num_tokens, position = items[item + 1], items[item + 2]
+        table, head_pool = shift(tables, items[item + 3]), shift(pool, head * stride_head)
+        num_rows, end = num_tokens * group, position + num_tokens
+        # Row `r` is query head `r % group` of the KV head, of token `r // group`.
+        at = ((items[item] * kv_heads + head) * group) * head_dim
+        step = (kv_heads - 1) * group * head_dim  # over the heads of other KV heads
+        _take_queries(scratch, mixed, sums, tops, shift(q, at), num_rows, group, head_dim, step)
+        for tile in range(_first_tile(position, window), end, TILE):
+            next_pool, next_table, next_tile, next_end = head_pool, table, tile + TILE, end
+            if next_tile >= end and unit + 1 < end_unit:
+                later = (unit + 1) // kv_heads * 4
+                next_pool = shift(pool, (unit + 1) % kv_heads * stride_head)
+                next_table = shift(tables, items[later + 3])
+                next_tile = _first_tile(items[later + 2], window)
+                next_end = items[later + 1] + items[later + 2]
+            _unpack(
+                keys, values, staging, head_pool, table, tile, end, next_pool, next_table,
+                next_tile, next_end, block_size, stride_block, head_dim,
+            )  # fmt: skip
+            _attend_tile(
+                scratch, mixed, keys, values, scores, sums, tops, num_rows, group,
+                position - tile, window, head_dim, scale,
+            )  # fmt: skip
+        _give_results(shift(out, at), mixed, sums, num_rows, group, head_dim, step)
+
+
+@inlined
+def _first_tile(position: int, window: int) -> int:
+    return max(position - window + 1, 0) // TILE * TILE
+
+
+@inlined
+def _place(table: Int32s, key: int, block_size: int, stride_block: int, head_dim: int) -> int:
+    return table[key // block_size] * stride_block + key % block_size * head_dim
+
+
+@kernel
+def _take_queries(
+    queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
+    num_rows: int, group: int, head_dim: int, step: int,
+) -> None:  # fmt: skip
+    """Bring the queries to fp32 and clear what they will be summed into."""
+    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    for row in range(num_rows):
+        at = row * head_dim + row // group * step
+        tops[row] = HIDDEN
+        store(sums, row * WIDTH, every(ZERO))
+        for d in range(0, head_dim, WIDTH):
+            store(queries, row * width + d, load_first(q, at + d, head_dim - d))
+            store(mixed, row * width + d, every(ZERO))
+
+
+@kernel
+def _unpack(
+    keys: Floats, values: Floats, staging: Numbers, pool: Numbers, table: Int32s, first: int,
+    end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
+    block_size: int, stride_block: int, head_dim: int,
+) -> None:  # fmt: skip
+    """Keys `first:end`, a tile at most, as columns, 16 side by side, and their values as rows.
+
+    Both in fp32. Meanwhile the next tile is on its way from memory, a line at a time: more at once
+    than a core can wait for would stall it.
+    """
+    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    line = per_line(pool)
+    to_values = block_size * head_dim
+    in_one_block = block_size % WIDTH == 0
+    is_whole = in_one_block and width == head_dim
+    for key in range(first, min(first + TILE, end), WIDTH):
+        at = _place(table, key, block_size, stride_block, head_dim)
+        soon = next_first + key - first
+        is_ahead = soon < next_end
+        ahead = _place(next_table, soon, block_size, stride_block, head_dim) if is_ahead else 0
+        for i in range(min(WIDTH, end - key)):
+            if is_ahead:
+                d = ahead + i * head_dim
+                while d < ahead + (i + 1) * head_dim:
+                    prefetch(next_pool, d)
+                    prefetch(next_pool, d + to_values)
+                    d += line
+            here = at + i * head_dim
+            if not in_one_block:
+                here = _place(table, key + i, block_size, stride_block, head_dim)
+            if not is_whole:
+                for d in range(head_dim):
+                    staging[i * width + d] = pool[here + d]
+            row = (key - first + i) * width
+            for d in range(0, head_dim, WIDTH):
+                store(values, row + d, _load(pool, here + to_values + d, head_dim - d))
+        columns = shift(keys, (key - first) * width)
+        rows = shift(pool, at) if is_whole else staging
+        d = 0
+        while d < width:
+            transpose(shift(columns, d * WIDTH), rows, d, width)
+            d += line
+
+
+@inlined
+def _load(pointer: Numbers, index: int, count: int) -> object:
+    """16 numbers, or the `count` that are left."""
+    return load(pointer, index) if count >= WIDTH else load_first(pointer, index, count)
+
+
+@kernel
+def _attend_tile(
+    queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
+    tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
+    scale: float,
+) -> None:  # fmt: skip
+    """Add a tile of keys to what the queries have seen; positions count from the tile's start."""
+    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    used = -(-head_dim // WIDTH) * WIDTH
+    for row in range(0, num_rows, MAX_STRIP):
+        count = min(MAX_STRIP, num_rows - row)
+        low, high = position + row // group, position + (row + count - 1) // group
+        first, end = max(low - window + 1, 0), min(high + 1, TILE)
+        if end <= first:
+            continue
+        start = first // WIDTH * WIDTH
+        for i in range(count):
+            for key in range(start, end, WIDTH):
+                store(scores, i * TILE + key, every(ZERO))
+        add_product(
+            shift(scores, start), TILE, shift(queries, row * width), width, count,
+            shift(keys, start * width), WIDTH, WIDTH * width, end - start, head_dim,
+        )  # fmt: skip
+        # Unless all rows see the same keys, each is mixed on its own, so that no term is added
+        # for a key that it does not see.
+        is_alike = max(high - window + 1, 0) == first and min(low + 1, TILE) == end
+        for i in range(count):
+            own = position + (row + i) // group
+            own_first, own_end = max(own - window + 1, 0), min(own + 1, TILE)
+            if own_end <= own_first:
+                continue
+            of, to = shift(scores, i * TILE), shift(mixed, (row + i) * width)
+            weights = shift(sums, (row + i) * WIDTH)
+            _weigh(of, own_first, own_end, scale, shift(tops, row + i), weights, to, used)
+            if not is_alike:
+                add_product(
+                    to, width, shift(of, own_first), TILE, 1,
+                    shift(values, own_first * width), width, WIDTH, used, own_end - own_first,
+                )  # fmt: skip
+        if is_alike:
+            add_product(
+                shift(mixed, row * width), width, shift(scores, first), TILE, count,
+                shift(values, first * width), width, WIDTH, used, end - first,
+            )  # fmt: skip
+
+
+@kernel
+def _weigh(
+    scores: Floats, first: int, end: int, scale: float,
+    top: Floats, sums: Floats, mixed: Floats, width: int,
+) -> None:  # fmt: skip
+    """Turn the scores of keys `first:end` of a tile into weights relative to the new maximum.
+
+    What was summed before, weights and weighted values, is brought to that maximum as well.
+    """
+    start = first // WIDTH * WIDTH
+    highest = every(HIDDEN)
+    for key in range(start, end, WIDTH):
+        score = hide(load(scores, key) * every(scale), first - key, end - key)
+        store(scores, key, score)
+        highest = larger(highest, score)
+    before = top[0]
+    now = max(before, largest(highest))
+    shrink = exp2(every(before) - every(now))
+    weights = load(sums, 0) * shrink
+    for key in range(start, end, WIDTH):
+        weight = exp2(load(scores, key) - every(now))
+        store(scores, key, weight)
+        weights = weights + weight
+    store(sums, 0, weights)
+    if now > before:
+        top[0] = now
+        for d in range(0, width, WIDTH):
+            store(mixed, d, load(mixed, d) * shrink)
+
+
+@kernel
+def _give_results(
+    out: Numbers, mixed: Floats, sums: Floats, num_rows: int, group: int, head_dim: int, step: int
+) -> None:
+    """Divide the weighted values by the sum of the weights."""
+    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    for row in range(num_rows):
+        at = row * head_dim + row // group * step
+        norm = every(total(load(sums, row * WIDTH)))
+        for d in range(0, head_dim, WIDTH):
+            store_first(out, at + d, load(mixed, row * width + d) / norm, head_dim - d)

@@ -1,0 +1,75 @@
+"""From the CPU kernels' source to object code for this machine, with numba.
+
+Called by `cpu_library` when its cache holds no object code; it takes seconds. A process that finds
+some never imports this file, nor numba. The code calls nothing of Python or numba when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import llvmlite.binding as llvm
+from numba import types
+
+from baton.kernels import cpu_attention, cpu_rows
+from baton.kernels.cpu_vectors import FEATURES
+
+KERNELS = (
+    cpu_attention.attend,
+    cpu_rows.rope_and_store,
+    cpu_rows.add_rms_norm,
+    cpu_rows.silu_mul,
+)
+POINTED = {"Floats": types.float32, "Int32s": types.int32, "Int64s": types.int64}
+SCALARS = {"int": types.int64, "float": types.float32}
+
+
+def compile_kernels(
+    *, is_bf16: bool, progress: Callable[[int, int], None]
+) -> tuple[dict[str, list[str]], bytes]:
+    """What each kernel takes ("pointer", "int" or "float" each), and the object code of them all.
+
+    A kernel's symbol is its name. Ahead of its own arguments it takes two pointers of numba's: to
+    8 bytes for a result and to 8 bytes for an exception, neither of which ever comes.
+    """
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=FEATURES.flatten(), opt=3, jit=True
+    )
+    arguments: dict[str, list[str]] = {}
+    whole = llvm.parse_assembly("")
+    for done, kernel in enumerate(KERNELS):
+        progress(done, len(KERNELS))
+        name = kernel.py_func.__name__
+        annotations = dict(kernel.py_func.__annotations__)
+        annotations.pop("return")
+        arguments[name] = [word if word in SCALARS else "pointer" for word in annotations.values()]
+        whole.link_in(_module(kernel, name, _types(list(annotations.values()), is_bf16=is_bf16)))
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    options = llvm.create_pipeline_tuning_options(speed_level=0)
+    passes.run(whole, llvm.create_pass_builder(machine, options))
+    code = machine.emit_object(whole)
+    progress(len(KERNELS), len(KERNELS))
+    return arguments, code
+
+
+def _types(annotations: list[str], *, is_bf16: bool) -> tuple[types.Type, ...]:
+    pointed = POINTED | {"Numbers": types.uint16 if is_bf16 else types.float32}
+    return tuple(
+        SCALARS[word] if word in SCALARS else types.CPointer(pointed[word]) for word in annotations
+    )
+
+
+def _module(kernel: object, name: str, signature: tuple[types.Type, ...]) -> llvm.ModuleRef:
+    """The kernel's optimised code, of which only the kernel itself can be seen, under `name`."""
+    kernel.compile(signature)  # type: ignore[attr-defined]
+    module = llvm.parse_assembly(kernel.inspect_llvm(signature))  # type: ignore[attr-defined]
+    defined = [function for function in module.functions if not function.is_declaration]
+    # numba adds a caller for C, whose name tells the kernel's own, and one for Python.
+    wrapped = next(f.name for f in defined if f.name.startswith("cfunc."))
+    entry = module.get_function(wrapped.removeprefix("cfunc."))
+    for value in (*defined, *module.global_variables):
+        if value.name != entry.name and not value.is_declaration:
+            value.linkage = "internal"
+    entry.name = name
+    return module

@@ -1,0 +1,121 @@
+"""The compiled CPU kernels of one dtype: found in a cache on disk, or compiled and put there.
+
+The cache is a folder of the user's, so an installation may be read-only. A file's name says what it
+was compiled from and for (source, compiler, CPU), its first line is the digest of what follows: a
+damaged file is compiled again. Files appear whole, so processes may compile side by side. Called by
+the engine when a rank is loaded; raises `KernelsUnavailable` where there can be no kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+SOURCES = (
+    "cpu_attention.py", "cpu_compile.py", "cpu_products.py", "cpu_rows.py", "cpu_shapes.py",
+    "cpu_vectors.py",
+)  # fmt: skip
+CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
+
+Progress = Callable[[int, int], None]
+Kernel = Callable[..., int]
+
+
+class KernelsUnavailable(Exception):
+    """This machine or installation cannot compile the kernels; the text says why."""
+
+
+class CpuLibrary:
+    """Kernels by name, as functions of addresses and numbers. They run without Python's lock."""
+
+    def __init__(self, arguments: dict[str, list[str]], code: bytes) -> None:
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        self._jit = llvm.create_lljit_compiler()
+        builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+        for name in arguments:
+            builder.export_symbol(name)
+        self._linked = builder.link(self._jit, "baton")
+        self._ignored = (ctypes.c_int64 * 2)()  # where numba would leave a result and an exception
+        self.kernels = {name: self._kernel(name, takes) for name, takes in arguments.items()}
+
+    def _kernel(self, name: str, arguments: list[str]) -> Kernel:
+        own = [CTYPES[argument] for argument in arguments]
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *own)
+        function = prototype(self._linked[name])
+        result = ctypes.addressof(self._ignored)
+        return partial(function, result, result + 8)
+
+
+def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
+    """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all)."""
+    name = f"{'bf16' if is_bf16 else 'fp32'}-{_fingerprint()}.kernels"
+    # A cache that cannot be read or written costs the seconds of compiling and nothing else.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        return _read(_folder() / name)
+    try:
+        from baton.kernels.cpu_compile import compile_kernels
+
+        arguments, code = compile_kernels(is_bf16=is_bf16, progress=progress)
+        library = CpuLibrary(arguments, code)
+    except Exception as error:  # a compiler can fail in any way, and none of them is fatal
+        raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
+    with contextlib.suppress(OSError, RuntimeError):
+        _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
+    return library
+
+
+def _fingerprint() -> str:
+    """What object code depends on. Raises `KernelsUnavailable`."""
+    try:
+        import llvmlite.binding as llvm
+
+        versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+    except ImportError as error:
+        raise KernelsUnavailable(f"numba is not installed ({error})") from error
+    features = llvm.get_host_cpu_features()
+    if not (features.get("avx2") and features.get("fma")):
+        raise KernelsUnavailable("the CPU has no AVX2")
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for part in (*versions, llvm.get_host_cpu_name(), features.flatten()):
+        digest.update(part.encode() + b"\n")
+    for name in SOURCES:
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _folder() -> Path:
+    """Where this user's programs keep what they can make again. `RuntimeError`: nowhere."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "kernels"
+
+
+def _read(file: Path) -> CpuLibrary:
+    """Raises `OSError` where there is no file, `ValueError` where it is damaged."""
+    digest, _, content = file.read_bytes().partition(b"\n")
+    if digest != _digest(content):
+        raise ValueError(f"{file} is damaged")
+    arguments, _, code = content.partition(b"\n")
+    return CpuLibrary(json.loads(arguments), code)
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(descriptor, "wb") as target:
+        target.write(_digest(content) + b"\n" + content)
+    Path(temporary).replace(file)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()

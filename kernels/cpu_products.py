@@ -1,0 +1,220 @@
+"""Products of small matrices for the compiled CPU kernels, and the transposition they need.
+
+The sums of a product stay in registers while its terms go by, and every sum takes its terms one
+after the other, from the first on: neither how many rows are computed at once nor what registers a
+CPU has changes a bit.
+"""
+
+# ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and strides)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from baton.kernels.cpu_shapes import MAX_STRIP, WIDTH
+from baton.kernels.cpu_vectors import (
+    FEATURES,
+    FLOAT,
+    FLOATS,
+    HALF,
+    INT64,
+    NOTHING,
+    WORDS,
+    Floats,
+    constant,
+    element_of,
+    fused,
+    instruction,
+    kernel,
+    place,
+    shift,
+    spread,
+)
+
+# Rows computed at once -> how many vectors of sums each has: what 32 registers of 16 floats hold
+# besides the factors, or 16 registers of 8.
+STRIPS = (
+    {MAX_STRIP: 4, 4: 4, 2: 4, 1: 4}
+    if FEATURES.get("avx512f")
+    else {MAX_STRIP: 1, 4: 1, 2: 2, 1: 4}
+)
+
+
+def _strip(num_rows: int, num_vectors: int) -> Callable[..., None]:
+    """Add a product of `num_rows` rows and 16 `num_vectors` columns."""
+
+    def emit(
+        builder: ir.IRBuilder,
+        sums: ir.Value, sum_stride: ir.Value, rows: ir.Value, row_stride: ir.Value,
+        columns: ir.Value, column_stride: ir.Value, vector_stride: ir.Value, depth: ir.Value,
+    ) -> ir.Value:  # fmt: skip
+        held = {}
+        for row in range(num_rows):
+            for vector in range(num_vectors):
+                start = builder.mul(INT64(row), sum_stride)
+                at = place(builder, sums, builder.add(start, INT64(vector * WIDTH)), FLOAT)
+                held[row, vector] = (at, cgutils.alloca_once(builder, FLOATS))
+        for at, sum_ in held.values():
+            builder.store(builder.load(at, align=4, typ=FLOATS), sum_)
+        with cgutils.for_range(builder, depth) as term:
+            first = builder.mul(term.index, column_stride)
+            vectors = []
+            for vector in range(num_vectors):
+                index = builder.add(first, builder.mul(INT64(vector), vector_stride))
+                at = place(builder, columns, index, FLOAT)
+                vectors.append(builder.load(at, align=4, typ=FLOATS))
+            for row in range(num_rows):
+                index = builder.add(builder.mul(INT64(row), row_stride), term.index)
+                factor = builder.load(place(builder, rows, index, FLOAT), align=4, typ=FLOAT)
+                factors = spread(builder, factor, FLOATS)
+                for vector in range(num_vectors):
+                    _, sum_ = held[row, vector]
+                    old = builder.load(sum_, typ=FLOATS)
+                    builder.store(fused(builder, factors, vectors[vector], old), sum_)
+        for at, sum_ in held.values():
+            builder.store(builder.load(sum_, typ=FLOATS), at, align=4)
+        return NOTHING
+
+    @intrinsic
+    def add(
+        context: object,
+        sums: types.Type, sum_stride: types.Type, rows: types.Type, row_stride: types.Type,
+        columns: types.Type, column_stride: types.Type, vector_stride: types.Type,
+        depth: types.Type,
+    ) -> object:  # fmt: skip
+        n, floats = types.int64, types.CPointer(types.float32)
+        return instruction(types.none(floats, n, floats, n, floats, n, n, n), emit)
+
+    return add
+
+
+def _product(num_rows: int) -> Callable[..., None]:
+    """Add a product of `num_rows` rows and any number of columns."""
+    num_vectors = STRIPS[num_rows]
+    wide, narrow = _strip(num_rows, num_vectors), _strip(num_rows, 1)
+
+    @kernel
+    def add(
+        sums: Floats, sum_stride: int, rows: Floats, row_stride: int,
+        columns: Floats, column_stride: int, vector_stride: int, num_columns: int, depth: int,
+    ) -> None:  # fmt: skip
+        done = 0
+        while num_columns - done >= num_vectors * WIDTH:
+            wide(
+                shift(sums, done), sum_stride, rows, row_stride,
+                shift(columns, done // WIDTH * vector_stride), column_stride, vector_stride, depth,
+            )  # fmt: skip
+            done += num_vectors * WIDTH
+        while done < num_columns:
+            narrow(
+                shift(sums, done), sum_stride, rows, row_stride,
+                shift(columns, done // WIDTH * vector_stride), column_stride, vector_stride, depth,
+            )  # fmt: skip
+            done += WIDTH
+
+    return add
+
+
+_add_six, _add_four, _add_two, _add_one = (_product(num_rows) for num_rows in STRIPS)
+
+
+@kernel
+def add_product(
+    sums: Floats, sum_stride: int, rows: Floats, row_stride: int, num_rows: int,
+    columns: Floats, column_stride: int, vector_stride: int, num_columns: int, depth: int,
+) -> None:  # fmt: skip
+    """Add `rows @ columns` to `sums`.
+
+    Term `n` of 16 neighbouring columns lies side by side at `columns[n * column_stride]`, and the
+    next 16 columns begin `vector_stride` further. The last 16 are computed whole.
+    """
+    row = 0
+    while row < num_rows:
+        to, of, left = shift(sums, row * sum_stride), shift(rows, row * row_stride), num_rows - row
+        if left >= MAX_STRIP:
+            _add_six(
+                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
+                depth,
+            )  # fmt: skip
+            row += MAX_STRIP
+        elif left >= 4:
+            _add_four(
+                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
+                depth,
+            )  # fmt: skip
+            row += 4
+        elif left >= 2:
+            _add_two(
+                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
+                depth,
+            )  # fmt: skip
+            row += 2
+        else:
+            _add_one(
+                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
+                depth,
+            )  # fmt: skip
+            row += 1
+
+
+@intrinsic
+def transpose(
+    context: object, target: types.Type, rows: types.Type, index: types.Type, stride: types.Type
+) -> object:
+    """Turn the 64 bytes from `index` on of 16 rows, `stride` apart, into columns of 16 floats."""
+    element = element_of(rows)
+
+    def emit(
+        builder: ir.IRBuilder, target: ir.Value, rows: ir.Value, index: ir.Value, stride: ir.Value
+    ) -> ir.Value:
+        words = []
+        for _ in range(WIDTH):
+            at = place(builder, rows, index, element)
+            words.append(builder.load(at, align=2, typ=WORDS))
+            index = builder.add(index, stride)
+        columns = _transposed(builder, words)
+        if element is HALF:
+            upper = constant(WORDS, 0xFFFF0000)
+            pairs = ((builder.shl(c, constant(WORDS, 16)), builder.and_(c, upper)) for c in columns)
+            columns = [column for pair in pairs for column in pair]
+        for number, column in enumerate(columns):
+            at = place(builder, target, INT64(number * WIDTH), FLOAT)
+            builder.store(column, at, align=4)
+        return NOTHING
+
+    return instruction(types.none(target, rows, types.int64, types.int64), emit)
+
+
+def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """16 vectors of 16 words, by shuffles that are one instruction each."""
+
+    def mix(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))
+
+    low = [4 * q + i for q in range(4) for i in (0, 16, 1, 17)]
+    high = [lane + 2 for lane in low]
+    first = [4 * q + i for q in range(4) for i in (0, 1, 16, 17)]
+    second = [lane + 2 for lane in first]
+    even = [q + i for q in (0, 8, 16, 24) for i in range(4)]
+    odd = [lane + 4 for lane in even]
+    pairs = [mix(rows[i & ~1], rows[i | 1], high if i & 1 else low) for i in range(WIDTH)]
+    # Quarter q of fours[4 * i + j] is column 4 * q + j of rows 4 * i to 4 * i + 3.
+    fours = [
+        mix(pairs[base + half], pairs[base + half + 2], lanes)
+        for base in range(0, WIDTH, 4)
+        for half in (0, 1)
+        for lanes in (first, second)
+    ]
+    columns: list[ir.Value] = [None] * WIDTH
+    for j in range(4):
+        for parity, lanes in enumerate((even, odd)):
+            left = mix(fours[j], fours[4 + j], lanes)
+            right = mix(fours[8 + j], fours[12 + j], lanes)
+            columns[4 * parity + j] = mix(left, right, even)
+            columns[4 * parity + 8 + j] = mix(left, right, odd)
+    return columns

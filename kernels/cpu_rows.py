@@ -1,0 +1,166 @@
+"""What a step computes row by row on CPUs: norms, rotations, the store of KV, the gate of the MLP.
+
+Each row reads and writes memory once, and its sums take their terms in an order that depends on the
+row's length alone. Called by `cpu_kernels`; the meanings are the functions of `reference` with the
+same names.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.kernels.cpu_shapes import LOG2_E, WIDTH
+from baton.kernels.cpu_vectors import (
+    Floats,
+    Int64s,
+    Numbers,
+    every,
+    exp2,
+    fma,
+    kernel,
+    load,
+    load_first,
+    root,
+    shift,
+    store,
+    store_first,
+    total,
+)
+
+ZERO, ONE = np.float32(0), np.float32(1)
+MINUS_LOG2_E = np.float32(-LOG2_E)
+
+
+@kernel
+def _inverse_norm(row: Numbers, count: int, eps: float) -> object:
+    """1 / sqrt(mean of squares + eps), in all lanes.
+
+    Four sums of 16 lanes each: one sum would wait for itself.
+    """
+    a, b, c, d = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
+    whole = count // (4 * WIDTH) * (4 * WIDTH)
+    for i in range(0, whole, 4 * WIDTH):
+        first, second = load(row, i), load(row, i + WIDTH)
+        third, fourth = load(row, i + 2 * WIDTH), load(row, i + 3 * WIDTH)
+        a, b = fma(first, first, a), fma(second, second, b)
+        c, d = fma(third, third, c), fma(fourth, fourth, d)
+    for i in range(whole, count, WIDTH):
+        rest = load_first(row, i, count - i)
+        a = fma(rest, rest, a)
+    mean = total((a + b) + (c + d)) / np.float32(count)
+    return every(ONE) / root(every(mean + eps))
+
+
+@kernel
+def add_rms_norm(
+    first: int,
+    end: int,
+    x: Numbers,  # [num_rows, hidden]
+    stride_x: int,
+    residual: Numbers,  # [num_rows, hidden]
+    has_residual: int,
+    weight: Numbers,  # [hidden]
+    eps: float,
+    hidden: int,
+    normed: Numbers,  # [num_rows, hidden]
+    stream: Numbers,  # [num_rows, hidden]; x itself without a residual
+) -> None:
+    for row in range(first, end):
+        here, at = row * stride_x, row * hidden
+        if has_residual:
+            for i in range(0, hidden - WIDTH + 1, WIDTH):
+                store(stream, at + i, load(x, here + i) + load(residual, at + i))
+            i, rest = hidden // WIDTH * WIDTH, hidden % WIDTH
+            if rest:
+                old = load_first(residual, at + i, rest)
+                store_first(stream, at + i, load_first(x, here + i, rest) + old, rest)
+            here = at
+        # The next layer adds to the rounded sum, so that is what is normed.
+        inverse = _inverse_norm(shift(stream, here), hidden, eps)
+        for i in range(0, hidden - WIDTH + 1, WIDTH):
+            store(normed, at + i, load(stream, here + i) * inverse * load(weight, i))
+        i, rest = hidden // WIDTH * WIDTH, hidden % WIDTH
+        if rest:
+            scaled = load_first(stream, here + i, rest) * inverse * load_first(weight, i, rest)
+            store_first(normed, at + i, scaled, rest)
+
+
+@kernel
+def silu_mul(
+    first: int,
+    end: int,
+    gate_up: Numbers,  # [num_rows, 2 * features]
+    features: int,
+    out: Numbers,  # [num_rows, features]
+) -> None:
+    for row in range(first, end):
+        gates, ups, to = 2 * row * features, (2 * row + 1) * features, row * features
+        for i in range(0, features, WIDTH):
+            count = features - i
+            if count >= WIDTH:
+                gate, up = load(gate_up, gates + i), load(gate_up, ups + i)
+            else:
+                gate, up = (
+                    load_first(gate_up, gates + i, count), load_first(gate_up, ups + i, count)
+                )  # fmt: skip
+            one = every(ONE)
+            gated = gate / (one + exp2(gate * every(MINUS_LOG2_E))) * up
+            if count >= WIDTH:
+                store(out, to + i, gated)
+            else:
+                store_first(out, to + i, gated, count)
+
+
+@kernel
+def rope_and_store(
+    first: int,
+    end: int,
+    qkv: Numbers,  # [num_tokens, num_heads + 2 * kv_heads, head_dim]
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: Int64s,
+    cos_sin: Floats,  # [max_position, head_dim]: the cosines, then the sines
+    slots: Int64s,
+    norms: Numbers,  # [num_heads + kv_heads, head_dim]
+    has_norms: int,
+    eps: float,
+    pool: Numbers,  # of one layer
+    block_size: int,
+    stride_block: int,
+    stride_head: int,
+    q: Numbers,  # [num_tokens, num_heads, head_dim]
+) -> None:
+    half = head_dim // 2
+    for token in range(first, end):
+        angles = positions[token] * head_dim
+        slot = slots[token]
+        place = slot // block_size * stride_block + slot % block_size * head_dim
+        row = token * (num_heads + 2 * kv_heads) * head_dim
+        for head in range(num_heads + kv_heads):
+            source = shift(qkv, row + head * head_dim)
+            if head < num_heads:
+                target = shift(q, (token * num_heads + head) * head_dim)
+            else:
+                target = shift(pool, place + (head - num_heads) * stride_head)
+            inverse = every(ONE)
+            if has_norms:
+                inverse = _inverse_norm(source, head_dim, eps)
+            for i in range(0, half, WIDTH):
+                count = half - i
+                low, high = load_first(source, i, count), load_first(source, half + i, count)
+                if has_norms:
+                    weights = head * head_dim + i
+                    low = low * inverse * load_first(norms, weights, count)
+                    high = high * inverse * load_first(norms, weights + half, count)
+                cos = load_first(cos_sin, angles + i, count)
+                sin = load_first(cos_sin, angles + half + i, count)
+                store_first(target, i, low * cos - high * sin, count)
+                store_first(target, half + i, high * cos + low * sin, count)
+        for head in range(kv_heads):
+            source = shift(qkv, row + (num_heads + kv_heads + head) * head_dim)
+            target = shift(pool, place + head * stride_head + block_size * head_dim)
+            for i in range(head_dim):
+                target[i] = source[i]

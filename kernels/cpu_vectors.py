@@ -1,0 +1,317 @@
+"""Vectors of 16 floats for the compiled CPU kernels, as operations that numba can compile.
+
+A kernel says which lanes are added to which, so the order of a sum is the kernel's and never the
+optimizer's: the bits are the same whether a vector fills one register or four. bf16 numbers are
+their bits, uint16: loads widen them, stores round to the nearest even. Used by the kernels of this
+room that `cpu_compile` compiles, and at no other time.
+"""
+
+# ruff: noqa: ARG001, ARG005  (numba asks for the parameters of `intrinsic` functions)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+# What a kernel's arguments point to: numbers are in the model's dtype.
+from numba.types import CPointer as Floats
+from numba.types import CPointer as Int32s
+from numba.types import CPointer as Int64s
+from numba.types import CPointer as Numbers
+
+from baton.kernels.cpu_shapes import WIDTH
+
+__all__ = ["Floats", "Int32s", "Int64s", "Numbers"]
+
+FLOAT, HALF, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))
+POINTER = ir.PointerType()
+NOTHING = ir.Constant(POINTER, None)
+# 2**x is 1 + x * polynomial for |x| <= 1/2, within 1e-8; the highest power comes first.
+EXP2 = (
+    0.00015453163359779865, 0.0013390863314270973, 0.009618083015084267, 0.055503569543361664,
+    0.24022650718688965, 0.6931471824645996,
+)  # fmt: skip
+ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+FEATURES = llvm.get_host_cpu_features()
+
+kernel = numba.njit(error_model="numpy")
+inlined = numba.njit(error_model="numpy", forceinline=True)
+
+Emit = Callable[..., ir.Value]
+Operation = Callable[..., types.Type]
+
+
+class Lanes(types.Type):  # type: ignore[misc]
+    """16 floats side by side."""
+
+
+LANES = Lanes("lanes")
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: object, lanes: types.Type) -> None:
+        super().__init__(manager, lanes, FLOATS)
+
+
+def instruction(signature: types.Type, emit: Emit) -> object:
+    """What an `intrinsic` function returns: its types, and the code that `emit` writes."""
+    return signature, lambda context, builder, _, args: emit(builder, *args)
+
+
+# --- arithmetic ------------------------------------------------------------------------------
+
+
+def constant(typ: ir.Type, value: float) -> ir.Constant:
+    """The same value in all lanes."""
+    return ir.Constant(typ, [ir.Constant(typ.element, value)] * WIDTH)
+
+
+def spread(builder: ir.IRBuilder, value: ir.Value, typ: ir.Type) -> ir.Value:
+    one = builder.insert_element(ir.Constant(typ, ir.Undefined), value, INT32(0))
+    return builder.shuffle_vector(one, one, constant(WORDS, 0))
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    typ = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, typ, name), args)
+
+
+def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """`a * b + c`, rounded once."""
+    return call(builder, "llvm.fma.v16f32", FLOATS, a, b, c)
+
+
+def _root(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return call(builder, "llvm.sqrt.v16f32", FLOATS, x)
+
+
+def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2**x; 0 below 2**-126, and infinity from 2**128 on."""
+    is_tiny = builder.fcmp_ordered("<", x, constant(FLOATS, -126.0))
+    is_huge = builder.fcmp_ordered(">", x, constant(FLOATS, 128.0))
+    x = builder.select(is_huge, constant(FLOATS, 128.0), x)
+    shifted = builder.fadd(x, constant(FLOATS, ROUNDER))
+    rest = builder.fsub(x, builder.fsub(shifted, constant(FLOATS, ROUNDER)))
+    value = constant(FLOATS, EXP2[0])
+    for factor in (*EXP2[1:], 1.0):
+        value = fused(builder, value, rest, constant(FLOATS, factor))
+    bits = builder.shl(builder.bitcast(shifted, WORDS), constant(WORDS, 23))
+    power = builder.bitcast(builder.add(bits, constant(WORDS, 127 << 23)), FLOATS)
+    return builder.select(is_tiny, constant(FLOATS, 0.0), builder.fmul(value, power))
+
+
+def _folded(fold: Emit) -> Emit:
+    """All lanes to one number: the upper half onto the lower half, until one lane is left."""
+
+    def emit(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
+        half = WIDTH // 2
+        while half:
+            other = ir.Constant(WORDS, [(lane + half) % WIDTH for lane in range(WIDTH)])
+            lanes = fold(builder, lanes, builder.shuffle_vector(lanes, lanes, other))
+            half //= 2
+        return builder.extract_element(lanes, INT32(0))
+
+    return emit
+
+
+def _of_one(emit: Emit, result: types.Type = LANES) -> Operation:
+    @intrinsic
+    def operation(context: object, a: types.Type) -> object:
+        return instruction(result(LANES), emit)
+
+    return operation
+
+
+def _of_two(emit: Emit) -> Operation:
+    @intrinsic
+    def operation(context: object, a: types.Type, b: types.Type) -> object:
+        return instruction(LANES(LANES, LANES), emit)
+
+    return operation
+
+
+def _define(sign: Callable[..., object], operation: Operation) -> None:
+    """Let kernels write the operation with its sign."""
+
+    @overload(sign)
+    def typed(a: types.Type, b: types.Type) -> object:
+        def compute(a: types.Type, b: types.Type) -> object:
+            return operation(a, b)
+
+        return compute if a == b == LANES else None
+
+
+_define(operator.add, _of_two(ir.IRBuilder.fadd))
+_define(operator.sub, _of_two(ir.IRBuilder.fsub))
+_define(operator.mul, _of_two(ir.IRBuilder.fmul))
+_define(operator.truediv, _of_two(ir.IRBuilder.fdiv))
+larger = _of_two(_larger)
+exp2, root = _of_one(_exp2), _of_one(_root)
+total = _of_one(_folded(ir.IRBuilder.fadd), types.float32)
+largest = _of_one(_folded(_larger), types.float32)
+
+
+@intrinsic
+def fma(context: object, a: types.Type, b: types.Type, c: types.Type) -> object:
+    return instruction(LANES(LANES, LANES, LANES), fused)
+
+
+@intrinsic
+def every(context: object, value: types.Type) -> object:
+    """A number in all lanes."""
+    return instruction(LANES(types.float32), lambda builder, one: spread(builder, one, FLOATS))
+
+
+@intrinsic
+def hide(context: object, lanes: types.Type, first: types.Type, end: types.Type) -> object:
+    """Minus infinity in all lanes but `first:end`."""
+
+    def emit(builder: ir.IRBuilder, lanes: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
+        seen = builder.and_(_below(builder, end), builder.not_(_below(builder, first)))
+        return builder.select(seen, lanes, constant(FLOATS, float("-inf")))
+
+    return instruction(LANES(LANES, types.int64, types.int64), emit)
+
+
+def _below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Flags of the lanes below `count`."""
+    counts = spread(builder, builder.trunc(count, INT32), WORDS)
+    return builder.icmp_signed("<", ir.Constant(WORDS, list(range(WIDTH))), counts)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def element_of(pointer: types.Type) -> ir.Type:
+    return {types.float32: FLOAT, types.uint16: HALF, types.int32: INT32}[pointer.dtype]
+
+
+def place(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+    at = builder.gep(pointer, [index], source_etype=element)
+    at.type = POINTER  # numba's pointers know their elements; vectors are stored through this one
+    return at
+
+
+def _widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+    words = builder.shl(builder.zext(halves, WORDS), constant(WORDS, 16))
+    return builder.bitcast(words, FLOATS)
+
+
+def _rounded(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
+    """The nearest bf16 numbers, ties to even; NaN stays NaN."""
+    words = builder.bitcast(floats, WORDS)
+    odd = builder.and_(builder.lshr(words, constant(WORDS, 16)), constant(WORDS, 1))
+    up = builder.add(words, builder.add(odd, constant(WORDS, 0x7FFF)))
+    halves = builder.lshr(up, constant(WORDS, 16))
+    is_nan = builder.fcmp_unordered("uno", floats, floats)
+    return builder.trunc(builder.select(is_nan, constant(WORDS, 0x7FC0), halves), HALVES)
+
+
+@intrinsic
+def load(context: object, pointer: types.Type, index: types.Type) -> object:
+    """The 16 numbers from `pointer[index]` on."""
+    element = element_of(pointer)
+
+    def emit(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
+        at = place(builder, pointer, index, element)
+        if element is FLOAT:
+            return builder.load(at, align=4, typ=FLOATS)
+        return _widened(builder, builder.load(at, align=2, typ=HALVES))
+
+    return instruction(LANES(pointer, types.int64), emit)
+
+
+@intrinsic
+def load_first(
+    context: object, pointer: types.Type, index: types.Type, count: types.Type
+) -> object:
+    """The first `count` of 16 numbers; nothing else is read, and the other lanes are 0."""
+    element = element_of(pointer)
+    typ, suffix = (FLOATS, "v16f32") if element is FLOAT else (HALVES, "v16i16")
+
+    def emit(
+        builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value
+    ) -> ir.Value:
+        at, flags = place(builder, pointer, index, element), _below(builder, count)
+        name, zero = f"llvm.masked.load.{suffix}.p0", ir.Constant(typ, None)
+        loaded = call(builder, name, typ, at, INT32(1), flags, zero)
+        return loaded if element is FLOAT else _widened(builder, loaded)
+
+    return instruction(LANES(pointer, types.int64, types.int64), emit)
+
+
+@intrinsic
+def store(context: object, pointer: types.Type, index: types.Type, lanes: types.Type) -> object:
+    element = element_of(pointer)
+
+    def emit(
+        builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, lanes: ir.Value
+    ) -> ir.Value:
+        value = lanes if element is FLOAT else _rounded(builder, lanes)
+        builder.store(value, place(builder, pointer, index, element), align=2)
+        return NOTHING
+
+    return instruction(types.none(pointer, types.int64, LANES), emit)
+
+
+@intrinsic
+def store_first(
+    context: object, pointer: types.Type, index: types.Type, lanes: types.Type, count: types.Type
+) -> object:
+    """The first `count` lanes; nothing else is written."""
+    element = element_of(pointer)
+    suffix = "v16f32" if element is FLOAT else "v16i16"
+
+    def emit(
+        builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, lanes: ir.Value, count: ir.Value
+    ) -> ir.Value:
+        value = lanes if element is FLOAT else _rounded(builder, lanes)
+        at, flags = place(builder, pointer, index, element), _below(builder, count)
+        name = f"llvm.masked.store.{suffix}.p0"
+        call(builder, name, ir.VoidType(), value, at, INT32(1), flags)
+        return NOTHING
+
+    return instruction(types.none(pointer, types.int64, LANES, types.int64), emit)
+
+
+@intrinsic
+def shift(context: object, pointer: types.Type, count: types.Type) -> object:
+    """The pointer to `pointer[count]`."""
+    element = element_of(pointer)
+    return instruction(
+        pointer(pointer, types.int64),
+        lambda builder, address, index: place(builder, address, index, element),
+    )
+
+
+@intrinsic
+def prefetch(context: object, pointer: types.Type, index: types.Type) -> object:
+    """Begin to bring the cache line of `pointer[index]` into the first cache."""
+    element = element_of(pointer)
+
+    def emit(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
+        at = place(builder, pointer, index, element)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), at, INT32(0), INT32(3), INT32(1))
+        return NOTHING
+
+    return instruction(types.none(pointer, types.int64), emit)
+
+
+@intrinsic
+def per_line(context: object, pointer: types.Type) -> object:
+    """How many numbers a cache line of 64 bytes holds."""
+    count = INT64(16 if element_of(pointer) is FLOAT else 32)
+    return instruction(types.int64(pointer), lambda builder, address: count)
