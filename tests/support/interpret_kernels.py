@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.support.kernel_cases import interpreter_cases
 
 
-def dot(  # noqa: PLR0913, PLR0917  (the signature is the interpreter's)
+def dot(
     builder: InterpreterBuilder,
     a: TensorHandle,
     b: TensorHandle,
