@@ -41,14 +41,14 @@ class LeastLoaded:
         decode = self._decode_node(registry, place)
         prefill = self._prefill_node(registry, place)
         if self._mode == "always":
-            return _local(place, decode, None)
+            return _local(place, decode)
         if not place.wants_decode and prefill is not None:
             return _pair(place, prefill, None)
         is_short = place.num_tokens <= self._local_tokens
-        if self._mode == "auto" and is_short and place.wants_decode and not place.remote_only:
-            return _local(place, decode, self._local_tokens)
+        if self._mode == "auto" and is_short and place.wants_decode:
+            return _local(place, decode)
         if prefill is None:
-            return _local(place, decode, None, is_fallback=True) if self._mode == "auto" else None
+            return _local(place, decode, is_fallback=True) if self._mode == "auto" else None
         return None if decode is None else _pair(place, prefill, decode)
 
     def _prefill_node(self, registry: Registry, place: Place) -> Node | None:
@@ -87,12 +87,10 @@ def _preferred(nodes: Sequence[Node], place: Place) -> Sequence[Node]:
     return [node for node in nodes if node.node_id not in place.avoid] or nodes
 
 
-def _local(
-    place: Place, decode: Node | None, max_uncached: int | None, *, is_fallback: bool = False
-) -> Decision | None:
+def _local(place: Place, decode: Node | None, *, is_fallback: bool = False) -> Decision | None:
     if decode is None:
         return None
-    placed = Placed(place.key, None, decode.node_id, max_uncached)
+    placed = Placed(place.key, None, decode.node_id)
     charge = Charge(place.num_tokens * place.num_choices, place.num_choices)
     return Decision(placed, ((decode.node_id, charge),), is_fallback)
 

@@ -39,7 +39,6 @@ class Placed(RequestMessage, frozen=True):
     key: Key
     prefill_node: NodeId | None
     decode_node: NodeId | None
-    max_uncached_tokens: int | None = None
 
 
 class NotPlaced(RequestMessage, frozen=True):
@@ -89,7 +88,6 @@ class Place(RequestMessage, frozen=True):
     wants_decode: bool
     num_final_tokens: int  # the longest that a sequence of it can become
     avoid: frozenset[NodeId] = frozenset()
-    remote_only: bool = False  # decode refused to compute this prompt itself
 
 
 class Unplace(RequestMessage, frozen=True):

@@ -64,9 +64,7 @@ class Leg:
         firsts = self.first_tokens or ()
         return all(token.finish_reason is not None for token in firsts)
 
-    def orders(
-        self, request: Request, output: list[int], max_uncached_tokens: int | None
-    ) -> list[Send]:
+    def orders(self, request: Request, output: list[int]) -> list[Send]:
         """The pair of messages that starts this leg; they are sent at the same time."""
         token_ids = [*request.token_ids, *output]
         num_prompt, num_choices = len(request.token_ids), len(self.choices)
@@ -79,7 +77,6 @@ class Leg:
                 request.sampling,
                 num_choices,
                 self.prefill,
-                max_uncached_tokens,
             )
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:

@@ -64,7 +64,6 @@ class Lifecycle:
         self._has_outcome = False
         self._is_closed = False
         self._avoid: set[NodeId] = set()
-        self._remote_only = False
         self._now_s = 0.0
         self._out: list[RequestCommand] = []
 
@@ -259,9 +258,7 @@ class Lifecycle:
         """Another attempt for these choices, unless the failure or the budget forbids it."""
         if self._has_outcome:
             return
-        if failure.code == "not_cached":
-            self._remote_only = True
-        elif blamed is not None:
+        if blamed is not None:
             self._avoid.add(blamed)
         for choice in lost:
             choice.leg = None
@@ -299,7 +296,6 @@ class Lifecycle:
                 wants_decode=self.request.sampling.max_tokens - len(first.output) > 1,
                 num_final_tokens=len(self.request.token_ids) + self.request.sampling.max_tokens,
                 avoid=frozenset(self._avoid),
-                remote_only=self._remote_only,
             )
         )
 
@@ -312,7 +308,7 @@ class Lifecycle:
         leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
         leg.prefill, leg.decode = placed.prefill_node, placed.decode_node
         output = self._choices[leg.choices[0]].output
-        self._out.extend(leg.orders(self.request, output, placed.max_uncached_tokens))
+        self._out.extend(leg.orders(self.request, output))
 
     # --- endings --------------------------------------------------------------------------------
 
@@ -393,7 +389,7 @@ def _counts(failure: Failure, progress: int) -> bool:
     A decode node that runs out of blocks sends its youngest sequence away, perhaps often; that is
     no sign of trouble as long as the sequence moves on between.
     """
-    return not (failure.code == "not_cached" or (failure.code == "preempted" and progress > 0))
+    return not (failure.code == "preempted" and progress > 0)
 
 
 def _lost(message: str) -> Failure:

@@ -116,18 +116,15 @@ def test_one_token_needs_no_decode_node(tmp_path: Path) -> None:
     RouterBench(tmp_path).run(use)
 
 
-def test_short_prompts_stay_on_decode_until_it_says_not_cached(tmp_path: Path) -> None:
+def test_short_prompts_stay_on_decode(tmp_path: Path) -> None:
     async def use(bench: RouterBench) -> None:
         prefill, decode = await bench.pair()
         stream = await bench.llm.submit(PROMPT, GREEDY)
         local = await decode.hear(Decode)
         assert local.prefill_node is None
-        assert local.max_uncached_tokens == 32
-        decode.say(Failed(local.key, Failure("not_cached", "no", retryable=True)))
-        remote = await decode.hear(Decode)
-        assert remote.prefill_node == "p0"
-        assert (await prefill.hear(Prefill)).key == remote.key
         stream.close()
+        assert (await decode.hear(Cancel)).keys == (local.key,)
+        assert not any(isinstance(message, Prefill) for message in prefill.heard)
 
     RouterBench(tmp_path, RouterConfig()).run(use)
 

@@ -196,17 +196,16 @@ class World:
             pairs += [(p, d) for p in prefills for d in decodes]
         else:
             pairs += [(p, None) for p in prefills]
-        pairs += [(None, d) for d in decodes if not place.remote_only or not prefills]
+        pairs += [(None, d) for d in decodes]
         return [lambda p=p, d=d: self.place(key, p, d) for p, d in pairs]  # type: ignore[misc]
 
     def place(self, key: Key, prefill: WorldNode | None, decode: WorldNode | None) -> None:
-        place = self.places.pop(key)
+        del self.places[key]
         names = [None if node is None else node.node_id for node in (prefill, decode)]
         for name in names:
             if name is not None:
                 self.charges[name, key] += 1
-        bound = None if prefill is not None or place.remote_only else 4
-        self.feed(Placed(key, names[0], names[1], bound))
+        self.feed(Placed(key, names[0], names[1]))
 
     def not_placed(self, key: Key) -> None:
         del self.places[key]
@@ -273,9 +272,6 @@ class World:
             preempted = Failure("preempted", "no room", retryable=True)
             node.outbox.append(Failed(key.of_choice(chosen), preempted))
             self.drop(node, key.of_choice(chosen))
-        elif not work.accepted and work.message.max_uncached_tokens is not None:
-            node.outbox.append(Failed(key, Failure("not_cached", "no", retryable=True)))
-            del node.works[key]
         else:
             node.outbox.append(Failed(key, retryable))
             del node.works[key]
