@@ -1,8 +1,8 @@
-"""Which pair of nodes a leg goes to: the least loaded of each role, ties by node id.
+"""Which nodes a leg goes to: the least loaded of each role, ties by node id.
 
-Pure: `core` asks for every leg and charges the answer at once. It knows loads and sizes, nothing
-of requests. Prefill's load is the prompt tokens that it still has to compute, decode's the
-sequences that it has in hand.
+Pure: `core` asks for every leg and charges the chosen nodes at once. The policy knows loads and
+sizes and nothing else about requests. The load of a prefill node is the number of prompt tokens
+that it has yet to compute, that of a decode node the number of its sequences.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from baton.router.request.events import Place, Placed
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where to, and what to charge there."""
+    """The chosen nodes, and what each of them is charged."""
 
     placed: Placed
     charges: tuple[tuple[NodeId, Charge], ...]
@@ -37,7 +37,7 @@ class LeastLoaded:
         self._local_tokens = local_prefill_tokens
 
     def choose(self, registry: Registry, place: Place) -> Decision | None:
-        """None: no node can take it now."""
+        """Return nodes for a leg; None if no node can take it now."""
         decode = self._decode_node(registry, place)
         prefill = self._prefill_node(registry, place)
         if self._mode == "always":
@@ -71,7 +71,7 @@ def blocks_needed(block_size: int, num_tokens: int, num_final_tokens: int, num_c
 def _fitting(
     registry: Registry, role: Role, num_tokens: int, num_final_tokens: int, num_choices: int
 ) -> list[Node]:
-    """Nodes in service whose pool could hold it, were it empty."""
+    """Return the nodes in service whose pool could hold these tokens if it were empty."""
     fitting: list[Node] = []
     for node in registry.in_service(role):
         assert node.info is not None
@@ -83,7 +83,7 @@ def _fitting(
 
 
 def _preferred(nodes: Sequence[Node], place: Place) -> Sequence[Node]:
-    """Nodes that failed this request are taken only when there is no other."""
+    """Return the nodes that have not failed this request; all of them if there is no other."""
     return [node for node in nodes if node.node_id not in place.avoid] or nodes
 
 
