@@ -62,7 +62,7 @@ class AsyncLLM:
     def __init__(
         self, config: ClusterConfig, core: RouterCore, text: Text, launcher: Launcher | None = None
     ) -> None:
-        """`launcher` makes the nodes for `start` to start. Without it, nodes dial in on their own."""
+        """`launcher` makes the nodes that `start` starts. Without it, nodes come on their own."""
         self._config = config
         self._core = core
         self._text = text

@@ -205,7 +205,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 def _why_not(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use: choose another one with --port N"
+        return f"port {port} on {host} is in use: choose another with --port N"
     if error.errno == errno.EACCES:
         return f"port {port} needs privileges: choose a port above 1023 with --port N"
     return f"cannot listen on {host}:{port}: {error.strerror or error}"

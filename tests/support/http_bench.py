@@ -66,7 +66,7 @@ class ScriptedEngine:
 
     def get_model_config(self) -> ServedModel:
         if not self.is_ready:
-            raise NodeError("no node was ready yet", code="not_ready")
+            raise NodeError("no node has been ready yet", code="not_ready")
         return MODEL
 
     def get_tokenizer(self) -> Text:
