@@ -15,6 +15,7 @@ from baton.router.core import RouterCore
 from baton.router.outputs import Merged, RequestOutput
 from baton.router.stream import RequestStream
 from baton.runtime.clock import VirtualClock
+from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
 from tests.support.small_tokenizers import small_text
 
@@ -101,3 +102,8 @@ async def whole(
         last = output
     assert last.finished
     return last
+
+
+def routed(router: RouterConfig = REMOTE) -> Callable[[AsyncTest], Test]:
+    """Run an async test with a `RouterBench` as its `bench`."""
+    return with_bench("bench", run=lambda use, folder: RouterBench(folder, router).run(use))
