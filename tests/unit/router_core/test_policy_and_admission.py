@@ -5,13 +5,13 @@ import pytest
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import PROTOCOL_VERSION, Hello, NodeInfo, Ready
+from baton.protocol.messages import NodeInfo, Ready
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
 from baton.router.policy import Decision, LeastLoaded, blocks_needed
 from baton.router.registry import Registry
 from baton.router.request.events import Place
-from tests.support.scripted_nodes import node_info
+from tests.support.scripted_nodes import hello_of, node_info
 
 PAIRS = [
     node_info(name, "prefill" if name.startswith("p") else "decode")
@@ -23,8 +23,7 @@ LIMITS = Limits(100, 50, 4, prefill_blocks=20, decode_blocks=20)
 def cluster(*infos: NodeInfo) -> Registry:
     registry = Registry()
     for info in infos:
-        hello = Hello(PROTOCOL_VERSION, info.node_id, info.role, info.epoch)
-        registry.hello(0.0, info.node_id, hello)
+        registry.hello(0.0, info.node_id, hello_of(info))
         registry.ready(0.0, info.node_id, Ready(info))
     return registry
 
