@@ -199,11 +199,7 @@ class RouterCore:
         match message:
             case Tokens(entries=entries):
                 for entry in entries:
-                    active = self._active.get(entry.key.request_id)
-                    if active is not None:
-                        self._feed(active, entry, node)
-                    else:
-                        self._disown(node, entry)
+                    self._said(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
                 self._said(node, message.key.request_id, message)
             case CancelDone(keys=keys):
@@ -227,12 +223,9 @@ class RouterCore:
         active = self._active.get(request_id)
         if active is not None:
             self._feed(active, message, node)
-        elif isinstance(message, Accepted | FirstTokens):
-            self._disown(node, message)
-
-    def _disown(self, node: NodeId, message: Accepted | FirstTokens | TokenEntry) -> None:
-        """Tell a node to stop working for a request that has ended."""
-        self._send(node, Cancel((message.key,), "ended"))
+        elif isinstance(message, Accepted | FirstTokens | TokenEntry):
+            # The node still works for a request that has ended.
+            self._send(node, Cancel((message.key,), "ended"))
 
     def _gone(self, node: NodeId) -> None:
         self._now_s = self._clock()
