@@ -70,9 +70,7 @@ class AsyncLLM:
         self._nodes: LocalNodes | None = None
         self._folder: str | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._live: dict[
-            str, RequestStream | None
-        ] = {}  # None as long as the prompt is being tokenized
+        self._live: dict[str, RequestStream | None] = {}  # None: not tokenized yet
         self._aborted: set[str] = set()  # requests that were aborted while being tokenized
         self._num_requests = 0
         self._model_name = config.model.name or Path(config.model.path).resolve().name

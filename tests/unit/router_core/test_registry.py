@@ -147,6 +147,20 @@ def test_peers_are_those_of_the_other_role_in_service() -> None:
     assert [info.node_id for info in registry.peers_of("decode")] == ["p0"]
 
 
+def test_what_is_kept_of_the_nodes_follows_every_change() -> None:
+    registry = Registry()
+    assert registry.largest_pool("decode") is None
+    join(registry, node_info("d0", "decode", num_blocks=8))
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0"], 8)
+    join(registry, node_info("d1", "decode", num_blocks=32))
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0", "d1"], 32)
+    registry.tick(SILENCE_S + 1)
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == ([], 32)
+    registry.beat(9.0, beat(node_info("d0", "decode")))
+    registry.gone(NodeId("d1"))
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0"], 8)
+
+
 def test_charges_come_off_once_and_a_forgotten_request_has_none() -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
