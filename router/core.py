@@ -1,8 +1,9 @@
-"""The router without text: requests as token ids in, tokens of every choice out.
+"""The router without text: it takes requests as token ids and returns the tokens of every choice.
 
-`AsyncLLM` is its only caller, on one event loop. It joins the pure parts (`lifecycle` per request,
-`registry`, `policy`, `admission`) with the nodes' sockets and the callers' streams, and decides
-nothing that they could decide. Nothing here blocks; one request's error ends that request alone.
+`AsyncLLM` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
+`registry`, `policy`, `admission`) with the socket of the nodes and the streams of the callers. It
+decides nothing that those parts can decide, it never blocks, and an error of one request must not
+end another.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ from baton.runtime.keys import load_keys
 from baton.runtime.log import logger
 
 TICK_S = 0.25
-# How long requests wait for a node to come (back) before they are turned away.
+# How long requests wait for a node to appear or return before they are turned away.
 PATIENCE_S = 30.0
 
 log = logger("router")
@@ -73,7 +74,7 @@ log = logger("router")
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """A request from `submit` until no node owes it anything."""
+    """A request, from `submit` until no node has anything left to do or confirm for it."""
 
     request_id: RequestId
     lifecycle: Lifecycle
@@ -83,7 +84,7 @@ class Active:
 
 
 class RouterCore:
-    """`start`, then `submit`; `close` ends everything."""
+    """Call `start`, then `submit` as often as needed, then `close`."""
 
     def __init__(
         self, config: ClusterConfig, clock: Clock = monotonic, patience_s: float = PATIENCE_S
@@ -109,18 +110,18 @@ class RouterCore:
     # --- its caller -----------------------------------------------------------------------------
 
     def start(self, endpoint: str) -> str:
-        """Open the endpoint that nodes dial, and say what it is; raises `ConfigError`."""
+        """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
         keys = load_keys(self._keys)
         self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
     def check(self, token_ids: list[int]) -> None:
-        """Raise what a prompt would be refused with; to be called before `submit`."""
+        """Raise `RequestError` or `Overloaded` if `submit` would refuse this prompt."""
         check_prompt(token_ids, self._limits())
 
     def submit(self, stream: RequestStream) -> RequestId:
-        """Take a request in; raises `RequestError` or `Overloaded`, and then it never was."""
+        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
         limits = self._limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
@@ -139,7 +140,7 @@ class RouterCore:
         return request_id
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
-        """End a request, whose stream gets `Cancelled`. Unknown and ended ones are ignored."""
+        """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
         active = self._active.get(request_id)
         if active is not None:
             self._now_s = self._clock()
@@ -153,7 +154,7 @@ class RouterCore:
         return Health(status, nodes, line.num_inflight, line.num_queued, message)
 
     async def wait_for(self, num_prefill: int, num_decode: int) -> None:
-        """Until so many nodes are in service; raises when the router has failed."""
+        """Wait until so many nodes are in service; raises the router's error if it has failed."""
         while True:
             if self._failure is not None:
                 raise from_failure(self._failure)
@@ -164,7 +165,7 @@ class RouterCore:
             await self._changed.wait()
 
     def fail(self, failure: Failure) -> None:
-        """Nothing can be served any more: every caller, present and future, is told why."""
+        """Stop serving: every request that is running or still comes fails with this reason."""
         self._failure = failure
         self._changed.set()
         for active in list(self._active.values()):
@@ -173,7 +174,7 @@ class RouterCore:
 
     @property
     def num_active(self) -> int:
-        """Requests whose nodes have not all confirmed their end."""
+        """The number of requests whose nodes have not all confirmed their end."""
         return len(self._active)
 
     @property
@@ -181,7 +182,7 @@ class RouterCore:
         return self._failure is not None
 
     def close(self) -> None:
-        """End every request and the connections to all nodes. Idempotent."""
+        """End every request and the connections to all nodes. Calling it again does nothing."""
         if self._failure is None:
             text = "the router is shutting down"
             self.fail(Overloaded(text, code="shutting_down").to_failure())
@@ -197,11 +198,7 @@ class RouterCore:
         match message:
             case Tokens(entries=entries):
                 for entry in entries:
-                    active = self._active.get(entry.key.request_id)
-                    if active is not None:
-                        self._feed(active, entry, node)
-                    else:
-                        self._disown(node, entry)
+                    self._said(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
                 self._said(node, message.key.request_id, message)
             case CancelDone(keys=keys):
@@ -224,12 +221,9 @@ class RouterCore:
         active = self._active.get(request_id)
         if active is not None:
             self._feed(active, message, node)
-        elif isinstance(message, Accepted | FirstTokens):
-            self._disown(node, message)
-
-    def _disown(self, node: NodeId, message: Accepted | FirstTokens | TokenEntry) -> None:
-        """Tell a node to stop that still works for a request which has ended."""
-        self._send(node, Cancel((message.key,), "ended"))
+        elif isinstance(message, Accepted | FirstTokens | TokenEntry):
+            # The node still works for a request that has ended.
+            self._send(node, Cancel((message.key,), "ended"))
 
     def _gone(self, node: NodeId) -> None:
         self._now_s = self._clock()
@@ -257,7 +251,7 @@ class RouterCore:
         self._changed.set()
 
     def _introduce(self, role: Role) -> None:
-        """The set of these nodes has changed: tell all of the other role."""
+        """Tell all nodes of the other role that the set of nodes with this role has changed."""
         other: Role = "decode" if role == "prefill" else "prefill"
         peers = Peers(self.registry.peers_of(other))
         for node in self.registry.in_service(other):
@@ -270,7 +264,7 @@ class RouterCore:
     # --- requests -------------------------------------------------------------------------------
 
     def _feed(self, active: Active, event: RequestEvent, node: NodeId = NO_NODE) -> None:
-        """Carry an event out. Events that this causes (a caller leaves) come after it, in turn."""
+        """Handle an event, then the events that it causes (a caller may leave, say)."""
         if self._is_feeding:
             self._events.append((active, event, node))
             return
@@ -293,7 +287,7 @@ class RouterCore:
             self._contain(active, commands)
 
     def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
-        """A bug met this request. It ends with an error; the others go on."""
+        """End a request that met a bug with an error. The others go on."""
         active.stream.finish(BatonError("the router failed to handle this request"))
         if not active.is_broken:
             active.is_broken = True
@@ -301,7 +295,7 @@ class RouterCore:
             for command in commands:
                 self._carry_out(active, command)
         elif self._active.pop(active.request_id, None) is not None:
-            # Nodes that still work for it are told to stop when they next speak of it.
+            # A node that still works for it is told to stop with its next message about it.
             self.registry.forget(active.request_id)
             self._admission.forget(active.request_id)
 
@@ -332,7 +326,7 @@ class RouterCore:
                 assert_never(command)
 
     def _limits(self) -> Limits:
-        """What a request must fit; raises when none can be served."""
+        """Return what a request must fit; raises if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)
         model = self.registry.model
@@ -372,12 +366,12 @@ class RouterCore:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         assert self._sockets is not None
-        # Beats may be waiting in the socket if this loop was held up, so they are read first.
+        # If this loop was held up, beats are waiting in the socket, so it is read first.
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
         for key in self._admission.overdue(now_s, self._patience_s):
-            text = "no node is in service that could take this request"
+            text = "no node that is in service can take this request"
             retry_s = self._admission.retry_after_s()
             error = Overloaded(text, code="no_nodes", retry_after_s=retry_s)
             self._admission.leave(key)

@@ -1,7 +1,7 @@
-"""The router's process: `run` starts the router and its HTTP side, and ends both on a signal.
+"""The router's process: the router with its HTTP side, from its start to a signal.
 
-The command line calls it. Nodes dial in by themselves; none is started here, and torch is never
-loaded.
+The command line calls `run`. Nodes dial in by themselves: this process starts none, and it must
+never load torch.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = logger("router")
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. A second signal ends at once."""
+    """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
     setup(config.log, "router")
     try:
         return asyncio.run(_serve(config))
@@ -44,7 +44,7 @@ async def _serve(config: ClusterConfig) -> int:
     try:
         await llm.start()
         url = await server.start()
-        # What lives until here lives to the end: the collector need not look at it again.
+        # What is alive here stays alive to the end, so the collector need not look at it again.
         gc.collect()
         gc.freeze()
         tell_parent(urlsplit(url).port or 0)
@@ -55,14 +55,14 @@ async def _serve(config: ClusterConfig) -> int:
         await server.drain()
     finally:
         stats.stop()
-        # It fails answers that are still under way, and their clients can still be told.
+        # This fails the answers that are under way while their clients can still be told.
         await llm.shutdown()
         await server.stop()
     return 0
 
 
 def _chat_template(model_path: str) -> ChatTemplate | None:
-    """A template that cannot be used takes only chats away."""
+    """Return the model's chat template. Without a usable one, all but chats is served."""
     try:
         return ChatTemplate.load(model_path)
     except ConfigError as error:
@@ -71,7 +71,7 @@ def _chat_template(model_path: str) -> ChatTemplate | None:
 
 
 def _on_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    """Return what the first SIGTERM or SIGINT sets. A second one ends the process at once."""
     asked_to_end = asyncio.Event()
 
     def caught() -> None:
@@ -85,7 +85,7 @@ def _on_signal() -> asyncio.Event:
 
 
 class _Stats:
-    """Logs a line every so often while something happens."""
+    """Logs a line every `interval_s` seconds in which something happened."""
 
     def __init__(self, app: App, llm: AsyncLLM, interval_s: float) -> None:
         self._line = StatsLine(app.metrics)

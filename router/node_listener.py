@@ -1,7 +1,8 @@
-"""The socket that nodes dial, on the router's event loop: bytes in, typed messages out.
+"""The socket that nodes dial, read on the router's event loop.
 
-`core` is its only caller and decides everything. A plain ZMQ socket with the loop's reader on its
-descriptor: a message costs a few microseconds, an awaited one several times that. Never blocks.
+`core` is its only caller and decides everything; the listener only turns bytes into messages. It
+never blocks. The loop watches the descriptor of a plain ZMQ socket, because awaiting each message
+would cost several times as much.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from baton.runtime.keys import Keys
 from baton.runtime.log import logger
 
 BEATS = b"beats:"
-# Messages read in one go before the loop may serve others.
+# How many messages are read before other work on the loop gets its turn.
 BATCH = 512
 
 Heard = Callable[[NodeId, ToRouter], None]
@@ -36,16 +37,16 @@ class NodeSession(msgspec.Struct, frozen=True):
 
 
 class NodeListener:
-    """`heard` gets what a node says over either of its channels, `gone` the end of the main one.
+    """`heard` gets the messages of both channels of a node, `gone` the end of its main channel.
 
-    `idle` is called after each batch of them. A node is one session: the one that said Hello last,
-    unless another process of the same name still lives, which is then refused.
+    `idle` is called after each batch of messages. A node is one session: the one that said Hello
+    last, unless another process of the same name still lives, which is then refused.
     """
 
     def __init__(
         self, endpoint: str, keys: Keys, heard: Heard, gone: Gone, idle: Callable[[], None]
     ) -> None:
-        """Binds; raises `ConfigError` when it cannot. To be called on a running event loop."""
+        """Bind the endpoint; raises `ConfigError`. Needs a running event loop."""
         self._refusals_to_tell = 1
         self._heard, self._gone, self._idle = heard, gone, idle
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -67,14 +68,14 @@ class NodeListener:
         return self._listener.endpoint
 
     def send(self, node: NodeId, message: ToNode) -> bool:
-        """False: the node is gone or too slow, and `gone` will say so if it was known."""
+        """Send a message. False means that the node is gone or too slow, as `gone` will report."""
         session = self._sessions.get(node)
         if session is None or not self._is_open:
             return False
         return self._listener.send(session.peer, message)
 
     def drain(self) -> None:
-        """Read what is there."""
+        """Read all messages that have come, up to one batch."""
         if not self._is_open:
             return
         for _ in range(BATCH):
@@ -83,7 +84,7 @@ class NodeListener:
                 break
             self._pass_on(received)
         else:
-            # The descriptor tells of changes only, so what is left must be read without it.
+            # The descriptor only signals changes, so the rest must be read without a signal.
             self._again = self._loop.call_soon(self.drain)
         self._tell_refusals()
         self._idle()
@@ -98,11 +99,11 @@ class NodeListener:
             self._context.term()
 
     def _tell_refusals(self) -> None:
-        # Who is kept out tries again, so the lines become rare: at 1, 2, 4, 8, ...
+        # A refused peer keeps trying, so only the 1st, 2nd, 4th, 8th, ... refusal gets a line.
         if self._listener.refusals >= self._refusals_to_tell:
             self._refusals_to_tell = 2 * self._listener.refusals
             log.warning(
-                "connections were refused: no node of ours, or its keys.file is not a copy of ours",
+                "connections were refused: not a baton node, or its keys.file differs from ours",
                 so_far=self._listener.refusals,
             )
 
@@ -111,7 +112,7 @@ class NodeListener:
         try:
             node = NodeId(name.removeprefix(BEATS).decode())
         except UnicodeDecodeError:
-            return  # no node of ours: their names are text
+            return  # not a node of ours: the names of nodes are text
         if name.startswith(BEATS):
             if received.message is not None:
                 self._heard(node, received.message)

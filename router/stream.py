@@ -1,4 +1,4 @@
-"""What one request hands to its caller: new tokens and text per choice, then exactly one end.
+"""One request as its caller sees it: deltas of every choice, then exactly one end.
 
 `core` pushes tokens in, on the event loop where `AsyncLLM`, `LLM` and the HTTP handlers wait. Each
 delta goes straight to the caller's sink, so a token costs no task switch.
@@ -18,9 +18,9 @@ Sink = Callable[[CompletionOutput], None]
 
 
 class RequestStream:
-    """The caller's end of one request: name a sink with `send_to`, then wait for the end.
+    """The caller's end of one request: call `send_to` once, then wait with `changed` or `ended`.
 
-    Both waits raise the `BatonError` with which the request failed, after what came before it.
+    Both raise the `BatonError` with which the request failed, once all deltas were handed out.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RequestStream:
         self.metrics = RequestMetrics(
             arrival_time=time.time(), num_prompt_tokens=len(prompt_token_ids)
         )
-        self.finished = False  # by tokens, an error or a cancel
+        self.finished = False  # whether by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
@@ -53,9 +53,9 @@ class RequestStream:
     # --- the caller's side ------------------------------------------------------------------
 
     def send_to(self, sink: Sink) -> None:
-        """Hand every delta to `sink` the moment it comes, and at once those that came before.
+        """Hand every delta to `sink` at once when it comes, starting with those that already came.
 
-        `sink` must neither block nor raise; what it raises ends this request alone.
+        `sink` must neither block nor raise. An error in it ends this request alone.
         """
         for delta in self._early:
             sink(delta)
@@ -63,10 +63,7 @@ class RequestStream:
         self._sink = sink
 
     async def changed(self) -> bool:
-        """Wait for a delta since the last call; False at the end of the request.
-
-        Until the first one has come, an error can still be an HTTP status.
-        """
+        """Wait until a delta has come since the last call; False at the end of the request."""
         while not self._has_changed:
             if self._error is not None:
                 raise self._error
@@ -83,7 +80,7 @@ class RequestStream:
     async def ended(self) -> None:
         """Wait for the end of the request."""
         while not self.finished:
-            # The deadline of this wait is the lifecycle's: every request ends within it.
+            # This wait needs no deadline of its own: the lifecycle ends every request within one.
             self._end = asyncio.get_running_loop().create_future()
             await self._end
         self._has_changed = False
@@ -101,7 +98,7 @@ class RequestStream:
         )
 
     def close(self) -> None:
-        """Give the request up if it is not finished. Safe at any time, any number of times."""
+        """Give the request up if it is not finished. May be called at any time and again."""
         if not self.finished and self._on_close is not None:
             self._on_close()
 
@@ -133,7 +130,7 @@ class RequestStream:
         return finish_reason is None and delta.finish_reason is not None
 
     def finish(self, error: BatonError | None = None) -> None:
-        """The one end of this request. Later calls change nothing."""
+        """End this request. Only the first call counts."""
         if self.finished:
             return
         self.finished = True

@@ -70,7 +70,7 @@ class TimedLoop(asyncio.SelectorEventLoop):
             if not (self.is_dropping and RUNNING in data):
                 write(data)
 
-        setattr(made, "write", write_or_drop)  # noqa: B010 - mypy lets nobody assign to a method
+        setattr(made, "write", write_or_drop)  # noqa: B010 - mypy refuses an assignment to a method
         return made
 
 

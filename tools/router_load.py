@@ -143,7 +143,7 @@ class Player:
         self._num_left = 0
 
     async def until_served(self) -> None:
-        while b" 200 " not in await self._get_health():  # noqa: ASYNC110 - nothing tells of it
+        while b" 200 " not in await self._get_health():  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.05)
 
     async def play(self, traffic: Traffic) -> None:

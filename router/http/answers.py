@@ -1,7 +1,7 @@
-"""What a client gets: completions, chunks of them, usage and errors, in OpenAI's JSON.
+"""The JSON that clients get: completions, their chunks, usage and errors, in OpenAI's form.
 
-`handlers` makes one `Answer` per HTTP request. The part of a chunk that never changes is encoded
-once per choice, because there is one chunk per token. Pure: no I/O, no clock.
+`handlers` makes one `Answer` per HTTP request. The fixed part of a chunk is encoded only once per
+choice, because every token is a chunk. Pure: no I/O, no clock.
 """
 
 import math
@@ -15,25 +15,25 @@ from baton.router.outputs import CompletionOutput, RequestMetrics
 
 _encode = msgspec.json.Encoder().encode
 
-# What OpenAI's clients know by status; the code tells the rest.
+# The types that OpenAI's clients expect for a status. The code says more.
 _ERROR_TYPES = {429: "rate_limit_error", 503: "overloaded_error", 504: "overloaded_error"}
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Which answer it is and in which form; makes the bytes of its parts."""
+    """The identity and the form of one answer. Makes the bytes of its parts."""
 
     id: str
     model: str
     created: int  # unix seconds
     is_chat: bool
-    include_usage: bool  # in streams; whole answers always carry it
+    include_usage: bool  # in a stream; a whole answer always has usage
     token_ids: bool
     timeline: bool
 
     def opening(self, index: int) -> bytes:
-        """The first chunk of a choice of a chat."""
+        """Return the first chunk of a choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._head(True) + b"[" + _encode(choice) + b"]" + self._tail()
@@ -47,7 +47,7 @@ class Answer:
         return ChunkTemplate(head + before, after, b"}]" + self._tail(), self.token_ids)
 
     def closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
-        """The last chunk, without choices; None where nobody asked for what it carries."""
+        """Return the last chunk, without choices; None if the client asked for nothing in it."""
         if not (self.include_usage or self.timeline):
             return None
         data = self._head(True) + b"[]"
@@ -112,7 +112,7 @@ class ChunkTemplate:
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
-    """Of all prompts of a request. What is out of the ordinary is there only if it happened."""
+    """Return the usage over all prompts of a request. Unusual fields appear only if they apply."""
     num_prompt = sum(one.num_prompt_tokens for one in metrics)
     num_output = sum(one.num_output_tokens for one in metrics)
     cached = {"cached_tokens": sum(one.num_cached_tokens for one in metrics)}
@@ -130,13 +130,13 @@ def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
 
 
 def clamped_to(metrics: Sequence[RequestMetrics]) -> int | None:
-    """The least that `max_tokens` was cut to, if it was cut for any prompt."""
+    """Return the least that `max_tokens` was cut to, None if it was cut for no prompt."""
     limits = [one.max_tokens_clamped for one in metrics if one.max_tokens_clamped is not None]
     return min(limits, default=None)
 
 
 def error_of(error: BatonError) -> bytes:
-    """An error as OpenAI shapes it, for bodies and for SSE events."""
+    """Return an error in OpenAI's form, for a body or an SSE event."""
     status = error.http_status
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
@@ -144,7 +144,7 @@ def error_of(error: BatonError) -> bytes:
 
 
 def retry_headers(error: BatonError) -> dict[str, str]:
-    """When to come back, in the seconds of HTTP and the milliseconds that OpenAI's clients read."""
+    """Return when to try again: in seconds for HTTP, in milliseconds for OpenAI's clients."""
     if error.http_status not in (429, 503, 504):
         return {}
     after_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s

@@ -1,7 +1,7 @@
 """The HTTP side of the router: routes, errors as JSON, health, metrics, and the listening socket.
 
-`main` makes an `App` and serves it with a `Server`; tests do the same on a free port. Whatever goes
-wrong becomes an error in OpenAI's shape here, except in a stream that has begun, which ends itself.
+`main` makes an `App` and serves it with a `Server`; tests do the same on a free port. Every error
+is turned into OpenAI's form here, except in a stream that has begun: its handler sends the error.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from baton.runtime.log import ROOT, clip, logger
 
 BACKLOG = 4096
 MIB = 1024 * 1024
-# A graceful end: first for answers that are under way, then for those that were told to end.
+# How long the end of the server waits: for answers under way, then for those told to end.
 GRACE_S = 1.0
 CLOSE_S = 0.3
 CLIENT_GONE = 499
@@ -37,7 +37,7 @@ log = logger("router")
 
 
 class App:
-    """The application around one engine."""
+    """The web application around one engine."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class App:
         )
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse what is new, and wait for what is under way."""
+        """Refuse new requests, and wait up to `grace_s` for those under way."""
         self._handlers.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -105,7 +105,7 @@ class App:
         if self._handlers.is_draining:
             health = msgspec.structs.replace(health, status="failed", message="shutting down")
         body = msgspec.structs.asdict(health)
-        # Loads travel between processes as arrays; here they are for people.
+        # Between processes a load travels as an array, but people want its names.
         body["nodes"] = [
             {**msgspec.structs.asdict(node), "load": msgspec.structs.asdict(node.load)}
             for node in health.nodes
@@ -113,7 +113,7 @@ class App:
         return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
 
     async def _live(self, request: web.Request) -> web.Response:
-        # Not readiness: 503 says that only a restart can help.
+        # This is not readiness: 503 means that only a restart can help.
         if self._engine.errored:
             return _json(msgspec.json.encode({"status": "failed"}), 503)
         return _json(msgspec.json.encode({"status": "live"}))
@@ -154,7 +154,7 @@ class App:
 
 
 class Server:
-    """An `App` on a socket."""
+    """An `App` on a listening socket."""
 
     def __init__(self, app: App, host: str, port: int) -> None:
         self._app = app
@@ -164,7 +164,7 @@ class Server:
         http_log.addFilter(_is_ours)
         self._runner = web.AppRunner(
             app.web,
-            handler_cancellation=True,  # a client that leaves ends its handler, and so its request
+            handler_cancellation=True,  # when a client leaves, its handler and so its request end
             shutdown_timeout=CLOSE_S,
             access_log=None,
             logger=http_log,
@@ -172,7 +172,7 @@ class Server:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> str:
-        """Listen; returns the URL. Raises `NodeError` with advice when that cannot be."""
+        """Start to listen and return the URL; raises `NodeError` that says what to do."""
         await self._runner.setup()
         host = None if self._host in ("", "*") else self._host
         site = web.TCPSite(self._runner, host, self._port, backlog=BACKLOG)
@@ -186,19 +186,19 @@ class Server:
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 
     async def drain(self, grace_s: float = GRACE_S) -> None:
-        """Accept nothing new and wait for answers that are under way."""
+        """Accept no new connection, and wait up to `grace_s` for answers under way."""
         if self._site is not None:
             await self._site.stop()
             self._site = None
         await self._app.drain(grace_s)
 
     async def stop(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections. May be called again."""
         await self._runner.cleanup()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Broken HTTP is answered with 400 and is the client's affair, not a traceback in our log."""
+    """Whether a record is about the router: broken HTTP gets a 400, and no traceback in our log."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -207,12 +207,12 @@ def _why_not(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use: choose another with --port N"
     if error.errno == errno.EACCES:
-        return f"port {port} needs privileges: choose one above 1023 with --port N"
+        return f"port {port} needs privileges: choose a port above 1023 with --port N"
     return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
 def _named(request: web.Request, error: web.HTTPException) -> BatonError:
-    """What aiohttp refuses, as ours."""
+    """Return a refusal of aiohttp as an error of ours."""
     match error.status:
         case 404:
             text, code = f"there is no {request.method} {clip(request.path)}", "unknown_url"

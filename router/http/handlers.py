@@ -1,8 +1,8 @@
-"""The endpoints that generate: from a body to requests of the router, from their tokens to a reply.
+"""The endpoints that generate text: completions and chats.
 
-`app` routes to these. A handler parses, submits one request per prompt, and answers whole or as
-events; however it ends, also by a client that leaves, every request that it submitted is closed.
-Handlers know no nodes, and raise `BatonError` for whatever can still be an HTTP status.
+`app` routes to these. A handler parses the body, submits one request per prompt, and answers with
+one body or a stream of events. However it ends, every request that it submitted is closed. Handlers
+know nothing of nodes. They raise `BatonError` as long as an error can still be an HTTP status.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = logger("router")
 
 
 class Engine(Protocol):
-    """What handlers need of `AsyncLLM`."""
+    """The part of `AsyncLLM` that handlers need."""
 
     async def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
@@ -55,14 +55,14 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Work:
-    """One HTTP request on its way from what it asks for to its answer."""
+    """One HTTP request and the answer that it is getting."""
 
     ask: Ask
     answer: Answer
     prompts: list[str | list[int]]
-    echoes: list[str]  # per prompt, what stands before each of its choices; empty: nothing
-    request_id: str  # the client's, or the answer's
-    outcome: str = BatonError.code  # until it is known
+    echoes: list[str]  # per prompt, the text before each of its choices; empty without `echo`
+    request_id: str  # the client's own, or the answer's
+    outcome: str = BatonError.code  # as long as nothing better is known
 
 
 class Handlers:
@@ -90,12 +90,12 @@ class Handlers:
         return await self._serve(request, parse_chat(await self._read(request)))
 
     async def _serve(self, request: web.Request, ask: Ask) -> web.StreamResponse:
-        """Submit a request per prompt and answer; on the way out all are ended and counted."""
+        """Submit a request per prompt and answer. All of them are closed and counted in the end."""
         work = await self._prepare(request, ask)
         streams: list[RequestStream] = []
         try:
             for index, prompt in enumerate(work.prompts):
-                if index:  # a long list of prompts must not hold other requests up
+                if index:  # a long list of prompts must not hold up other requests
                     await asyncio.sleep(0)
                 if self._logs_prompts:
                     log.info("prompt", request=work.answer.id, text=clip(str(prompt)))
@@ -122,24 +122,24 @@ class Handlers:
             raise Overloaded("the router is shutting down", code="shutting_down")
         try:
             if request.content.is_eof():
-                return await request.read()  # all of it is here: there is nothing to wait for
+                return await request.read()  # the whole body has come, so no wait needs a deadline
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except TimeoutError:
-            text = f"the body was not here within {BODY_TIMEOUT_S:g} s"
+            text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(text, code="timeout", http_status=408) from None
         except web.RequestPayloadError as error:
-            text = "the body is not encoded as its headers say"
+            text = "the body is not encoded in the way that its headers say"
             raise RequestError(text, code="invalid_body") from error
 
     def _model(self, name: str | None) -> ServedModel:
-        """The model that is meant; raises unless it is the one that the nodes serve."""
+        """Return the served model; raises if the client names another one."""
         try:
             model = self._engine.get_model_config()
         except NodeError as error:
             raise Overloaded("no node is ready yet", code="not_ready") from error
         if name and name not in (model.name, model.path):
-            text = f"the model {clip(name)!r} does not exist; {model.name!r} does"
+            text = f"the model {clip(name)!r} does not exist; this server has {model.name!r}"
             raise RequestError(text, code="model_not_found", param="model", http_status=404)
         return model
 
@@ -207,8 +207,8 @@ class Handlers:
     async def _stream(
         self, request: web.Request, work: Work, streams: list[RequestStream]
     ) -> web.StreamResponse:
-        # Until something is sent, an error can be an HTTP status, so the first token is awaited;
-        # but a client is not left in silence.
+        # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
+        # delta; but not so long that the client is left in silence.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._silence_s):
                 await streams[0].changed()
@@ -237,7 +237,7 @@ class Handlers:
 
 
 async def _all_ended(streams: Sequence[RequestStream]) -> None:
-    """Wait for the end of all streams; the first error of any of them is raised at once."""
+    """Wait for the end of all streams; the first error of any stream is raised at once."""
     if len(streams) == 1:
         await streams[0].ended()
         return
@@ -250,7 +250,7 @@ async def _all_ended(streams: Sequence[RequestStream]) -> None:
 
 
 def _request_id(request: web.Request, answer: Answer) -> str:
-    """The client's own name for it, if that is fit for a header and a log."""
+    """Return the client's own id of its request if it is fit for a header and a log."""
     given = request.headers.get("X-Request-Id", "")
     is_fit = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS
     return given if given and is_fit else answer.id

@@ -1,7 +1,7 @@
-"""What the router counts: HTTP answers, requests by outcome, tokens, latencies, load of the nodes.
+"""The metrics of the router: HTTP answers, requests, tokens, latencies and the load of the nodes.
 
-`handlers` and `app` tell it what happens; `/metrics` renders it and `main` takes its stats lines.
-Tokens are counted in a plain integer, because there is one call per token. Never touches a socket.
+`handlers` and `app` count, `/metrics` renders the counts and `main` logs a line of them from time
+to time. Tokens are counted in a plain integer, because it happens once per token.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ from baton.router.outputs import RequestMetrics
 from baton.router.registry import Health
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-# From the gap between two tokens to a long prompt in a queue.
+# From the gap between two tokens up to a long prompt that waits in a queue.
 BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
@@ -21,22 +21,22 @@ _STAGES = ("router_queue", "queue", "prefill", "transfer", "decode_queue", "firs
 
 
 class HttpMetrics:
-    """The metrics of one router, in a registry of their own: two routers can share a process."""
+    """The metrics of one router, in a registry of its own: two routers can share a process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.num_requests = 0  # ended ones
+        self.num_requests = 0  # those that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self._num_rendered_tokens = 0
         answers = self._counter("http_answers", "HTTP answers by route and status", "route status")
-        requests = self._counter("requests", "Ended requests by way and outcome", "path outcome")
-        # Finding a child by its labels takes longer than counting with it.
+        requests = self._counter("requests", "Ended requests by path and outcome", "path outcome")
+        # Finding a counter by its labels takes longer than counting.
         self._answers = cache(answers.labels)
         self._requests = cache(requests.labels)
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of ended prompts")
         self._cached_tokens = self._counter(
-            "cached_prompt_tokens", "Prompt tokens that a prefix cache held"
+            "cached_prompt_tokens", "Prompt tokens that were in a prefix cache"
         )
         self._output_tokens = self._counter("output_tokens", "Tokens handed out")
         self._transfer_bytes = self._counter(
@@ -46,25 +46,28 @@ class HttpMetrics:
             "time_to_first_token_seconds", "From arrival to the first token handed out"
         )
         self._per_token = self._histogram(
-            "time_per_output_token_seconds", "After the first, with one choice"
+            "time_per_output_token_seconds",
+            "Time per token after the first, of requests with one choice",
         )
         self._e2e = self._histogram(
-            "request_seconds", "From arrival to the end, of those that had tokens"
+            "request_seconds", "From arrival to the end, of requests that had tokens"
         )
         stages = self._histogram("stage_seconds", "Stages of a request; see docs/api.md", "stage")
         self._stages = {f"{stage}_s": stages.labels(stage) for stage in _STAGES}
-        self._running = self._gauge("running_requests", "Requests with nodes")
+        self._running = self._gauge("running_requests", "Requests that have nodes")
         self._queued = self._gauge("queued_requests", "Requests that wait for nodes")
         self._nodes = self._gauge("nodes", "Nodes by role and state", "role state")
-        self._free = self._gauge("node_free_blocks", "KV blocks that could be given out", "node")
-        self._total = self._gauge("node_total_blocks", "KV blocks of the pool", "node")
+        self._free = self._gauge(
+            "node_free_blocks", "KV blocks that are free or can be evicted", "node"
+        )
+        self._total = self._gauge("node_total_blocks", "KV blocks in the pool", "node")
 
     def answered(self, route: str, status: int) -> None:
-        """`route` is a pattern of ours, never what a client sent."""
+        """Count an HTTP answer. `route` is a pattern of ours, never what a client sent."""
         self._answers(route, status).inc()
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
-        """One request, with a prompt of its own, has ended."""
+        """Count the end of one request of the router; an HTTP request has one per prompt."""
         self.num_requests += 1
         self.num_prompt_tokens += metrics.num_prompt_tokens
         self._requests(metrics.path or "none", outcome).inc()
@@ -82,7 +85,7 @@ class HttpMetrics:
             stage.observe(getattr(metrics, name))
 
     def render(self, health: Health) -> bytes:
-        """What a Prometheus server scrapes."""
+        """Return the text that a Prometheus server scrapes."""
         self._output_tokens.inc(self.num_output_tokens - self._num_rendered_tokens)
         self._num_rendered_tokens = self.num_output_tokens
         self._running.set(health.num_running)
@@ -112,14 +115,14 @@ class HttpMetrics:
 
 
 class StatsLine:
-    """What happened since the last line."""
+    """Makes the lines of the log that sum up what happened since the last one."""
 
     def __init__(self, metrics: HttpMetrics) -> None:
         self._metrics = metrics
         self._last = (0, 0, 0)
 
     def take(self, interval_s: float, health: Health) -> dict[str, object] | None:
-        """The fields of the next line; None when nothing happens."""
+        """Return the fields of the next line; None if nothing happened."""
         now = self._metrics
         counts = (now.num_requests, now.num_prompt_tokens, now.num_output_tokens)
         news = [count - last for count, last in zip(counts, self._last, strict=True)]

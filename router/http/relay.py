@@ -1,7 +1,7 @@
-"""From the tokens of all choices of one streamed answer to its events.
+"""Turns the deltas of one streamed answer into events.
 
-`handlers` makes one per streamed answer and forwards each request's deltas into a sink of it. For a
-client that reads too slowly it merges what is new per choice instead of letting events pile up.
+`handlers` makes one `Relay` per streamed answer, with a sink for each of its requests. When the
+client reads too slowly, deltas are merged per choice instead of piling up as events.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from baton.router.http.sse import EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.stream import Sink
 
-# How often a client that was too slow is looked at.
+# How often a client that read too slowly is checked.
 RELEASE_S = 0.05
 
 
@@ -34,10 +34,10 @@ class Relay:
         self._metrics = metrics
         self._templates: dict[int, ChunkTemplate] = {}
         self._held = Merged()
-        self._timer: asyncio.TimerHandle | None = None  # set as long as something is held
+        self._timer: asyncio.TimerHandle | None = None  # set as long as deltas are held
 
     def sink(self, prompt_index: int) -> Sink:
-        """Return what takes the deltas of one prompt, and keeps them."""
+        """Return the sink for the deltas of one prompt."""
         offset = prompt_index * self._num_choices
         events, metrics = self._events, self._metrics
 
@@ -53,7 +53,7 @@ class Relay:
         return take
 
     def finish(self, metrics: Sequence[RequestMetrics]) -> None:
-        """The end of an answer of which nothing is missing."""
+        """Send the last events of a complete answer."""
         self._release_all()
         closing = self._answer.closing(metrics)
         if closing is not None:
@@ -61,7 +61,7 @@ class Relay:
         self._events.done()
 
     def fail(self, error: BatonError) -> None:
-        """The other end: what came before, then the error."""
+        """Send what is held, then the error that ends the answer."""
         self._release_all()
         self._events.send(error_of(error))
 

@@ -1,7 +1,7 @@
-"""What a client may say: the bodies of the OpenAI endpoints as typed structs, and every refusal.
+"""The bodies that clients of the OpenAI endpoints may send, and why any other is refused.
 
-`handlers` parses with `parse_completion` and `parse_chat`; whatever is wrong with a body becomes a
-`RequestError` that names the field. A field that baton does not honour is refused unless its value
+`handlers` calls `parse_completion` and `parse_chat`. Every mistake in a body becomes a
+`RequestError` that names the field. A field that baton does not support is refused unless its value
 asks for nothing, because an answer that ignores a wish is a wrong answer. Nothing here does I/O.
 """
 
@@ -38,7 +38,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both endpoints have. null stands for the default everywhere."""
+    """The fields that both endpoints have. In each of them, null means the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -58,7 +58,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     timeline: bool | None = None
-    # Understood, but only where they ask for nothing: see `_NEUTRAL`.
+    # Accepted only where they ask for nothing: see `_NEUTRAL`.
     logprobs: int | bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -71,7 +71,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
-    # They change nothing about an answer.
+    # These change nothing about an answer.
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -81,7 +81,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """Body of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
@@ -94,8 +94,8 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a chat. `omit_defaults`, because templates ask whether a key is there."""
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn of a chat."""
 
     role: Annotated[str, Meta(min_length=1)]
     content: str | list[ContentPart] | None = None
@@ -113,7 +113,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """Body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Turn], Meta(max_length=10_000)]
     max_completion_tokens: Int | None = None
@@ -126,7 +126,7 @@ class ChatBody(GenerationBody, kw_only=True):
     response_format: ResponseFormat | None = None
 
 
-# Values that ask for nothing, beside null.
+# The values besides null that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -156,7 +156,7 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 class Chat(msgspec.Struct, frozen=True):
     """A prompt that the model's chat template has yet to write."""
 
-    messages: list[dict[str, object]]  # with text only
+    messages: list[dict[str, object]]  # as templates take them, text only
     add_generation_prompt: bool
     options: dict[str, object] | None
 
@@ -188,9 +188,9 @@ def parse_completion(data: bytes) -> Ask:
 
 
 def parse_chat(data: bytes) -> Ask:
-    """Read the body of a chat, which without a limit gets the room that the model has left.
+    """Read the body of a chat; raises `RequestError`.
 
-    Raises `RequestError`.
+    A chat that sets no limit may use all the room that the model has left.
     """
     body = _decode(_chat_decoder, data)
     _check(body)
@@ -272,12 +272,14 @@ def _check(body: GenerationBody) -> None:
             raise _unsupported(name)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported("best_of")
-    # 0 is a wish in a completion (the sampled token's own) and nothing in a chat's `false`.
+    # In a completion 0 asks for something (the sampled token's own); in a chat false does not.
     if body.logprobs is not None and body.logprobs is not False:
         raise _unsupported("logprobs")
     options = body.stream_options
     if options is not None and not body.stream:
-        raise RequestError("stream_options needs stream to be true", param="stream_options")
+        raise RequestError(
+            "stream_options can be used only if stream is true", param="stream_options"
+        )
     if options is not None and options.continuous_usage_stats:
         raise _unsupported("stream_options.continuous_usage_stats")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -287,7 +289,7 @@ def _check(body: GenerationBody) -> None:
 
 
 def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
-    """Return a turn as templates take it, with text only."""
+    """Return a turn as templates take it: its content is text."""
     for name in _UNSUPPORTED_IN_TURN:
         if getattr(turn, name):
             raise _unsupported(f"messages[{index}].{name}")
@@ -297,7 +299,7 @@ def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
         for place, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 raise RequestError(
-                    f"content of type {part.type!r} is not supported, only text is",
+                    f"content of type {part.type!r} is not supported; only text is",
                     code="unsupported",
                     param=f"messages[{index}].content[{place}]",
                 )
@@ -323,7 +325,7 @@ def _decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
         text = "the body is nested too deeply"
         raise RequestError(text, code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # Some JSON writers emit these words, which are not JSON; the field is worth naming.
+        # Some writers emit NaN and Infinity, which are not JSON. The error should name the field.
         if found := _NOT_FINITE.search(data):
             name = found[1].decode()
             raise RequestError(f"{name} must be a finite number", param=name) from None
@@ -340,6 +342,6 @@ def _invalid(text: str) -> RequestError:
         return RequestError(what, param=path)
     if not path:
         return RequestError(f"the body is wrong: {what}")
-    # The place inside a list is for the message; only messages are records of their own.
+    # The message names the place inside a list; `param` does so only for the turns of a chat.
     param = path if path.startswith("messages") else path.partition("[")[0]
     return RequestError(f"{path}: {what}", param=param)

@@ -1,8 +1,8 @@
 """Server-sent events over one HTTP response: framing, ids, comments in silence, back-pressure.
 
-`handlers` opens one per streamed answer. Events are written to the transport at once, without a
-task switch, because there is one per token. An `EventStream` knows nothing of what it carries and
-never waits for a slow client except at the end: whoever sends asks `is_full` first.
+`handlers` opens one `EventStream` per streamed answer. Every token is an event, so events are
+written to the transport without a task switch. The stream knows nothing of what it carries. It
+waits for a slow client only at the end: the sender must check `is_full` before it sends.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 SILENCE_S = 10.0
-# As much unread output as one client may leave with us before events are held back and merged.
+# How much output a client may leave unread before events are held back and merged.
 FULL_BYTES = 256 * 1024
-# After the last event, for a client that reads slowly.
+# How long a slow client may take to read the last events.
 CLOSE_TIMEOUT_S = 60.0
 
 _COMMENT = b": waiting\n\n"
@@ -22,7 +22,7 @@ _DONE = b"[DONE]"
 
 
 class EventStream:
-    """`open`, then any number of `send`, then `close`."""
+    """Call `open`, then `send` for every event, then `close`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class EventStream:
         headers: Mapping[str, str],
         silence_s: float = SILENCE_S,
     ) -> None:
-        """The ids of its events are `name:1`, `name:2` and so on."""
+        """Events get the ids `name:1`, `name:2` and so on."""
         self._request = request
         self._name = name.encode()
         self._silence_s = silence_s
@@ -41,7 +41,7 @@ class EventStream:
                 **headers,
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                # nginx would otherwise collect the events.
+                # Without this, nginx holds events back.
                 "X-Accel-Buffering": "no",
             }
         )
@@ -52,7 +52,7 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
-        """Send the headers. From here on an error can only be an event."""
+        """Send the headers. From then on an error can only be an event."""
         if self._is_chunked:
             self._response.enable_chunked_encoding()
         await self._response.prepare(self._request)
@@ -61,12 +61,12 @@ class EventStream:
         self._timer = self._loop.call_later(self._silence_s, self._break_silence)
 
     def send(self, data: bytes) -> None:
-        """One event, which must not hold a line break. Dropped once the client is gone."""
+        """Send one event without line breaks in it. It is dropped if the client is gone."""
         self._num_events += 1
         self._write(b"id: %b:%d\ndata: %b\n\n" % (self._name, self._num_events, data))
 
     def done(self) -> None:
-        """The event by which clients know that nothing is missing."""
+        """Send the event that tells a client that nothing is missing."""
         self.send(_DONE)
 
     @property
@@ -75,7 +75,7 @@ class EventStream:
         return transport is not None and transport.get_write_buffer_size() > FULL_BYTES
 
     async def close(self) -> web.StreamResponse:
-        """End the response; returns it, for the handler to return."""
+        """End the response and return it, for the handler to return."""
         self.stop()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -84,11 +84,11 @@ class EventStream:
             if self._transport is not None:
                 self._transport.abort()
         except ConnectionError:
-            pass  # the client left with the last event
+            pass  # the client left during the last event
         return self._response
 
     def stop(self) -> None:
-        """No more comments. Idempotent."""
+        """Send no more comments. May be called again."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,7 +1,7 @@
-"""What happens to a request (`RequestEvent`) and what its lifecycle wants done (`RequestCommand`).
+"""The events and the commands of one request's lifecycle.
 
-`core` feeds the first and carries out the second; `lifecycle` is a pure function between them.
-They are Structs, so that a run can be recorded and replayed.
+A `RequestEvent` is what happens to a request, a `RequestCommand` what must be done about it. `core`
+feeds events in and carries commands out. Both are Structs, so a run can be recorded and replayed.
 """
 
 import msgspec
@@ -23,41 +23,40 @@ from baton.protocol.messages import (
 
 
 class RequestMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of events and commands of one request."""
+    """The root of all events and commands of one request."""
 
 
 # --- events -------------------------------------------------------------------------------------
 
 
 class Begun(RequestMessage, frozen=True):
-    """The caller is there. The first event of every request."""
+    """The request has been accepted. This is its first event."""
 
 
 class Placed(RequestMessage, frozen=True):
-    """The answer to `Place`: these nodes, already charged. At least one of them is set."""
+    """The answer to `Place`: these nodes have been charged. At least one of them is set."""
 
     key: Key
     prefill_node: NodeId | None
     decode_node: NodeId | None
-    max_uncached_tokens: int | None = None
 
 
 class NotPlaced(RequestMessage, frozen=True):
-    """The other answer to `Place`: no node could take the leg in time."""
+    """The other answer to `Place`: no node was able to take the leg in time."""
 
     key: Key
     failure: Failure
 
 
 class NodeLost(RequestMessage, frozen=True):
-    """That process is gone, or counts as gone: nothing it says from here on reaches a request."""
+    """This node is gone or counts as gone. Its later messages reach no request."""
 
     node: NodeId
     failure: Failure
 
 
 class ChoiceStopped(RequestMessage, frozen=True):
-    """The text of this choice ended with a stop string, which only the router knows."""
+    """The text of this choice has reached a stop string, which only the router can see."""
 
     choice: int
 
@@ -70,7 +69,7 @@ class Tick(RequestMessage, frozen=True):
     """Time has passed."""
 
 
-# What nodes say of a request is an event as it stands.
+# A node's message about a request is an event as it stands.
 NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
 RequestEvent = (
     NodeMessage | Begun | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone | Tick
@@ -81,15 +80,17 @@ RequestEvent = (
 
 
 class Place(RequestMessage, frozen=True):
-    """Find nodes for this leg and charge them. Placed or NotPlaced answers, unless `Unplace`."""
+    """Find nodes for this leg and charge them. `Placed` or `NotPlaced` is the answer.
+
+    `Unplace` takes the wish back, and then there may be no answer.
+    """
 
     key: Key
     num_tokens: int
     num_choices: int
     wants_decode: bool
-    num_final_tokens: int  # the longest that a sequence of it can become
+    num_final_tokens: int  # the longest that one of its sequences can become
     avoid: frozenset[NodeId] = frozenset()
-    remote_only: bool = False  # decode refused to compute this prompt itself
 
 
 class Unplace(RequestMessage, frozen=True):
@@ -102,14 +103,17 @@ class Send(RequestMessage, frozen=True):
 
 
 class Release(RequestMessage, frozen=True):
-    """Take this leg's charge off the node. Exactly once per leg and node that was placed."""
+    """Take this leg's charge off the node. Comes exactly once per leg and node that was placed."""
 
     node: NodeId
     key: Key
 
 
 class Deliver(RequestMessage, frozen=True):
-    """Tokens in order, none missing, none twice. A finish reason ends the choice."""
+    """Pass on the next tokens of a choice: in order, none missing, none twice.
+
+    A finish reason ends the choice.
+    """
 
     choice: int
     token_ids: list[int]
@@ -117,26 +121,26 @@ class Deliver(RequestMessage, frozen=True):
 
 
 class Timed(RequestMessage, frozen=True):
-    """Stage times as one node knows them; `of_prompt`: the one that computed the prompt."""
+    """Record the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
     times: StageTimes
     of_prompt: bool
 
 
 class Resumed(RequestMessage, frozen=True):
-    """A choice goes on elsewhere although the caller has tokens of it."""
+    """Record that a choice goes on elsewhere although the caller already has tokens of it."""
 
     choice: int
 
 
 class Outcome(RequestMessage, frozen=True):
-    """How the request ended; exactly one. None: all its choices finished."""
+    """End the request for its caller. Comes exactly once; no failure: all choices finished."""
 
     failure: Failure | None = None
 
 
 class Closed(RequestMessage, frozen=True):
-    """The last command: no node owes anything to this request any more."""
+    """Forget the request. This is the last command: no node has anything left to confirm."""
 
 
 RequestCommand = (

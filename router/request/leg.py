@@ -1,7 +1,7 @@
-"""One try at one or more choices of a request: which nodes work on it and what they still owe.
+"""One attempt at one or more choices of a request: its nodes and what they have yet to confirm.
 
-`lifecycle` makes legs and is the only one to change them. A leg that has left is kept until every
-node has confirmed that nothing more will come, because its blocks count as used until then.
+Only `lifecycle` makes and changes legs. A leg that is no longer wanted is kept until every node has
+confirmed that nothing more will come, because its blocks count as used until then.
 """
 
 from collections.abc import Set
@@ -17,7 +17,7 @@ from baton.router.request.events import Release, Send
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is wanted. The seed is set and max_tokens fits; choices are numbered from 0."""
+    """What is to be generated. The seed is set, `max_tokens` fits, choices count from 0."""
 
     request_id: RequestId
     token_ids: list[int]
@@ -27,28 +27,28 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class LegState(Enum):
-    WAITING = auto()  # for nodes to be chosen
-    LIVE = auto()  # both nodes have it
-    LEAVING = auto()  # nothing more is wanted; cancels are out
+    WAITING = auto()  # no nodes have been chosen yet
+    LIVE = auto()  # the nodes have been told to start
+    LEAVING = auto()  # nothing more is wanted; nodes have yet to confirm their cancels
     CLOSED = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """`open` are the choices that still look to this leg for tokens."""
+    """`open` holds the choices that still get their tokens from this leg."""
 
-    key: Key  # of its lowest choice
+    key: Key  # the key of its lowest choice
     choices: tuple[int, ...]
-    num_tokens: int  # sent with it, so the position of its first new token
+    num_tokens: int  # how many were sent with it, and so the position of its first new token
     state: LegState = LegState.WAITING
     prefill: NodeId | None = None
     decode: NodeId | None = None
     open: set[int] = field(default_factory=set)
-    accepted: bool = False  # by decode
+    accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it needs prefill no more
     first_tokens: tuple[FirstToken, ...] | None = None
     charged: set[NodeId] = field(default_factory=set)
-    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # cancels
+    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of cancels
     heard_s: float = 0.0
     leave_by_s: float = 0.0
 
@@ -58,16 +58,14 @@ class Leg:
 
     @property
     def may_forward(self) -> bool:
-        """Whether first tokens may go to the caller: whoever generates the rest has taken it."""
+        """Whether first tokens may go to the caller, because the rest of the output is assured."""
         if self.decode is None or self.accepted:
             return True
         firsts = self.first_tokens or ()
         return all(token.finish_reason is not None for token in firsts)
 
-    def orders(
-        self, request: Request, output: list[int], max_uncached_tokens: int | None
-    ) -> list[Send]:
-        """The pair of messages that starts this leg; they are sent at the same time."""
+    def orders(self, request: Request, output: list[int]) -> list[Send]:
+        """Return the messages that start this leg. They are sent at the same time."""
         token_ids = [*request.token_ids, *output]
         num_prompt, num_choices = len(request.token_ids), len(self.choices)
         sends: list[Send] = []
@@ -79,7 +77,6 @@ class Leg:
                 request.sampling,
                 num_choices,
                 self.prefill,
-                max_uncached_tokens,
             )
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:
@@ -90,13 +87,13 @@ class Leg:
         return sends
 
     def releases(self, nodes: Set[NodeId]) -> list[Release]:
-        """Take the charge off those of `nodes` that still carry it."""
+        """Return the commands that take the charge off those of `nodes` that still carry it."""
         given = sorted(self.charged & nodes)
         self.charged.difference_update(given)
         return [Release(node, self.key) for node in given]
 
     def confirm(self, node: NodeId, keys: tuple[Key, ...]) -> None:
-        """`node` says that nothing more will come for `keys`."""
+        """Note that `node` will send nothing more for `keys`."""
         if (unconfirmed := self.unconfirmed.get(node)) is not None:
             unconfirmed.difference_update(keys)
             if not unconfirmed:
@@ -105,10 +102,10 @@ class Leg:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One answer, over all tries. `leg` is None once it has ended."""
+    """One answer, over all its attempts. `leg` is None once the answer has ended."""
 
     index: int
     leg: Leg | None = None
     attempt: int = 0
     num_losses: int = 0
-    output: list[int] = field(default_factory=list)  # everything the caller was given
+    output: list[int] = field(default_factory=list)  # all tokens that the caller was given

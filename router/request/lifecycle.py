@@ -1,11 +1,12 @@
-"""The life of one request: which nodes are told what, and what its caller gets.
+"""The life of one request: what its nodes are told and what its caller gets.
 
-Pure: `core` calls `step` with everything that happens and carries out the commands, in order.
-Invariants: exactly one `Outcome`, then nothing is delivered; tokens in order of position, none
-lost, none twice; every charge released once; `Closed` comes last, and within a deadline.
+The lifecycle is pure: `core` calls `step` with every event and carries the commands out in order.
+It must keep these invariants: there is exactly one `Outcome`, and nothing is delivered after it;
+tokens come in order of position, none lost, none twice; every charge is released once; `Closed`
+comes last, and within a deadline.
 
-Loss of a leg before the caller has anything is a retry of the whole request; after it, every
-unfinished choice resumes on its own from the tokens that were received.
+When a leg is lost before the caller has a token, the whole request is tried again. After that,
+every unfinished choice resumes on its own from the tokens that were received.
 """
 
 from collections.abc import Sequence
@@ -45,15 +46,15 @@ from baton.router.request.events import (
 )
 from baton.router.request.leg import Choice, Leg, LegState, Request
 
-# How long a cancelled leg counts as work of nodes that do not confirm.
+# How long a cancelled leg stays charged to nodes that do not confirm the cancel.
 CONFIRM_DEADLINE_S = 5.0
-# A backstop: nodes that are dead, stuck or cut off are noticed within seconds by their beats.
+# Only a backstop: beats reveal within seconds that a node is dead, stuck or cut off.
 SILENCE_DEADLINE_S = 600.0
-NO_NODE = NodeId("")  # sends what the router itself has to say
+NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
 
 
 class Lifecycle:
-    """Events in, commands out."""
+    """Turns the events of one request into commands."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -64,14 +65,13 @@ class Lifecycle:
         self._has_outcome = False
         self._is_closed = False
         self._avoid: set[NodeId] = set()
-        self._remote_only = False
         self._now_s = 0.0
         self._out: list[RequestCommand] = []
 
     def step(
         self, now_s: float, event: RequestEvent, node: NodeId = NO_NODE
     ) -> list[RequestCommand]:
-        """Return what is to be done about `event`; `node` is who sent it, if it is a message."""
+        """Return what must be done about `event`, which `node` sent if it is a message."""
         self._now_s, self._out = now_s, []
         match event:
             case TokenEntry():
@@ -112,7 +112,7 @@ class Lifecycle:
     # --- what nodes say -------------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
-        """The hot path: once per sequence and step."""
+        """Handle new tokens. This is the hot path: it runs once per sequence and step."""
         index = entry.key.choice
         if index >= len(self._choices):
             return
@@ -159,7 +159,7 @@ class Lifecycle:
         for index, first in zip(leg.choices, leg.first_tokens, strict=True):
             choice = self._choices[index]
             if choice.leg is leg:
-                # Without a decode node the first token is the last one that was wanted.
+                # A leg without a decode node was asked for one token only.
                 last: FinishReason | None = "length" if leg.decode is None else None
                 reason = first.finish_reason or last
                 self._receive(leg, choice, leg.num_tokens, [first.token_id], reason)
@@ -172,7 +172,7 @@ class Lifecycle:
         token_ids: list[int],
         finish_reason: FinishReason | None,
     ) -> None:
-        """Deliver what is new of `token_ids`; a gap is the loss of the leg."""
+        """Deliver those of `token_ids` that are new. A gap before them is the loss of the leg."""
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
             self._lose(leg, _lost("tokens are missing from the stream"), leg.decode)
@@ -195,22 +195,22 @@ class Lifecycle:
         if node == leg.prefill:
             self._prefill_is_over(leg, failure)
         elif node == leg.decode:
-            # Once decode streams, its sequences have lives and keys of their own.
+            # Once decode streams, each of its sequences has a key of its own.
             if leg.streaming or key != leg.key:
                 self._lose_choices(leg, {key.choice} & leg.open, failure, node)
             else:
-                self._cancel(leg, node, leg.keys[1:])  # in case it has forked them already
+                self._cancel(leg, node, leg.keys[1:])  # it may have forked them already
                 self._lose(leg, failure, node)
 
     def _prefill_is_over(self, leg: Leg, failure: Failure) -> None:
-        """Prefill failed or died. Decode may have all it needs, and the router all first tokens."""
+        """Prefill failed or died. The leg survives if decode and the router have all they need."""
         assert leg.prefill is not None
         if not leg.streaming:
             self._lose(leg, failure, leg.prefill)
             return
         self._out.extend(leg.releases({leg.prefill}))
         if leg.first_tokens is None:
-            # A choice that ended at its first token would never be heard of.
+            # Decode would never report a choice that ended at its first token.
             unheard = {
                 index
                 for index in leg.open
@@ -229,7 +229,7 @@ class Lifecycle:
     def _on_node_lost(self, node: NodeId, failure: Failure) -> None:
         for leg in [leg for leg in self._legs if node in (leg.prefill, leg.decode)]:
             leg.unconfirmed.pop(node, None)
-            # If it only paused, it must not go on for nobody; there may be no one to confirm.
+            # A node that only paused must not go on with this leg. It may be unable to confirm.
             self._out.append(Send(node, Cancel(leg.keys, "node lost")))
             if leg.state is LegState.LIVE and node == leg.prefill:
                 self._prefill_is_over(leg, failure)
@@ -238,7 +238,7 @@ class Lifecycle:
             self._close_if_confirmed(leg)
 
     def _lose(self, leg: Leg, failure: Failure, blamed: NodeId | None) -> None:
-        """Nothing more will come of this leg. `blamed` is not asked to confirm that."""
+        """Give the whole leg up. The node `blamed` is not asked to confirm that."""
         lost = [self._choices[index] for index in sorted(leg.open)]
         self._leave(leg, blamed)
         self._go_on(lost, leg, failure, blamed)
@@ -246,7 +246,7 @@ class Lifecycle:
     def _lose_choices(
         self, leg: Leg, indices: set[int], failure: Failure, blamed: NodeId | None
     ) -> None:
-        """The same for some of its sequences, which their node has already let go."""
+        """Give up some sequences of a leg, which their node has already dropped."""
         if indices:
             leg.open -= indices
             if not leg.open:
@@ -256,12 +256,10 @@ class Lifecycle:
     def _go_on(
         self, lost: Sequence[Choice], leg: Leg, failure: Failure, blamed: NodeId | None
     ) -> None:
-        """Another attempt for these choices, unless the failure or the budget forbids it."""
+        """Make another attempt at these choices, unless the failure or the budget forbids it."""
         if self._has_outcome:
             return
-        if failure.code == "not_cached":
-            self._remote_only = True
-        elif blamed is not None:
+        if blamed is not None:
             self._avoid.add(blamed)
         for choice in lost:
             choice.leg = None
@@ -282,7 +280,7 @@ class Lifecycle:
     # --- placing --------------------------------------------------------------------------------
 
     def _open_leg(self, choices: Sequence[Choice]) -> None:
-        """Ask for nodes. Several choices share a leg only as long as none has output."""
+        """Open a leg and ask for its nodes. Choices share a leg only while none has output."""
         first = choices[0]
         num_tokens = len(self.request.token_ids) + len(first.output)
         indices = tuple(choice.index for choice in choices)
@@ -299,7 +297,6 @@ class Lifecycle:
                 wants_decode=self.request.sampling.max_tokens - len(first.output) > 1,
                 num_final_tokens=len(self.request.token_ids) + self.request.sampling.max_tokens,
                 avoid=frozenset(self._avoid),
-                remote_only=self._remote_only,
             )
         )
 
@@ -312,7 +309,7 @@ class Lifecycle:
         leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
         leg.prefill, leg.decode = placed.prefill_node, placed.decode_node
         output = self._choices[leg.choices[0]].output
-        self._out.extend(leg.orders(self.request, output, placed.max_uncached_tokens))
+        self._out.extend(leg.orders(self.request, output))
 
     # --- endings --------------------------------------------------------------------------------
 
@@ -337,7 +334,7 @@ class Lifecycle:
             self._leave(leg, None)
 
     def _leave(self, leg: Leg, blamed: NodeId | None) -> None:
-        """Tell the nodes of a leg, but the blamed one, to stop; it closes when they confirm."""
+        """Tell the nodes of a leg to stop, except `blamed`. The leg closes when they confirm."""
         if leg.state is LegState.WAITING:
             self._out.append(Unplace(leg.key))
         elif leg.state is LegState.LIVE:
@@ -390,10 +387,10 @@ class Lifecycle:
 def _counts(failure: Failure, progress: int) -> bool:
     """Whether a loss uses up one of the attempts.
 
-    A decode node that runs out of blocks sends its youngest sequence away, perhaps often; that is
-    no sign of trouble as long as the sequence moves on between.
+    A decode node that runs out of blocks preempts its youngest sequence, perhaps often. That is no
+    sign of trouble as long as the sequence makes progress in between.
     """
-    return not (failure.code == "not_cached" or (failure.code == "preempted" and progress > 0))
+    return not (failure.code == "preempted" and progress > 0)
 
 
 def _lost(message: str) -> Failure:

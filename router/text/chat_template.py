@@ -1,7 +1,7 @@
-"""A model's chat template: turns of a conversation to the text of a prompt.
+"""A model's chat template, which turns a conversation into the text of a prompt.
 
-`handlers` renders with it, off the event loop. Templates come with model folders and are programs,
-so they run in jinja2's immutable sandbox; what clients send is only ever data to them.
+`handlers` renders with it, off the event loop. A template comes with the model's folder and is a
+program, so it runs in jinja2's immutable sandbox. What clients send is only data to it.
 """
 
 import json
@@ -28,7 +28,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerConfig(msgspec.Struct):
-    """What tokenizer_config.json says of chats."""
+    """The fields of tokenizer_config.json that concern chats."""
 
     chat_template: str | list[_NamedTemplate] | None = None
     bos_token: str | _AddedToken | None = None
@@ -38,10 +38,10 @@ class _TokenizerConfig(msgspec.Struct):
 
 
 class ChatTemplate:
-    """`render` may be called from any thread."""
+    """One template. Any thread may call `render`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises `ConfigError` for a template that jinja2 cannot read."""
+        """Compile a template; raises `ConfigError` if jinja2 cannot read it."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -56,7 +56,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: str) -> "ChatTemplate | None":
-        """The template of a model folder, None where it has none; raises `ConfigError`."""
+        """Return the template of a model folder, None if it has none; raises `ConfigError`."""
         folder = Path(model_path)
         try:
             config = _read_config(folder / "tokenizer_config.json")
@@ -77,7 +77,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt as text, special tokens included; raises `RequestError`."""
+        """Return the prompt as text, special tokens included; raises `RequestError`."""
         try:
             return self._template.render(
                 {
@@ -89,7 +89,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except Exception as error:  # a template can raise whatever Python can
+        except Exception as error:  # a template can raise anything that Python can
             text = f"the model's chat template refused the messages: {error}"
             raise RequestError(text, param="messages") from error
 
@@ -111,7 +111,7 @@ def _text(token: str | _AddedToken | None) -> str:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """Unlike jinja2's own filter it does not escape for HTML."""
+    """Return JSON. Unlike jinja2's own filter, this one does not escape for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,8 +1,8 @@
-"""Tokens of one choice to text as they arrive, cut at its stop strings.
+"""Turns the tokens of one choice into text as they arrive, and cuts it at the first stop string.
 
-`Text.detokenizer` makes one per choice, and the request's stream pushes the tokens of that choice.
-The deltas joined are the text of all tokens up to the first stop, however the tokens were grouped
-into pushes. Never blocks; costs a few microseconds a token.
+`Text.detokenizer` makes one per choice, and the request's stream pushes the choice's tokens. The
+deltas join to the text of all tokens up to the first stop, however the tokens were grouped into
+pushes. Never blocks; costs about a microsecond per token.
 """
 
 from baton.protocol.messages import FinishReason
@@ -13,7 +13,7 @@ from baton.router.text.token_text import TextStream
 
 
 class Detokenizer:
-    """The text state of the choice with number `index`."""
+    """The state of the text of the choice with number `index`."""
 
     __slots__ = ("_index", "_is_stopped", "_num_tokens", "_params", "_scanner", "_stream")
 
@@ -30,10 +30,10 @@ class Detokenizer:
     def push(
         self, token_ids: list[int], final: FinishReason | None = None
     ) -> CompletionOutput | None:
-        """Return what `token_ids` add; None after a stop string. `final` is why they are the last.
+        """Return what `token_ids` add, None after a stop string. `final`: why they are the last.
 
-        "stop" means that the last of them is the model's end or one of `stop_token_ids`: such a
-        token is counted and reported but has no text, unless the request includes stops.
+        "stop" means that the last of them is the model's end or one of `stop_token_ids`. That
+        token is counted and reported, but has no text unless the request asked to include stops.
         """
         if final is None and self._scanner is None and len(token_ids) == 1:
             return CompletionOutput(self._index, self._stream.feed(token_ids[0]), token_ids)
@@ -60,7 +60,7 @@ class Detokenizer:
         final: FinishReason | None,
         stop_reason: StopReason,
     ) -> CompletionOutput:
-        """Go token by token: those after a stop string are neither kept nor counted."""
+        """Do the same token by token: those after a stop string are neither kept nor counted."""
         shown = []
         for index in range(num_visible):
             self._num_tokens += 1
@@ -81,7 +81,7 @@ class Detokenizer:
     def _show(self, scanner: StopScanner, text: str) -> str:
         return scanner.push(
             text,
-            # min_tokens holds off stop strings as it holds off the model's own end.
+            # min_tokens delays stop strings as it delays the model's own end.
             may_match=self._num_tokens >= self._params.min_tokens,
             include_match=self._params.include_stop_str_in_output,
         )

@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives in pieces, and holds back what may become one.
 
-One Aho-Corasick automaton per set of stop strings, shared by all choices that use it; one scanner
-per sequence. The match that *completes* first wins, and of several that complete together the
-longest, so the result does not depend on how the text was cut into tokens.
+There is one Aho-Corasick automaton per set of stop strings, shared by all choices that use it, and
+one scanner per choice. The match that *completes* first wins, and of several that complete together
+the longest, so the result does not depend on how the text was cut into tokens.
 (A. Aho, M. Corasick: Efficient string matching, CACM 18(6), 1975.)
 """
 
@@ -10,14 +10,14 @@ from collections import deque
 
 
 class StopAutomaton:
-    """Immutable after construction; node 0 is the root, `depth` is a node's prefix length."""
+    """The automaton of a set of stop strings. It never changes, and node 0 is its root."""
 
     __slots__ = ("depth", "fallback", "first_chars", "following", "match_length")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.following: list[dict[str, int]] = [{}]
         self.depth = [0]
-        # The longest stop string that ends at a node; 0 where none does.
+        # The length of the longest stop string that ends at a node; 0 where none does.
         self.match_length = [0]
         self.first_chars = frozenset(stop[0] for stop in stops)
         for stop in stops:
@@ -27,13 +27,13 @@ class StopAutomaton:
         self._link()
 
     def step(self, node: int, char: str) -> int:
-        """The node for the longest suffix, `char` included, that could become a stop string."""
+        """Return the node of the longest suffix, with `char`, that can become a stop string."""
         while node and char not in self.following[node]:
             node = self.fallback[node]
         return self.following[node].get(char, 0)
 
     def unfinished(self, node: int) -> int:
-        """`node`, or the longest suffix of it that can still grow into a stop string."""
+        """Return `node`, or its longest suffix that can still grow into a stop string."""
         while node and not self.following[node]:
             node = self.fallback[node]
         return node
@@ -63,7 +63,7 @@ class StopAutomaton:
 
 
 class StopScanner:
-    """The state of one sequence: where it stands in the automaton and the text it holds back."""
+    """The state of one choice: its place in the automaton, and the text that it holds back."""
 
     __slots__ = ("_automaton", "_held", "_node", "matched")
 
@@ -74,9 +74,9 @@ class StopScanner:
         self.matched: str | None = None
 
     def push(self, text: str, *, may_match: bool, include_match: bool) -> str:
-        """The text that may be shown now. After a match, `matched` is set and nothing follows.
+        """Return the text that may be shown now. A match sets `matched` and ends the text.
 
-        Matches completed while `may_match` is False are passed over.
+        Matches that complete while `may_match` is False do not count.
         """
         automaton, node = self._automaton, self._node
         if not node and automaton.first_chars.isdisjoint(text):
@@ -94,6 +94,6 @@ class StopScanner:
         return buffer[:shown]
 
     def flush(self) -> str:
-        """What was held back, when the sequence ends without a stop string."""
+        """Return what was held back, when the choice ends without a stop string."""
         held, self._held, self._node = self._held, "", 0
         return held

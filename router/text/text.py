@@ -1,7 +1,7 @@
-"""Text to tokens and back: the only part of baton that knows a tokenizer.
+"""Text to tokens and back: the one part of the router that knows the tokenizer.
 
-`AsyncLLM` encodes a prompt once, off the event loop, and makes a `Detokenizer` per choice. Built on
-`tokenizers` over a folder's tokenizer.json alone; torch and transformers must never load here.
+`AsyncLLM` encodes a prompt once and makes a `Detokenizer` per choice. All that is needed is the
+package `tokenizers` and a tokenizer.json: torch and transformers must never load here.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from baton.router.text.stop_strings import StopAutomaton
 from baton.router.text.token_text import Decoding, decoding_of
 
 _ENCODE_THREADS = 2
-# Up to this length, encoding a prompt holds the event loop up for less time than a thread costs.
+# A prompt up to this length is encoded in less time than it takes to hand it to a thread.
 _MAX_CHARS_ON_LOOP = 200
 _AUTOMATA_KEPT = 64
 
@@ -31,32 +31,32 @@ class Text:
         self._tokenizer = tokenizer
         self._decoding = decoding
         self._pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encode")
-        # A request with many choices, or a client with a fixed stop list, builds it once.
+        # Many choices, or requests with the same stop strings, share one.
         self._automaton = lru_cache(maxsize=_AUTOMATA_KEPT)(StopAutomaton)
 
     @classmethod
     def load(cls, model_path: str) -> "Text":
-        """Raises `ConfigError` when the folder has no usable tokenizer.json."""
+        """Load a folder's tokenizer; raises `ConfigError` if it has no usable tokenizer.json."""
         path = Path(model_path) / "tokenizer.json"
         try:
             data = path.read_bytes()
             tokenizer = Tokenizer.from_buffer(data)
         except OSError as error:
             raise ConfigError(
-                f"cannot read {path}: {error.strerror}; baton needs a model folder with a "
+                f"cannot read {path}: {error.strerror}. Baton needs a model folder with a "
                 f"tokenizer.json (transformers writes one with save_pretrained)"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not a tokenizer that can be used: {error}") from error
-        # Some folders were saved with a training run's limits, which would cut prompts silently.
+            raise ConfigError(f"{path} is not a tokenizer that baton can use: {error}") from error
+        # Some folders were saved with the limits of a training run, which silently cut prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer, decoding_of(tokenizer, data))
 
     async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `prompt`, with the special tokens that the model's tokenizer adds.
+        """Return the ids of `prompt`; a long one is encoded off the event loop.
 
-        The text of a chat template has them already and must not get them twice.
+        `add_special_tokens` adds those that the tokenizer adds. A rendered chat has them already.
         """
         if len(prompt) <= _MAX_CHARS_ON_LOOP:
             return self.encode_now(prompt, add_special_tokens)
@@ -64,13 +64,13 @@ class Text:
         return await loop.run_in_executor(self._pool, self.encode_now, prompt, add_special_tokens)
 
     def encode_now(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode`, blocking; raises `RequestError` for text that is not Unicode."""
+        """Encode on this thread; raises `RequestError` for text that is not Unicode."""
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt is not Unicode text: {error}", param="prompt") from error
-        # The batch call lets the GIL go, and this variant skips offsets: a long prompt that is
-        # encoded with `encode` stops the event loop for its whole time.
+        # The batch call releases the GIL, and this variant computes no offsets. The tokenizer's
+        # plain `encode` would stop the event loop for as long as a long prompt takes.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [prompt], add_special_tokens=add_special_tokens
         )
@@ -83,7 +83,7 @@ class Text:
     def detokenizer(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0
     ) -> Detokenizer:
-        """Return what turns the tokens of choice `index`, which continues a prompt, into text."""
+        """Return a detokenizer for choice `index` of a prompt."""
         stops = tuple(params.stop_strings)
         return Detokenizer(
             index,

@@ -1,9 +1,9 @@
-"""What text a token stands for, and how the texts of tokens join into characters.
+"""The text of single tokens, and how it joins into whole characters.
 
-Almost every model's decoder only maps each token to bytes and joins them: byte-level BPE (Llama 3,
-Qwen, DeepSeek) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For those a table is
+The decoder of almost every model maps each token to bytes and joins them: byte-level BPE (Llama 3,
+Qwen, DeepSeek) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For these a table is
 made once, and no tokenizer is called per token. Any other decoder goes through
-`tokenizers.Tokenizer.decode` over a short window. Used by `text` and `detokenizer` only.
+`tokenizers.Tokenizer.decode` over a short window. Only `text` and `detokenizer` use this file.
 """
 
 import codecs
@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character has at most four bytes, and a token covers at least one of them.
+# A character has at most four bytes, and a token has at least one.
 _TOKENS_OF_CONTEXT = 8
 
 
@@ -22,16 +22,16 @@ class TextStream(Protocol):
     """Turns the tokens of one sequence into text, whole characters at a time."""
 
     def feed(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty inside a character."""
+        """Return the text that `token_id` completes; empty inside a character."""
 
     def flush(self) -> str:
-        """U+FFFD for a character that was begun and never completed."""
+        """Return U+FFFD for a character that was begun and never completed, else nothing."""
 
 
 class PieceTable(msgspec.Struct, frozen=True):
-    """Token id to its text, or to its bytes where these are not whole characters.
+    """The text of each token id, or its bytes where these are not whole characters.
 
-    `strip_first` spaces are dropped from the very first visible text of a sequence.
+    `strip_first` is how many spaces are dropped from the very first visible text of a sequence.
     """
 
     pieces: list[str | bytes]
@@ -43,7 +43,7 @@ class PieceTable(msgspec.Struct, frozen=True):
 
 
 class TableStream:
-    """The fast path: a list lookup per token."""
+    """The fast way: it looks each token up in a list."""
 
     __slots__ = ("_borrowed", "_pending", "_pieces", "_plain", "_strip")
 
@@ -53,7 +53,7 @@ class TableStream:
         self._pieces = table.pieces_without_special if skip_special else table.pieces
         self._strip = table.strip_first
         self._pending = self._open_character(prompt_token_ids)
-        # A character that the prompt began belongs to the output only if the output completes it.
+        # A character that the prompt began is part of the output only if the output completes it.
         self._borrowed = bool(self._pending)
         if self._strip and any(self._piece(token_id) for token_id in prompt_token_ids):
             self._strip = 0
@@ -96,7 +96,7 @@ class TableStream:
 
 
 class WindowDecoding(msgspec.Struct, frozen=True):
-    """The slow path, for decoders that no table describes."""
+    """The slow way, for decoders that no table describes."""
 
     tokenizer: Tokenizer
 
@@ -105,7 +105,7 @@ class WindowDecoding(msgspec.Struct, frozen=True):
 
 
 class WindowStream:
-    """Decodes a window of tokens with and without the new ones; the difference is new text."""
+    """Decodes a window of tokens with and without the new ones. The difference is new text."""
 
     __slots__ = ("_num_shown", "_shown", "_skip_special", "_tokenizer", "_window")
 
@@ -132,12 +132,12 @@ class WindowStream:
     def _show(self, text: str) -> str:
         new_text = text[len(self._shown) :]
         if new_text:
-            # What was new becomes the context of what comes next.
+            # The new tokens become the context of the next ones.
             del self._window[: self._num_shown]
             self._shown = self._decode()
-        elif self._shown:  # tokens without text, special ones mostly, must not push context out
+        elif self._shown:  # tokens without text, mostly special ones, must not push context out
             del self._window[self._num_shown :]
-        else:  # with nothing shown yet they are the context: a leading space may be without text
+        else:  # with nothing shown yet they are the context: a leading space may have no text
             del self._window[:-_TOKENS_OF_CONTEXT]
         self._num_shown = len(self._window)
         return new_text
@@ -150,7 +150,7 @@ Decoding = PieceTable | WindowDecoding
 
 
 class _Step(msgspec.Struct):
-    """One entry of `decoder` in tokenizer.json; only what tells the families apart."""
+    """One entry of `decoder` in tokenizer.json, with the fields that tell the families apart."""
 
     type: str
     decoders: list["_Step"] = []
@@ -165,7 +165,7 @@ class _File(msgspec.Struct):
 
 
 def decoding_of(tokenizer: Tokenizer, tokenizer_json: bytes) -> Decoding:
-    """A table where the decoder is known to be one, else the window."""
+    """Return a table if the decoder is known to be one, else a window."""
     try:
         decoder = msgspec.json.decode(tokenizer_json, type=_File).decoder
     except msgspec.ValidationError:
@@ -208,7 +208,7 @@ def _whole(data: bytes) -> str | bytes:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Added tokens are plain text, recognised (as the decoder does) by a character outside."""
+    """Return the bytes of a token. As in the decoder, a foreign character makes it plain text."""
     try:
         return bytes(_BYTE_OF_CHARACTER[char] for char in token)
     except KeyError:
@@ -225,7 +225,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters that stand for bytes in byte-level BPE (GPT-2's mapping)."""
+    """Return the byte of each of the 256 characters of byte-level BPE (GPT-2's mapping)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + index): byte for index, byte in enumerate(others)}

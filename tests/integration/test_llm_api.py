@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_the_node_s_words(tmp_pat
     source = model_folder("qwen3")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NodeError, match="at its start"):
+    with pytest.raises(NodeError, match="while it started"):
         LLM(str(tmp_path))
 
 

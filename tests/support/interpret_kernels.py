@@ -16,7 +16,7 @@ from tests.support.kernel_cases import interpreter_cases
 
 
 def dot(
-    builder: InterpreterBuilder,
+    _builder: InterpreterBuilder,
     a: TensorHandle,
     b: TensorHandle,
     addend: TensorHandle,

@@ -14,6 +14,7 @@ from baton.router.async_llm import AsyncLLM
 from baton.router.core import RouterCore
 from baton.router.outputs import Merged, RequestOutput
 from baton.router.stream import RequestStream
+from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
 from tests.support.small_tokenizers import small_text
 from tests.support.virtual_clock import VirtualClock
@@ -100,3 +101,8 @@ async def whole(
         last = output
     assert last.finished
     return last
+
+
+def routed(router: RouterConfig = REMOTE) -> Callable[[AsyncTest], Test]:
+    """Run an async test with a `RouterBench` as its `bench`."""
+    return with_bench("bench", run=lambda use, folder: RouterBench(folder, router).run(use))

@@ -84,6 +84,10 @@ def node_info(
     )
 
 
+def hello_of(info: NodeInfo) -> Hello:
+    return Hello(PROTOCOL_VERSION, info.node_id, info.role, info.epoch)
+
+
 class ScriptedNode:
     """One node's two channels to a router, on the running event loop."""
 
@@ -100,7 +104,7 @@ class ScriptedNode:
         self.is_open = True
 
     def join(self) -> None:
-        self.say(Hello(PROTOCOL_VERSION, self.info.node_id, self.info.role, self.info.epoch))
+        self.say(hello_of(self.info))
         self.say(Ready(self.info))
         self.beat()
 

@@ -174,9 +174,10 @@ def test_a_long_run_of_tokens_without_text_stays_cheap() -> None:
     assert detokenizer.push(text.encode_now("hello")).text == " hello"
 
 
-def test_encoding_off_the_loop_gives_the_same_ids() -> None:
+def test_encoding_on_and_off_the_loop_gives_the_same_ids() -> None:
     text = ALL["byte_level"]
-    assert asyncio.run(text.encode("hello 你好")) == text.encode_now("hello 你好")
+    for prompt in ("hello 你好", "hello 你好" * 100):
+        assert asyncio.run(text.encode(prompt)) == text.encode_now(prompt)
 
 
 def test_a_lone_surrogate_is_refused_by_name() -> None:
