@@ -14,7 +14,7 @@ from baton.router.core import RouterCore
 from baton.router.outputs import RequestOutput
 from baton.runtime.process import Exit
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench
-from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer
+from tests.support.scripted_nodes import ScriptedNode, computing, node_info, toy_answer
 from tests.support.small_tokenizers import small_text
 
 
@@ -85,6 +85,23 @@ def test_a_node_that_does_not_fit_is_refused(tmp_path: Path, info: NodeInfo, cod
         assert bench.core.registry.in_service("decode") == []
 
     RouterBench(tmp_path).run(use)
+
+
+def test_the_router_says_once_which_nodes_compute_other_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(bench: RouterBench) -> None:
+        await bench.scripted(computing(node_info("p0", "prefill"), "torch-1"))
+        other = await bench.scripted(computing(node_info("d0", "decode"), "torch-2"))
+        other.beat()
+        await bench.scripted(computing(node_info("d1", "decode"), "torch-1"))
+
+    RouterBench(tmp_path).run(use)
+    lines = [record for record in caplog.records if "different bits" in record.message]
+    assert [vars(line)["fields"] for line in lines] == [
+        {"node": "d0", "other": "p0"},
+        {"node": "d1", "other": "d0"},
+    ]
 
 
 def test_a_silent_node_is_out_and_back_with_its_next_beat(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import zlib
 from array import array
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
@@ -82,6 +83,11 @@ def node_info(
         max_model_len=200,
         vocab_size=VOCAB_SIZE,
     )
+
+
+def computing(info: NodeInfo, compute: str) -> NodeInfo:
+    """`info` of a node that keeps the bits of a token and says how it computes."""
+    return msgspec.structs.replace(info, batch_invariant=True, compute=compute)
 
 
 class ScriptedNode:
