@@ -85,13 +85,14 @@ def find_rule(product: Product, pool: Tensor, tiles: Sequence[int]) -> RowRule |
     """
     threads = torch.get_num_threads()
     with num_threads(1):
-        trials = _try_tiles(product, pool, tiles)
+        trials = _try_tiles(product, pool, tiles, PASSES)
     chosen = _best_class(trials)
     if not chosen:
         return None
     if threads == 1:
         return RowRule(chosen)
-    again = _try_tiles(product, pool, [trial.tile for trial in chosen])
+    # One pass will do: the bits are compared with those that are known to be right.
+    again = _try_tiles(product, pool, [trial.tile for trial in chosen], 1)
     equal = [trial for trial in again if trial.digest == chosen[0].digest]
     return RowRule(equal) if equal else RowRule(chosen, is_single_threaded=True)
 
@@ -99,7 +100,7 @@ def find_rule(product: Product, pool: Tensor, tiles: Sequence[int]) -> RowRule |
 def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:
     """The tiles to try for a weight that is given `max_rows` at once, or hardly ever more."""
     tiles = [tile for tile in TILES if tile <= max_rows]
-    num_rows = sum(_num_products(tile, pool_size) * tile for tile in tiles)
+    num_rows = sum(_num_products(tile, pool_size, PASSES) * tile for tile in tiles)
     if 2.0 * outputs * inputs * num_rows > MAX_SEARCH_FLOPS:
         tiles = [tile for tile in FEW_TILES if tile <= max_rows]
     return tuple(tiles)
@@ -114,9 +115,9 @@ def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(pieces, reverse=True)) for _, pieces in best)
 
 
-def arrangement(pool_size: int, tile: int) -> Tensor:
+def arrangement(pool_size: int, tile: int, passes: int) -> Tensor:
     """Which row of the pool stands at each place of each product: `[num_products, tile]`."""
-    num_products = _num_products(tile, pool_size)
+    num_products = _num_products(tile, pool_size, passes)
     generator = torch.Generator().manual_seed(tile)
     num_orders = -(-num_products * tile // pool_size)
     orders = [torch.randperm(pool_size, generator=generator) for _ in range(num_orders)]
@@ -134,23 +135,25 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _num_products(tile: int, pool_size: int) -> int:
-    if tile == 1:
-        return pool_size
-    return max(2, -(-pool_size * PASSES // tile)) if tile <= SMALL_TILE else 1
+def _num_products(tile: int, pool_size: int, passes: int) -> int:
+    if tile == 1 or passes == 1 or tile > SMALL_TILE:
+        return -(-pool_size // tile)
+    return max(2, -(-pool_size * passes // tile))
 
 
-def _try_tiles(product: Product, pool: Tensor, tiles: Sequence[int]) -> tuple[Trial, ...]:
-    trials = (_try_tile(product, pool, tile) for tile in tiles)
+def _try_tiles(
+    product: Product, pool: Tensor, tiles: Sequence[int], passes: int
+) -> tuple[Trial, ...]:
+    trials = (_try_tile(product, pool, arrangement(len(pool), tile, passes)) for tile in tiles)
     return tuple(trial for trial in trials if trial is not None)
 
 
-def _try_tile(product: Product, pool: Tensor, tile: int) -> Trial | None:
+def _try_tile(product: Product, pool: Tensor, arranged: Tensor) -> Trial | None:
     """None if a row of the pool got other bits at another place or beside other rows."""
-    rows, found = [], []
+    rows, found, tile = [], [], arranged.shape[1]
     # Pieces start at any row of a larger tensor, so at any multiple of a row's bytes.
     starts = (0, 1) if pool[0].nbytes % ALIGNED_BYTES else (0,)
-    for places in arrangement(len(pool), tile):
+    for places in arranged:
         for start in starts:
             x = pool.new_empty(start + tile, pool.shape[1])[start:]
             torch.index_select(pool, 0, places, out=x)

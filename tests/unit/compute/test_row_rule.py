@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.layers.row_rule import (
     FEW_TILES,
+    PASSES,
     SMALL_TILE,
     TILES,
     RowRule,
@@ -187,15 +188,16 @@ def test_a_plan_covers_every_count_up_to_the_largest_tile() -> None:
     assert plan_pieces((2, 4)) == ((), (2,), (2,), (4,), (4,))
 
 
+@pytest.mark.parametrize("passes", [1, PASSES])
 @pytest.mark.parametrize("tile", TILES)
-def test_every_row_of_the_pool_stands_in_every_tile(tile: int) -> None:
-    assert set(arrangement(NUM_ROWS, tile).flatten().tolist()) == set(range(NUM_ROWS))
+def test_every_row_of_the_pool_stands_in_every_tile(tile: int, passes: int) -> None:
+    assert set(arrangement(NUM_ROWS, tile, passes).flatten().tolist()) == set(range(NUM_ROWS))
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile <= SMALL_TILE])
 def test_places_of_a_small_tile_are_all_compared_with_one_another(tile: int) -> None:
     """Two places that hold the same row in two products are compared; chains join all places."""
-    rows_at = [set(places) for places in arrangement(NUM_ROWS, tile).T.tolist()]
+    rows_at = [set(places) for places in arrangement(NUM_ROWS, tile, PASSES).T.tolist()]
     joined, waiting = rows_at[0], rows_at[1:]
     while waiting:
         near = [rows for rows in waiting if rows & joined]
