@@ -14,7 +14,6 @@ from baton.engine.executor import Progress
 from baton.engine.layers.linear import Linear, packed
 from baton.engine.layers.row_rule import TILES, RowRule, find_rule, tiles_for
 from baton.engine.layers.trial_data import trial_bias, trial_rows, trial_weight
-from baton.runtime.clock import Clock, monotonic
 
 # Logits are computed for the tokens that are drawn, which are seldom more in one step.
 MAX_HEAD_ROWS = 64
@@ -40,8 +39,8 @@ class Found(NamedTuple):
 class HostLinears:
     """`num_kinds` is how many kinds at most will be asked for, for the progress shown."""
 
-    def __init__(self, num_kinds: int, progress: Progress, clock: Clock = monotonic) -> None:
-        self._num_kinds, self._progress, self._clock = num_kinds, progress, clock
+    def __init__(self, num_kinds: int, progress: Progress) -> None:
+        self._num_kinds, self._progress = num_kinds, progress
         self._found: dict[WeightKind, Found] = {}
 
     def make(
@@ -55,14 +54,14 @@ class HostLinears:
         kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, max_rows or TILES[-1])
         if kind not in self._found:
             self._progress("row rules", len(self._found), self._num_kinds)
-            self._found[kind] = find(kind, self._clock)
+            self._found[kind] = find(kind)
         is_packed, rule = self._found[kind]
         form = packed(weight) if is_packed else weight
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
 
 
-def find(kind: WeightKind, clock: Clock = monotonic) -> Found:
+def find(kind: WeightKind) -> Found:
     """Packed if that has a rule, else plain if that has one, else whatever is fastest."""
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
@@ -70,7 +69,7 @@ def find(kind: WeightKind, clock: Clock = monotonic) -> Found:
     tiles = tiles_for(kind.outputs, kind.inputs, kind.max_rows, len(rows))
     forms = [form for form in (packed(weight), weight) if form is not None]
     for form in forms:
-        rule = find_rule(Linear(form, bias).product, rows, tiles, clock)
+        rule = find_rule(Linear(form, bias).product, rows, tiles)
         if rule is not None:
             return Found(form.is_mkldnn, rule)
     return Found(forms[0].is_mkldnn, None)

@@ -4,11 +4,11 @@ A matrix library may give a row other bits when other numbers of rows are comput
 numbers agree depends on the CPU, the dtype, the shape of the weight and the threads. `find_rule`
 tries some numbers of rows, called tiles, and keeps a set of them that gives a row the same bits at
 every place and beside every neighbour. `RowRule` then computes any number of rows as pieces of
-exactly these sizes. Times decide how rows are cut, and must never decide which bits come out.
+exactly these sizes. No time is measured here: two nodes on equal CPUs must choose alike.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.runtime.clock import Clock
-
 Product = Callable[[Tensor], Tensor]  # [num_rows, inputs] -> [num_rows, outputs]
 
-TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+TILES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256, 512)
 FEW_TILES = (1, 16, 64, 256)
 # The largest weights are tried with few tiles, so that the search stays in proportion to a load.
 MAX_SEARCH_FLOPS = 40e9
@@ -30,9 +28,9 @@ MAX_SEARCH_FLOPS = 40e9
 SMALL_TILE, PASSES = 64, 4
 ALIGNED_BYTES = 64
 
-# A model of what pieces cost, for the choice between sets of tiles: two nodes on equal CPUs must
-# choose alike, and so no time is measured for it. A product costs its rows and START_ROWS more.
-START_ROWS = 64
+# A product costs as much as its rows and so many more: it reads the whole weight in any case.
+# Measured: 10 to 40 rows on a CPU without AMX, and several times that is likely with it.
+START_ROWS = 32
 TYPICAL_ROWS = (1, 8, 64, 512)
 
 
@@ -41,7 +39,6 @@ class Trial:
     """One number of rows that gave each row of the pool the same bits wherever it stood."""
 
     tile: int
-    seconds: float
     digest: bytes  # of the bits that the pool's rows got
 
 
@@ -52,7 +49,7 @@ class RowRule:
         self.tiles = tuple(trial.tile for trial in trials)
         self.digest = trials[0].digest
         self.is_single_threaded = is_single_threaded
-        self._pieces = plan_pieces({trial.tile: trial.seconds for trial in trials})
+        self._pieces = plan_pieces(self.tiles)
 
     def pieces(self, num_rows: int) -> tuple[int, ...]:
         """The sizes to compute `num_rows` in, largest first; the last may hold some padding."""
@@ -79,7 +76,7 @@ class RowRule:
         return torch.cat([*(product(part) for part in parts), end])
 
 
-def find_rule(product: Product, pool: Tensor, tiles: Sequence[int], clock: Clock) -> RowRule | None:
+def find_rule(product: Product, pool: Tensor, tiles: Sequence[int]) -> RowRule | None:
     """The rule for `product`, tried with the rows of `pool` and this thread's number of threads.
 
     None if no small tile gives a row the same bits at every place. The bits are those of one
@@ -88,13 +85,14 @@ def find_rule(product: Product, pool: Tensor, tiles: Sequence[int], clock: Clock
     """
     threads = torch.get_num_threads()
     with num_threads(1):
-        trials = _try_tiles(product, pool, tiles, clock)
+        trials = _try_tiles(product, pool, tiles, PASSES)
     chosen = _best_class(trials)
     if not chosen:
         return None
     if threads == 1:
         return RowRule(chosen)
-    again = _try_tiles(product, pool, [trial.tile for trial in chosen], clock)
+    # One pass will do: the bits are compared with those that are known to be right.
+    again = _try_tiles(product, pool, [trial.tile for trial in chosen], 1)
     equal = [trial for trial in again if trial.digest == chosen[0].digest]
     return RowRule(equal) if equal else RowRule(chosen, is_single_threaded=True)
 
@@ -102,24 +100,24 @@ def find_rule(product: Product, pool: Tensor, tiles: Sequence[int], clock: Clock
 def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:
     """The tiles to try for a weight that is given `max_rows` at once, or hardly ever more."""
     tiles = [tile for tile in TILES if tile <= max_rows]
-    num_rows = sum(_num_products(tile, pool_size) * tile for tile in tiles)
+    num_rows = sum(_num_products(tile, pool_size, PASSES) * tile for tile in tiles)
     if 2.0 * outputs * inputs * num_rows > MAX_SEARCH_FLOPS:
         tiles = [tile for tile in FEW_TILES if tile <= max_rows]
     return tuple(tiles)
 
 
-def plan_pieces(costs: Mapping[int, float]) -> tuple[tuple[int, ...], ...]:
+def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """For each number of rows up to the largest tile, the pieces that cost least together."""
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for num_rows in range(1, max(costs) + 1):
-        cost, tile = min((costs[tile] + best[max(0, num_rows - tile)][0], tile) for tile in costs)
-        best.append((cost, (tile, *best[max(0, num_rows - tile)][1])))
+    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    for num_rows in range(1, max(tiles) + 1):
+        rests = [(tile, *best[max(0, num_rows - tile)]) for tile in tiles]
+        best.append(min((tile + START_ROWS + cost, (tile, *rest)) for tile, cost, rest in rests))
     return tuple(tuple(sorted(pieces, reverse=True)) for _, pieces in best)
 
 
-def arrangement(pool_size: int, tile: int) -> Tensor:
+def arrangement(pool_size: int, tile: int, passes: int) -> Tensor:
     """Which row of the pool stands at each place of each product: `[num_products, tile]`."""
-    num_products = _num_products(tile, pool_size)
+    num_products = _num_products(tile, pool_size, passes)
     generator = torch.Generator().manual_seed(tile)
     num_orders = -(-num_products * tile // pool_size)
     orders = [torch.randperm(pool_size, generator=generator) for _ in range(num_orders)]
@@ -137,31 +135,29 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _num_products(tile: int, pool_size: int) -> int:
-    if tile == 1:
-        return pool_size
-    return max(2, -(-pool_size * PASSES // tile)) if tile <= SMALL_TILE else 1
+def _num_products(tile: int, pool_size: int, passes: int) -> int:
+    if tile == 1 or passes == 1 or tile > SMALL_TILE:
+        return -(-pool_size // tile)
+    return max(2, -(-pool_size * passes // tile))
 
 
 def _try_tiles(
-    product: Product, pool: Tensor, tiles: Sequence[int], clock: Clock
+    product: Product, pool: Tensor, tiles: Sequence[int], passes: int
 ) -> tuple[Trial, ...]:
-    trials = (_try_tile(product, pool, tile, clock) for tile in tiles)
+    trials = (_try_tile(product, pool, arrangement(len(pool), tile, passes)) for tile in tiles)
     return tuple(trial for trial in trials if trial is not None)
 
 
-def _try_tile(product: Product, pool: Tensor, tile: int, clock: Clock) -> Trial | None:
+def _try_tile(product: Product, pool: Tensor, arranged: Tensor) -> Trial | None:
     """None if a row of the pool got other bits at another place or beside other rows."""
-    rows, found, took = [], [], []
+    rows, found, tile = [], [], arranged.shape[1]
     # Pieces start at any row of a larger tensor, so at any multiple of a row's bytes.
     starts = (0, 1) if pool[0].nbytes % ALIGNED_BYTES else (0,)
-    for places in arrangement(len(pool), tile):
+    for places in arranged:
         for start in starts:
             x = pool.new_empty(start + tile, pool.shape[1])[start:]
             torch.index_select(pool, 0, places, out=x)
-            began_s = clock()
             found.append(product(x))
-            took.append(clock() - began_s)
             rows.append(places)
     bits = torch.cat(found).view(torch.uint8)  # [all places, bytes]
     places = torch.cat(rows)
@@ -170,7 +166,7 @@ def _try_tile(product: Product, pool: Tensor, tile: int, clock: Clock) -> Trial 
     if not torch.equal(of_row[places], bits):
         return None
     digest = hashlib.blake2b(of_row.numpy().tobytes(), digest_size=16).digest()
-    return Trial(tile, min(took), digest)
+    return Trial(tile, digest)
 
 
 def _best_class(trials: Sequence[Trial]) -> list[Trial]:
@@ -184,8 +180,7 @@ def _best_class(trials: Sequence[Trial]) -> list[Trial]:
 
 def _modelled_cost(tiles: Sequence[int]) -> float:
     """How many times the cost of one product of exactly the typical numbers of rows, summed."""
-    largest = max(tiles)
-    pieces = plan_pieces({tile: tile + START_ROWS for tile in tiles})
+    largest, pieces = max(tiles), plan_pieces(tiles)
     total = 0.0
     for num_rows in TYPICAL_ROWS:
         whole, rest = divmod(num_rows, largest)

@@ -13,7 +13,7 @@ from baton.router.core import RouterCore
 from baton.router.outputs import RequestOutput
 from baton.runtime.process import Exit
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, routed
-from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer
+from tests.support.scripted_nodes import ScriptedNode, computing, node_info, toy_answer
 from tests.support.small_tokenizers import small_text
 
 
@@ -95,6 +95,21 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
     decode.die()
     await bench.until(lambda: not bench.core.registry.in_service("decode"))
     await bench.scripted(node_info("d0", "decode", epoch="another"))  # the name is free again
+
+
+@routed()
+async def test_the_router_says_once_which_nodes_compute_other_bits(
+    bench: RouterBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.scripted(computing(node_info("p0", "prefill"), "torch-1"))
+    other = await bench.scripted(computing(node_info("d0", "decode"), "torch-2"))
+    other.beat()
+    await bench.scripted(computing(node_info("d1", "decode"), "torch-1"))
+    lines = [record for record in caplog.records if "different bits" in record.message]
+    assert [vars(line)["fields"] for line in lines] == [
+        {"node": "d0", "other": "p0"},
+        {"node": "d1", "other": "d0"},
+    ]
 
 
 @routed()

@@ -185,9 +185,8 @@ class Nodes:
 
 
 def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=1000, ignore_eos=True
-    )  # still runs when killed
+    # So many steps that the request is still running when the node is killed.
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 
     async def use() -> None:
         nodes = Nodes()

@@ -3,7 +3,7 @@
 The finder of row rules is tested against it, because no machine has every library.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class ScriptedLibrary:
         return total
 
 
-def differing(*ranges: range) -> OrderOf:
-    """Order 1 for numbers of rows in `ranges`, and order 0 for all others."""
+def differing(others: Container[int] = ()) -> OrderOf:
+    """Order 1 for these numbers of rows, and order 0 for all that are not among them."""
 
-    return lambda at: int(any(at.num_rows in each for each in ranges))
+    return lambda at: int(at.num_rows in others)

@@ -9,6 +9,7 @@ import zlib
 from array import array
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
@@ -86,6 +87,11 @@ def node_info(
 
 def hello_of(info: NodeInfo) -> Hello:
     return Hello(PROTOCOL_VERSION, info.node_id, info.role, info.epoch)
+
+
+def computing(info: NodeInfo, compute: str) -> NodeInfo:
+    """`info` of a node that keeps the bits of a token and says how it computes."""
+    return msgspec.structs.replace(info, batch_invariant=True, compute=compute)
 
 
 class ScriptedNode:

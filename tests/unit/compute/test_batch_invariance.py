@@ -8,7 +8,6 @@ from torch import Tensor
 
 from baton.engine.layers.row_rule import num_threads
 from baton.engine.runner import Runner
-from baton.protocol.config import ClusterConfig
 from tests.support.checkpoints import Shape, model_folder
 from tests.support.compute import (
     Text,
@@ -35,15 +34,11 @@ LENGTH = 300  # three tiles of keys
     params=[(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")],
     ids="-".join,
 )
-def config(request: pytest.FixtureRequest) -> ClusterConfig:
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     name, dtype = request.param
     family, shape = SHAPES[name]
-    return compute_config(model_folder(family, num_layers=2, **shape), dtype, num_blocks=250)
-
-
-@pytest.fixture(scope="module")
-def runner(config: ClusterConfig) -> Iterator[Runner]:
-    with loaded(config) as loaded_runner:
+    folder = model_folder(family, num_layers=2, **shape)
+    with loaded(compute_config(folder, dtype=dtype, num_blocks=250)) as loaded_runner:
         needs_rules(loaded_runner)
         yield loaded_runner
 
@@ -107,11 +102,15 @@ def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> Non
     assert_same_bits(logits(runner, shared.chunk(128, 200))[0], expected[128:])
 
 
-def test_the_number_of_threads_leaves_no_trace(config: ClusterConfig, runner: Runner) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_threads_leaves_no_trace(dtype: str) -> None:
+    config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=20)
     one = text("one", 140)
-    expected = chunked_logits(runner, one, [140])
-    with num_threads(2), loaded(config) as with_two:
-        assert_same_bits(chunked_logits(with_two, one, [90, 1, 9, 40]), expected)
+    with loaded(config) as runner:
+        needs_rules(runner)
+        expected = chunked_logits(runner, one, [140])
+    with num_threads(2), loaded(config) as runner:
+        assert_same_bits(chunked_logits(runner, one, [90, 1, 9, 40]), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,6 @@ from baton.engine.layers.host_linears import HostLinears, WeightKind, find
 from baton.engine.layers.linear import Linear, packed
 from baton.engine.layers.row_rule import TILES, find_rule, num_threads
 from baton.engine.layers.trial_data import NUM_ROWS, trial_bias, trial_rows, trial_weight
-from baton.runtime.clock import monotonic
 from tests.support.compute import no_progress
 
 # Those of a 30M model (QKV, output, gate and up, down, head), and odd ones.
@@ -89,7 +88,7 @@ def test_a_weight_is_packed_where_the_machine_can(dtype: torch.dtype) -> None:
     form = packed(weight)
     if form is None:
         assert linear.weight is weight
-    elif find_rule(Linear(form).product, trial_rows(128, dtype), TILES, monotonic) is not None:
+    elif find_rule(Linear(form).product, trial_rows(128, dtype), TILES) is not None:
         assert linear.weight.is_mkldnn
 
 

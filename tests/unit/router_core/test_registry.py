@@ -13,8 +13,8 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.registry import SILENCE_S, Charge, Entered, Left, Refuse, Registry
-from tests.support.scripted_nodes import hello_of, node_info
+from baton.router.registry import SILENCE_S, Charge, Differs, Entered, Left, Refuse, Registry
+from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
 
@@ -136,6 +136,22 @@ def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_mo
     join(registry, node_info("d2", "decode", layout="another"))
     assert registry.model is not None
     assert registry.model.layout.fingerprint == "another"
+
+
+def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
+    registry = Registry()
+    join(registry, computing(node_info("d0", "decode"), "a-1"))
+    join(registry, computing(node_info("p0", "prefill"), "a-1"))
+    join(registry, node_info("d1", "decode"))  # an older one, which does not say
+    odd = computing(node_info("p1", "prefill"), "a-2")
+    registry.hello(0.0, odd.node_id, Hello(PROTOCOL_VERSION, odd.node_id, odd.role, odd.epoch))
+    differs = Differs(odd.node_id, NodeId("d0"))
+    assert registry.ready(0.0, odd.node_id, Ready(odd)) == [Entered(odd), differs]
+    assert registry.beat(1.0, beat(odd)) == []
+    assert ids(registry, "prefill") == ["p0", "p1"]
+    told = {health.node_id: health for health in registry.nodes_health(1.0)}
+    assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")
+    assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
 
 
 def test_peers_are_those_of_the_other_role_in_service() -> None:
