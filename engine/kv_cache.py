@@ -23,7 +23,7 @@ from baton.protocol.messages import KVLayout
 class KVCache:
     """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
 
-    On a GPU the blocks lie in device memory and `generations` in the host pool's table.
+    On a GPU the blocks lie in device memory, `generations` in host memory.
     """
 
     def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:

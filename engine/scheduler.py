@@ -77,7 +77,7 @@ class Scheduler(Protocol):
     outputs: Outputs
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        """Take a request in, or say `Failed`. Never raises, whatever the message holds."""
+        """Take a request in, or say `Failed`. Never raises because of a message."""
         ...
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:

@@ -42,7 +42,7 @@ class RankAddress(msgspec.Struct, frozen=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a ready node publishes about itself; the router passes it on to its peers."""
+    """What a ready node publishes about itself. The router passes it on to its peers."""
 
     node_id: NodeId
     epoch: Epoch
@@ -63,7 +63,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Peers(Message, frozen=True):
-    """All ready nodes of the other role, each time the set changes: the rendezvous."""
+    """All ready nodes of the other role, sent each time the set changes."""
 
     nodes: tuple[NodeInfo, ...]
 
@@ -71,8 +71,8 @@ class Peers(Message, frozen=True):
 class Prefill(Message, frozen=True):
     """Compute `token_ids` and sample the first token of each choice.
 
-    On a resume `token_ids` hold what was already streamed, and `num_prompt_tokens` says where the
-    prompt ended. `decode_node` is None when nobody takes the blocks (max_tokens = 1).
+    On a resume `token_ids` include the tokens already streamed, and `num_prompt_tokens` says where
+    the prompt ended. `decode_node` is None when no node takes the blocks (max_tokens = 1).
     """
 
     key: Key
@@ -86,8 +86,8 @@ class Prefill(Message, frozen=True):
 class Decode(Message, frozen=True):
     """Generate from where `Prefill` of the same key ends.
 
-    `prefill_node` None: compute the prompt here. `max_uncached_tokens` bounds that: more, and the
-    request is refused with code `not_cached` before any token; None sets no bound.
+    With no `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
+    of it are not cached, it refuses with code `not_cached` before any token; None sets no bound.
     """
 
     key: Key
@@ -100,7 +100,7 @@ class Decode(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End these sequences. Answered per key, with `Cancelled` also for keys not known."""
+    """End these sequences. `CancelDone` answers for all of them, unknown keys included."""
 
     keys: tuple[Key, ...]
     reason: str = "client"
@@ -126,7 +126,7 @@ class Hello(Message, frozen=True):
 
 
 class Starting(Message, frozen=True):
-    """Start-up progress, at least once a second while starting, from the beat thread."""
+    """Start-up progress. The beat thread sends it at least once a second while a node starts."""
 
     node_id: NodeId
     epoch: Epoch
@@ -140,7 +140,7 @@ class Ready(Message, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What a node has in hand, for routing and for the stats line."""
+    """A node's work in hand and blocks, for routing and for the stats line."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -151,7 +151,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beat(Message, frozen=True):
-    """Sent every second by an I/O thread over a socket of its own, however long the step takes."""
+    """Sent every second by a thread with its own socket, however long a step takes."""
 
     node_id: NodeId
     epoch: Epoch
@@ -161,14 +161,14 @@ class Beat(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """Decode has reserved everything the handoff needs (or local computing will need)."""
+    """Decode has reserved every block that the handoff, or computing the prompt itself, needs."""
 
     key: Key
     num_cached_tokens: int = 0
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds of one leg, each on the clock of the node that measured it."""
+    """The stages of one leg in seconds, each on the clock of the node that measured it."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -188,7 +188,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstTokens(Message, frozen=True):
-    """From prefill, once per handoff: entry i is choice `key.choice + i`, all at `position`."""
+    """The first tokens of a prompt: entry i is choice `key.choice + i`, all at `position`."""
 
     key: Key
     position: int
@@ -213,14 +213,14 @@ class Tokens(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """This leg is over and nothing more will come of it."""
+    """This leg is over; no more messages of it follow."""
 
     key: Key
     failure: Failure
 
 
 class CancelDone(Message, frozen=True):
-    """Nothing more will be sent for these keys."""
+    """No more messages follow for these keys."""
 
     keys: tuple[Key, ...]
 
@@ -232,7 +232,7 @@ ToRouter = Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | F
 
 
 class PeerHello(Message, frozen=True):
-    """First on every peer connection, in both directions."""
+    """The first message on every peer connection, in both directions."""
 
     version: int
     node_id: NodeId

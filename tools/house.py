@@ -74,18 +74,16 @@ def _modules(tree: ast.Module) -> set[str]:
 
 
 def _settings(tree: ast.Module) -> int:
-    """Annotated fields of Structs with a `Meta(description=...)`."""
+    """Annotated fields of Structs that say what they mean: `says(...)`, `Meta(description=...)`."""
     fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
-    return sum(
-        any(
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Name)
-            and call.func.id == "Meta"
-            and any(keyword.arg == "description" for keyword in call.keywords)
-            for call in ast.walk(field.annotation)
-        )
-        for field in fields
-    )
+    return sum(any(map(_is_meaning, ast.walk(field.annotation))) for field in fields)
+
+
+def _is_meaning(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    has_description = any(keyword.arg == "description" for keyword in node.keywords)
+    return node.func.id == "says" or (node.func.id == "Meta" and has_description)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -122,15 +122,9 @@ def test_one_bad_slice_fails_the_read(pairs: ExitStack, faults: Faults) -> None:
     assert end.quiet
 
 
-def test_corruption_goes_unnoticed_here_so_checksums_have_something_to_find(
+def test_a_blank_block_goes_unnoticed_here_so_checks_of_tokens_have_something_to_find(
     pairs: ExitStack,
 ) -> None:
-    pair = start(pairs, Faults(corrupt=1.0))
-    assert pair.read().failure is None
-    assert pair.num_wrong_bytes() == NUM_BLOCKS  # one a slice, and a slice has one block
-
-
-def test_a_blank_block_goes_unnoticed_here_too(pairs: ExitStack) -> None:
     pair = start(pairs, Faults(blank=1.0))
     assert pair.read().failure is None
     # Zeros agree with the zeros that were sent; everything else is wrong.
@@ -138,7 +132,7 @@ def test_a_blank_block_goes_unnoticed_here_too(pairs: ExitStack) -> None:
 
 
 def test_the_same_seed_makes_the_same_faults(pairs: ExitStack) -> None:
-    faults = Faults(refuse=0.05, corrupt=0.5)
+    faults = Faults(refuse=0.05, blank=0.5)
     results = [start(pairs, faults, seed).read().num_bytes for seed in (3, 3, 4, 5, 6)]
     assert results[0] == results[1]
     assert len(set(results)) > 1

@@ -92,7 +92,7 @@ def test_split_it_recalls_what_transformers_recalls(
 DENSE = 1024  # tokens; no block is without a fact
 LONGEST_FACT = 36  # characters
 # The first seed whose only fault in the first 120 reads is in the second: that of the second chunk.
-FAULTS, SEED = Faults(blank=0.02), 166
+FAULTS, SEED = Faults(blank=0.02), 2272
 
 
 async def recalled(llm: AsyncLLM) -> list[str]:

@@ -1,15 +1,19 @@
 """Drives one scheduler by hand: plans run on the toy executor, what it says is collected."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.block_pool import BlockPool
 from baton.engine.plan import StepPlan
 from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import ConnectorEvent
+from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Offered, Prefill, TokenEntry, Tokens, ToRouter
 from baton.protocol.sampling import Sampling
 from tests.support.toy_executor import ToyExecutor
 
+BLOCK_SIZE = 4
 LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
 
 
@@ -99,3 +103,19 @@ class Drive:
     def _collect(self) -> None:
         self.said += [message for _, message in self.scheduler.outputs.take_router_messages()]
         self.asked += self.scheduler.outputs.take_connector_events()
+
+
+class PoolDrive(Drive):
+    """A scheduler of that kind over a pool of its own and the toy executor."""
+
+    def __init__(self, kind: Callable[..., Scheduler], num_blocks: int, limits: NodeLimits) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        super().__init__(kind(self.pool, limits), ToyExecutor(num_blocks, BLOCK_SIZE))
+
+
+def prefill_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> PoolDrive:
+    return PoolDrive(PrefillScheduler, num_blocks, limits)
+
+
+def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> PoolDrive:
+    return PoolDrive(DecodeScheduler, num_blocks, limits)

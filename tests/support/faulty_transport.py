@@ -1,7 +1,7 @@
-"""A transport that misbehaves on purpose, by a seed: for tests and chaos runs, never in service.
+"""A transport that misbehaves on purpose, by a seed.
 
-It wraps any other and keeps the contract of `Transport` while it loses, delays, duplicates,
-corrupts and stalls reads. The same seed and the same calls give the same faults.
+It wraps any other and keeps the contract of `Transport` while it loses, delays, duplicates, blanks
+and stalls reads. The same seed and the same calls give the same faults.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ class Faults(msgspec.Struct, frozen=True):
     fail: float = 0.0  # it is copied, but its end is an error
     delay: float = 0.0  # its end is seen late
     duplicate: float = 0.0  # it is copied twice
-    corrupt: float = 0.0  # one byte of it is wrong
     stall: float = 0.0  # from now on no read ends for a while, and no cancel is sure
     blank: float = 0.0  # one block of it arrives as zeros
     delay_tests: int = 20
@@ -38,13 +37,12 @@ class _Read:
     tests_left: int = 0
     lost: bool = False
     fails: bool = False
-    corrupts: bool = False
     blanks: bool = False
     failure: TransferError | None = field(default=None)
 
 
 class FaultyTransport:
-    """`inner` with `faults`. `pool`: the local pool's bytes, for corrupting."""
+    """`inner` with `faults`. `pool`: the local pool's bytes, for blanking."""
 
     def __init__(
         self, inner: Transport, faults: Faults, seed: int, pool: memoryview, block_bytes: int
@@ -76,7 +74,7 @@ class FaultyTransport:
     ) -> int:
         # Every chance is drawn for every read, so that one fault does not shift the others.
         faults = self._faults
-        names = ("refuse", "lose", "fail", "delay", "duplicate", "corrupt", "stall", "blank")
+        names = ("refuse", "lose", "fail", "delay", "duplicate", "stall", "blank")
         drawn = {name for name in names if self._random.random() < getattr(faults, name)}
         if "refuse" in drawn:
             raise TransferError("refused by a fault")
@@ -87,8 +85,7 @@ class FaultyTransport:
                 with contextlib.suppress(TransferError):
                     read.inner.add(self._inner.read(peer, remote, local, generations))
         read.tests_left = faults.delay_tests if "delay" in drawn else 0
-        read.fails, read.corrupts = "fail" in drawn, "corrupt" in drawn
-        read.blanks = "blank" in drawn
+        read.fails, read.blanks = "fail" in drawn, "blank" in drawn
         if "stall" in drawn:
             self._stalled_tests = faults.stall_tests
         self._next_handle += 1
@@ -108,9 +105,6 @@ class FaultyTransport:
             raise read.failure
         if read.fails:
             raise TransferError("failed by a fault")
-        if read.corrupts and read.local:
-            block = self._random.choice(read.local)
-            self._pool[block * self._block_bytes + self._random.randrange(self._block_bytes)] ^= 255
         if read.blanks and read.local:
             start = self._random.choice(read.local) * self._block_bytes
             self._pool[start : start + self._block_bytes] = bytes(self._block_bytes)

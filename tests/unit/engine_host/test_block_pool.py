@@ -1,12 +1,12 @@
 """The block pool against a plain model of who owns what."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.engine.block_pool import BlockPool
-from baton.protocol.blocks import block_hashes
+from baton.protocol.blocks import block_hashes, blocks_needed, tokens_held
 from baton.protocol.errors import InvariantBroken
 
 NUM_BLOCKS = 12
@@ -119,3 +119,13 @@ def test_releasing_twice_is_a_broken_invariant() -> None:
     pool.release(blocks)
     with pytest.raises(InvariantBroken):
         pool.release(blocks)
+
+
+@given(st.integers(1, 80), st.integers(1, 9), st.integers(1, 99), st.integers(1, 5))
+def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
+    num_blocks: int, block_size: int, num_tokens: int, num_choices: int
+) -> None:
+    held = tokens_held(num_blocks, block_size, num_tokens, num_choices)
+    sizes = (block_size, num_tokens)
+    assert held == 0 or blocks_needed(*sizes, num_tokens + held, num_choices) <= num_blocks
+    assert blocks_needed(*sizes, num_tokens + held + 1, num_choices) > num_blocks
