@@ -222,7 +222,7 @@ def test_whatever_a_server_does_only_confirmed_rates_are_reported_as_confirmed(
     max_rate: float | None,
 ) -> None:
     options = SearchOptions(
-        max_probes=max_probes, confirmations=confirmations, max_rate=max_rate, min_rate=0.02
+        max_probes=max_probes, confirmations=confirmations, max_rate=max_rate or 0.0, min_rate=0.02
     )
     search, replies = RateSearch(options), iter(answers)
     while (rate := search.next_rate()) is not None:
