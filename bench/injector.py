@@ -164,8 +164,10 @@ class FaultInjector:
                 process.resume()
             self._halt()
         finally:
-            for held in [*self._processes.values(), *self._restarted]:
-                held.close()
+            for process in self._processes.values():
+                process.close()
+            for restarted in self._restarted:
+                restarted.close()
 
 
 class _Process:
