@@ -49,6 +49,8 @@ EXAMPLES = {
 }
 # Settings that are no flags of a command: each arm names its own server.
 NO_FLAGS = {"compare": ("target.url",)}
+# Settings that only the probe decides about.
+PROBED = ("target.usage", "target.continuous_usage")
 ARMS: Words = ("NAME=URL", "*", "an arm: its name, its server, and its model as URL#MODEL")
 FILE: Words = ("FILE", "*", "the report.json")
 
@@ -129,7 +131,8 @@ def parser(
 
 def flags_of(name: str, settings: type[msgspec.Struct]) -> list[Field]:
     """The settings that `baton bench name` takes as flags."""
-    return [field for field in fields_of(settings) if field.name not in NO_FLAGS.get(name, ())]
+    left_out = (*PROBED, *NO_FLAGS.get(name, ()))
+    return [field for field in fields_of(settings) if field.name not in left_out]
 
 
 def _flag(field: Field) -> str:

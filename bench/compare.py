@@ -15,7 +15,7 @@ import msgspec
 
 from baton.bench import resolved
 from baton.bench.client.probe import EXTENSIONS
-from baton.bench.client.target import Place, place_of
+from baton.bench.client.target import Place, Target, place_of, settled
 from baton.bench.experiments import Asked, Bench, Case, Connected, loop_of, shares_prompts
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.figures.paired import MIN_ROUNDS, paired
@@ -25,7 +25,7 @@ from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run
 from baton.bench.report.publish import begin
 from baton.bench.said import facts_said
-from baton.bench.settings import CompareSettings, TargetSettings, WorkloadSettings
+from baton.bench.settings import CompareSettings, WorkloadSettings
 from baton.bench.sweep import add_run, asked_all, mark_unfinished, repeated_prompts, reseeded
 from baton.protocol.errors import ConfigError
 
@@ -49,7 +49,7 @@ def compare(settings: CompareSettings, words: list[str]) -> int:
         arm.name: asked_all(_target(settings.target, arm), settings.workload, settings.load, rounds)
         for arm in arms
     }
-    api_key = resolved.api_key(settings.target)
+    api_key = settled(settings.target, ()).api_key
     publisher = begin("compare", settings, settings.report, api_key=api_key)
     report = publisher.report
     report.bounds = bounds
@@ -128,7 +128,7 @@ def _content(text: str) -> str:
         raise ConfigError(f"--flags: cannot read {text}: {error}") from error
 
 
-def _target(settings: TargetSettings, arm: Arm) -> TargetSettings:
+def _target(settings: Target, arm: Arm) -> Target:
     return msgspec.structs.replace(settings, url=arm.url, model=arm.model)
 
 

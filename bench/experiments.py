@@ -16,7 +16,7 @@ import msgspec
 from baton.bench import resolved
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, probe
-from baton.bench.client.target import Target
+from baton.bench.client.target import Target, settled
 from baton.bench.client.turns import NOT_SENT, units_of
 from baton.bench.figures.metrics import Bounds, Window, counted, summarise
 from baton.bench.figures.validity import Problem, Severity, check
@@ -30,7 +30,6 @@ from baton.bench.report.document import Run
 from baton.bench.settings import (
     ArrivalSettings,
     LoadSettings,
-    TargetSettings,
     WorkloadSettings,
 )
 from baton.bench.verify import Mismatch, MismatchKind, check_greedy, compare_outputs, reference
@@ -103,7 +102,7 @@ class Connected(msgspec.Struct, frozen=True):
 
 
 def asked(
-    target: TargetSettings,
+    target: Target,
     workload: WorkloadSettings,
     load: LoadSettings,
     arrivals: ArrivalProcess | None,
@@ -111,7 +110,7 @@ def asked(
     """Raises `ConfigError` for whatever can be seen without a server."""
     resolved.window_of(load.window)
     plan = resolved.plan_of(workload, load, arrivals)
-    return Asked(resolved.target_of(target, plan.requests), workload, plan)
+    return Asked(settled(target, plan.requests), workload, plan)
 
 
 class Bench:

@@ -1,67 +1,25 @@
-"""What settings come to: the target, the plan's workload and arrivals, bounds and window.
+"""What settings come to: the plan's workload and arrivals, bounds and window.
 
 Between `settings.py`, which is what people write, and the files that do the work. Every function
 raises `ConfigError` for what cannot work, in one line that names the flag.
 """
 
-import os
-from collections.abc import Sequence
-
 import msgspec
 
-from baton.bench.client.target import Api, Target
 from baton.bench.figures.metrics import PRESETS, Bounds, Window
 from baton.bench.figures.search import SearchOptions as SearchLimits
 from baton.bench.plan.arrivals import ArrivalProcess, at_rate, parse_arrivals
 from baton.bench.plan.replay import TraceOptions
 from baton.bench.plan.vocabulary import range_of
 from baton.bench.plan.workloads import Plan, Workload, make_plan
-from baton.bench.records import Planned
 from baton.bench.settings import (
-    API_KEY_VARIABLE,
     ArrivalSettings,
     BoundSettings,
     LoadSettings,
     SearchOptions,
-    TargetSettings,
     WorkloadSettings,
 )
 from baton.protocol.errors import ConfigError
-
-
-def target_of(settings: TargetSettings, requests: Sequence[Planned]) -> Target:
-    """Whom to ask for `requests`; the model is still as the user gave it."""
-    api: Api = "completions"
-    if settings.api == "auto":
-        api = "chat" if any(planned.messages for planned in requests) else "completions"
-    else:
-        api = settings.api
-    return Target(
-        url=settings.url,
-        model=settings.model,
-        api=api,
-        api_key=api_key(settings),
-        verify_tls=not settings.insecure,
-        ca_file=settings.ca_file,
-        timeout_s=settings.timeout_s,
-        extra_body=_extra_body(settings.extra_body),
-        timeline=settings.timeline,
-        token_ids=settings.token_ids,
-        ignore_eos=settings.ignore_eos,
-    )
-
-
-def api_key(settings: TargetSettings) -> str:
-    return settings.api_key or os.environ.get(API_KEY_VARIABLE, "")
-
-
-def _extra_body(text: str) -> dict[str, object]:
-    if not text:
-        return {}
-    try:
-        return msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--extra-body {text!r} is no JSON object: {error}") from error
 
 
 def workload_of(settings: WorkloadSettings) -> Workload:

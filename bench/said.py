@@ -56,7 +56,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
 
 def _context(target: Target) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=target.ca_file or None)
-    if not target.verify_tls:
+    if target.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context

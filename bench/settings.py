@@ -10,42 +10,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton.bench.client.target import Target
+
 Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
 Preset = Literal["", "chat", "tight", "long-32k"]
-API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
 SECONDS = {"unit": "s"}
 MILLISECONDS = {"unit": "ms"}
 TOKENS = {"unit": "tokens"}
-
-
-class TargetSettings(msgspec.Struct, frozen=True):
-    url: Annotated[str, Meta(description="the server, without /v1")] = "http://127.0.0.1:8000"
-    model: Annotated[str, Meta(description="its name in the API; empty takes the only one")] = ""
-    api: Annotated[
-        Literal["auto", "completions", "chat"],
-        Meta(description="endpoint; auto takes chat for messages, completions otherwise"),
-    ] = "auto"
-    api_key: Annotated[
-        str, Meta(description=f"bearer token; better in {API_KEY_VARIABLE}; never reported")
-    ] = ""
-    ca_file: Annotated[str, Meta(description="PEM of the authority that signed the server")] = ""
-    insecure: Annotated[
-        bool, Meta(description="trust any certificate of an https server, as curl's flag does")
-    ] = False
-    timeout_s: Annotated[
-        float, Meta(gt=0, description="longest answer; beyond it timed_out", extra=SECONDS)
-    ] = 300.0
-    extra_body: Annotated[str, Meta(description="JSON object merged into every request")] = ""
-    ignore_eos: Annotated[
-        bool, Meta(description="ask the server to go on to the full output length")
-    ] = True
-    timeline: Annotated[
-        bool, Meta(description="ask for the server's stages, where it gives them")
-    ] = True
-    token_ids: Annotated[
-        bool, Meta(description="ask for token ids, where the server gives them")
-    ] = True
 
 
 class WorkloadSettings(msgspec.Struct, frozen=True):
@@ -226,7 +198,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     """One load, or the same several times."""
 
     again: RepeatSettings = RepeatSettings()
-    target: TargetSettings = TargetSettings()
+    target: Target = Target()
     workload: WorkloadSettings = WorkloadSettings()
     arrival: ArrivalSettings = ArrivalSettings()
     load: LoadSettings = LoadSettings()
@@ -240,7 +212,7 @@ class SweepSettings(msgspec.Struct, frozen=True):
 
     sweep: SweepOptions = SweepOptions()
     shape: ShapeSettings = ShapeSettings()
-    target: TargetSettings = TargetSettings()
+    target: Target = Target()
     workload: WorkloadSettings = WorkloadSettings()
     load: LoadSettings = LoadSettings()
     bounds: BoundSettings = BoundSettings()
@@ -252,7 +224,7 @@ class SearchSettings(msgspec.Struct, frozen=True):
 
     search: SearchOptions = SearchOptions()
     shape: ShapeSettings = ShapeSettings()
-    target: TargetSettings = TargetSettings()
+    target: Target = Target()
     workload: WorkloadSettings = WorkloadSettings()
     load: LoadSettings = LoadSettings()
     bounds: BoundSettings = BoundSettings()
@@ -263,7 +235,7 @@ class CompareSettings(msgspec.Struct, frozen=True):
     """Several servers, the same requests."""
 
     compare: CompareOptions = CompareOptions()
-    target: TargetSettings = TargetSettings()
+    target: Target = Target()
     workload: WorkloadSettings = WorkloadSettings()
     arrival: ArrivalSettings = ArrivalSettings()
     load: LoadSettings = LoadSettings()
@@ -275,7 +247,7 @@ class FaultSettings(msgspec.Struct, frozen=True):
     """One load with faults."""
 
     fault: FaultOptions = FaultOptions()
-    target: TargetSettings = TargetSettings()
+    target: Target = Target()
     workload: WorkloadSettings = WorkloadSettings()
     arrival: ArrivalSettings = ArrivalSettings()
     load: LoadSettings = LoadSettings()

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from baton.bench import resolved
+from baton.bench.client.target import Target
 from baton.bench.experiments import Asked, Bench, Case, Connected, asked, shares_prompts
 from baton.bench.figures.metrics import Bounds
 from baton.bench.figures.validity import Problem, Severity
@@ -20,7 +21,6 @@ from baton.bench.settings import (
     LoadSettings,
     SearchSettings,
     SweepSettings,
-    TargetSettings,
     WorkloadSettings,
 )
 from baton.protocol.errors import BatonError
@@ -51,7 +51,7 @@ def sweep(settings: SweepSettings) -> int:
 
 
 def asked_all(
-    target: TargetSettings,
+    target: Target,
     workload: WorkloadSettings,
     load: LoadSettings,
     arrivals: Sequence[ArrivalProcess | None],

@@ -62,8 +62,9 @@ class Mismatch(msgspec.Struct, frozen=True):
 
 def check_greedy(target: Target) -> None:
     """Raises `ConfigError` if the server is asked for outputs that nothing can be compared with."""
+    extra = target.extra
     for name, greedy in GREEDY.items():
-        if target.extra_body.get(name, greedy) != greedy:
+        if extra.get(name, greedy) != greedy:
             raise ConfigError(f"outputs can only be verified when greedy, not with {name} set")
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from baton.bench.client.sse import EventParser, OversizedEvent
-from baton.bench.client.target import Api
 from baton.bench.records import Arrival, Outcome, Record
 
 MAX_DETAIL = 200
@@ -73,12 +72,12 @@ class Problem(NamedTuple):
 class AnswerReader:
     """`feed` until it says that the answer ended, then `fill` a record."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, is_chat: bool) -> None:
         self.done = False  # [DONE] came
         self.problem: Problem | None = None
         self.token_ids: list[int] | None = None
         self.timeline: msgspec.Raw | None = None  # the server's own, as it came
-        self._is_chat = api == "chat"
+        self._is_chat = is_chat
         self._decode = msgspec.json.Decoder(_Chunk).decode
         self._events = EventParser()
         self._pieces: list[_Piece] = []

@@ -17,7 +17,7 @@ from baton.bench.client.answer_reader import AnswerReader, Problem, message_of, 
 from baton.bench.client.connection import Connection, Pool, is_clients, reason_of
 from baton.bench.client.http_wire import ResponseParser
 from baton.bench.client.pacing import Waits
-from baton.bench.client.target import PATHS, Api, Target, body_of, place_of
+from baton.bench.client.target import Target, body_of, place_of
 from baton.bench.figures.stages import read_timeline, stages_of
 from baton.bench.records import Arrival, Outcome, Planned, Record
 from baton.protocol.errors import BatonError
@@ -150,8 +150,8 @@ class Session:
 class Exchange:
     """A request under way: takes the answer from its connection. Stamps are monotonic."""
 
-    def __init__(self, api: Api) -> None:
-        self.reader = AnswerReader(api)
+    def __init__(self, is_chat: bool) -> None:
+        self.reader = AnswerReader(is_chat)
         self.problem: Problem | None = None
         self.status: int | None = None
         self.headers: dict[str, str] = {}
@@ -252,7 +252,7 @@ async def ask_from(session: Session, target: Target, planned: Planned, zero_s: f
     whole prompt is in `planned`: a later turn of a conversation brings the turns before. Raises
     `Stopped` if the session ended before the moment came.
     """
-    path = session.base_path + PATHS[target.api]
+    path = session.base_path + target.path
     request = session.request("POST", path, body_of(target, planned))
     if planned.at_s is None:
         # As below: opening a connection is the server's time.
@@ -279,7 +279,7 @@ async def ask_from(session: Session, target: Target, planned: Planned, zero_s: f
         record.end_s = monotonic() - zero_s
         record.outcome, record.detail = found
         return record
-    exchange = Exchange(target.api)
+    exchange = Exchange(target.is_chat)
     await session.exchange(found, request, exchange, target.timeout_s)
     _fill(record, exchange, planned, zero_s)
     return record

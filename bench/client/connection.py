@@ -181,7 +181,7 @@ def _tls(target: Target) -> ssl.SSLContext:
         text = f"cannot read certificates from {target.ca_file!r}: {error.strerror or error}"
         raise ConfigError(text) from None
     context.set_alpn_protocols(["http/1.1"])
-    if not target.verify_tls:
+    if target.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context

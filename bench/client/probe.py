@@ -11,7 +11,7 @@ import msgspec
 
 from baton.bench.client.answer_reader import Problem, message_of, one_line
 from baton.bench.client.ask import Exchange, Session
-from baton.bench.client.target import PATHS, Target, body_of, check, place_of
+from baton.bench.client.target import Target, body_of, check, place_of
 from baton.bench.records import Outcome, Planned
 from baton.protocol.errors import BatonError, ConfigError
 
@@ -118,7 +118,7 @@ async def _get(session: Session, target: Target, path: str) -> Exchange:
 
 async def _try(session: Session, target: Target) -> Exchange:
     planned = Planned(index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time")
-    path = session.base_path + PATHS[target.api]
+    path = session.base_path + target.path
     return await _send(session, target, session.request("POST", path, body_of(target, planned)))
 
 
@@ -130,7 +130,7 @@ async def _send(session: Session, target: Target, request: bytes) -> Exchange:
     if not connection.is_idle:
         text = "spoke or hung up before it was asked: is another program listening there?"
         raise ConfigError(f"{target.url} {text}")
-    exchange = Exchange(target.api)
+    exchange = Exchange(target.is_chat)
     await session.exchange(connection, request, exchange, timeout_s)
     return exchange
 
@@ -182,7 +182,7 @@ def _check_streams(target: Target, asked: Exchange) -> None:
     status = "" if asked.status in (None, 200) else f" (status {asked.status})"
     text = f"{target.url} does not stream an answer{status}: {problem.detail}"
     if asked.status == 404:
-        asked_for = place_of(target.url).base_path + PATHS[target.api]
+        asked_for = place_of(target.url).base_path + target.path
         text += f"; it was asked for {asked_for}: is the path of --url right?"
     raise kind(text)
 

@@ -39,7 +39,7 @@ def find_damage(server: ScriptedServer, *, by_ids: bool) -> list[Count]:
         }
     )
     api: Api = "completions" if by_ids else "chat"
-    target = Target(server.url, MODEL, api, timeout_s=60.0, token_ids=by_ids)
+    target = Target(server.url, MODEL, api, timeout_s=60.0, timeline=False, token_ids=by_ids)
     requests = [_planned(index, by_ids) for index in range(len(damages))]
     records = run_load(Load(target=target, requests=requests, keep_text=not by_ids)).records
     found = {

@@ -106,7 +106,8 @@ def play(server: ScriptedServer, name: str, processes: int, mix: Mix) -> Played:
     cases = make_cases(mix)
     server.play({FIRST_NUMBER + index: [case.script] for index, case in enumerate(cases)})
     target = Target(
-        server.url, MODEL, mix.api, timeout_s=mix.timeout_s, token_ids=mix.counting == "token_ids",
+        server.url, MODEL, mix.api, timeout_s=mix.timeout_s, timeline=False,
+        token_ids=mix.counting == "token_ids",
         continuous_usage=mix.counting == "running_usage",
     )  # fmt: skip
     requests = plan(cases, mix)
@@ -120,7 +121,7 @@ def ask_nobody() -> Count:
     """Requests to a port that was free a moment ago."""
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
-    target = Target(f"http://{HOST}:{port}", MODEL, timeout_s=TIMEOUT_S)
+    target = Target(f"http://{HOST}:{port}", MODEL, timeout_s=TIMEOUT_S, timeline=False)
     requests = [
         Planned(index, 0.02 * index, 1, prompt_ids=(1, 2)) for index in range(NUM_UNREACHABLE)
     ]

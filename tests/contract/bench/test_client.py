@@ -323,7 +323,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_with_what_to_do(
     with ScriptedOpenAI(tls=tls(certificate)) as server:
         (refused,) = put(server.url, planned())
         (trusted,) = put(server.url, planned(), ca_file=str(certificate))
-        (unchecked,) = put(server.url, planned(), verify_tls=False)
+        (unchecked,) = put(server.url, planned(), insecure=True)
         (plain,) = put(server.url.replace("https", "http"), planned())
     assert refused.outcome is Outcome.UNREACHABLE
     assert "self-signed" in refused.detail
@@ -354,7 +354,7 @@ def test_waiting_for_a_connection_counts_in_a_closed_loop_too(certificate: Path)
         over = asyncio.Event()
         async with await asyncio.start_server(relay, "127.0.0.1", 0) as slow:
             url = f"https://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
-            target = Target(url, "tiny", verify_tls=False, timeout_s=TIMEOUT_S)
+            target = Target(url, "tiny", insecure=True, timeout_s=TIMEOUT_S)
             async with Session(target) as session:
                 record = await ask_from(session, target, planned(), monotonic())
             await over.wait()

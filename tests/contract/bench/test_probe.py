@@ -89,7 +89,7 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
     fitted = probed.fit(target)
     assert (fitted.model, fitted.token_ids, fitted.timeline) == ("tiny", True, True)
     assert not fitted.continuous_usage
-    assert probed.fit(Target(target.url, "")).continuous_usage
+    assert probed.fit(Target(target.url, token_ids=False)).continuous_usage
 
 
 @pytest.mark.parametrize(

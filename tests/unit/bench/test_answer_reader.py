@@ -13,7 +13,7 @@ def read(
     *pieces: bytes, forced: int = 0, asked: int = 3, api: Api = "completions", cut: str = ""
 ) -> Record:
     """The pieces arrive at 1 s, 2 s, ..."""
-    reader = AnswerReader(api)
+    reader = AnswerReader(api == "chat")
     for number, piece in enumerate(pieces, start=1):
         if reader.feed(piece, float(number)):
             break
@@ -182,7 +182,7 @@ def test_an_answer_without_its_end_is_truncated(pieces: list[bytes], words: str)
 
 
 def test_cached_tokens_and_the_timeline_are_kept() -> None:
-    reader = AnswerReader("completions")
+    reader = AnswerReader(is_chat=False)
     last = {"choices": [], "usage": usage_body(1, 8, 4), "timeline": [{"queue_s": 0.5}]}
     assert reader.feed(token("a") + event(last) + DONE, 1.0)
     assert reader.timeline is not None

@@ -3,7 +3,6 @@
 import pytest
 
 from baton.bench import cli
-from baton.bench.resolved import target_of
 from baton.bench.settings import (
     CompareSettings,
     FaultSettings,
@@ -44,8 +43,8 @@ def test_a_switch_needs_no_value() -> None:
 
 
 def test_a_certificate_is_checked_unless_the_flag_that_curl_has_is_given() -> None:
-    assert target_of(run("--url", "https://a").target, []).verify_tls
-    assert not target_of(run("--url", "https://a", "--insecure").target, []).verify_tls
+    assert not run("--url", "https://a").target.insecure
+    assert run("--url", "https://a", "--insecure").target.insecure
     flags = {"--" + field.key.replace("_", "-") for field in fields_of(RunSettings)}
     assert {"--insecure", "--ca-file"} <= flags  # those that a refused certificate names
     assert "verify" not in " ".join(flags - {"--verify"})
@@ -108,7 +107,7 @@ def test_an_example_is_parsed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_setting_says_what_it_means(name: str) -> None:
-    for field in fields_of(ALL[name]):
+    for field in cli.flags_of(name, ALL[name]):
         assert field.meta.description
         if field.key.endswith(("_s", "_ms")):
             assert field.unit in ("s", "ms"), f"{field.name} has no unit"

@@ -296,7 +296,7 @@ def test_a_run_that_the_server_failed_says_something_of_the_server() -> None:
 
 
 def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -> None:
-    target = Target("http://a", "m", extra_body={"temperature": 0.7})
+    target = Target("http://a", "m", extra_body='{"temperature": 0.7}')
     with Bench() as bench, pytest.raises(ConfigError, match="when greedy, not with temperature"):
         bench.measure(case(1, verify=True, target=target))
 

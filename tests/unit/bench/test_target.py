@@ -8,7 +8,7 @@ from baton.bench.client.target import Place, Target, body_of, check, place_of
 from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
 
-TARGET = Target(url="http://127.0.0.1:8000", model="tiny")
+TARGET = Target("http://127.0.0.1:8000", "tiny", token_ids=False, timeline=False)
 PLANNED = Planned(index=0, at_s=None, output_tokens=5, prompt_ids=(1, 2))
 
 
@@ -70,7 +70,7 @@ def test_extensions_are_asked_for_by_name_and_the_rest_is_the_users() -> None:
         timeline=True,
         continuous_usage=True,
         ignore_eos=False,
-        extra_body={"temperature": 0.5, "seed": 1},
+        extra_body='{"temperature": 0.5, "seed": 1}',
     )
     planned = Planned(index=0, at_s=None, output_tokens=5, messages=(Message("user", "hi"),))
     body = json.loads(body_of(target, planned))
@@ -93,9 +93,9 @@ def test_a_prompt_of_text_is_a_chat_of_one_message() -> None:
     [
         ({"api": "chat"}, {"prompt_ids": (1,)}, "chat API takes none"),
         ({}, {"messages": (Message("user", "hi"),)}, "completions API takes none"),
-        ({}, {"prompt_ids": (1,), "turn": 1}, "returns token ids"),
-        ({"extra_body": {"stream": False}}, {}, "must not set stream"),
-        ({"extra_body": {"model": "other"}}, {}, "must not set model"),
+        ({"token_ids": False}, {"prompt_ids": (1,), "turn": 1}, "returns token ids"),
+        ({"extra_body": '{"stream": false}'}, {}, "must not set stream"),
+        ({"extra_body": '{"model": "other"}'}, {}, "must not set model"),
         ({"api_key": "a\nb"}, {}, "printable"),
         ({"url": "nowhere"}, {}, "http://host:port"),
         ({}, {"output_tokens": 0}, "no output token"),

@@ -155,8 +155,8 @@ def test_alone_means_without_schedule_and_without_warm_up() -> None:
     ]
 
 
-@pytest.mark.parametrize("field", [{"temperature": 0.7}, {"use_beam_search": True}])
-def test_sampled_outputs_are_refused(field: dict[str, object]) -> None:
+@pytest.mark.parametrize("field", ['{"temperature": 0.7}', '{"use_beam_search": true}'])
+def test_sampled_outputs_are_refused(field: str) -> None:
     target = Target(url="http://127.0.0.1:1", model="m", extra_body=field)
     with pytest.raises(ConfigError, match="only be verified when greedy"):
         check_greedy(target)
