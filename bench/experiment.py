@@ -75,7 +75,7 @@ class Experiment:
         concurrency: int = 0,
         verify: bool = False,
     ) -> None:
-        self._command, self._settings = command, settings
+        self._command, self.settings = command, settings
         self._concurrency, self._verify = concurrency, verify
         self._bounds = bounds_of(settings.bounds)
         self._newest: tuple[Workload, ArrivalProcess | None, Plan] | None = None
@@ -88,7 +88,7 @@ class Experiment:
         self._interrupts = Interrupts(self.progress.abandon)
 
     def __enter__(self) -> "Experiment":
-        settings, api_key = self._settings, self._api_key
+        settings, api_key = self.settings, self._api_key
         self._publisher = begin(self._command, settings, settings.report, api_key=api_key)
         self.report = self._publisher.report
         self.report.bounds = self._bounds
@@ -113,7 +113,7 @@ class Experiment:
         """Find out what a server can be asked; raises `ConfigError` or `BatonError`."""
         target = settled(target, self.draft.requests)
         probed = probe(target, self._interrupts.fileno())
-        target, workload = probed.fit(target), self._settings.workload
+        target, workload = probed.fit(target), self.settings.workload
         if workload.vocabulary == AUTO and any(one.prompt_ids for one in self.draft.requests):
             low, high = accepted(target)
             workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
@@ -122,14 +122,14 @@ class Experiment:
 
     def connect_alone(self, what: str = "") -> Server:
         """As `connect`, for the one server of the experiment, which the report names."""
-        server = self.connect(self._settings.target)
+        server = self.connect(self.settings.target)
         name = f"{server.target.model} at {server.target.url}{what}"
         self.report.title = self.report.title or name
         self.report.notes.append(server.described)
         return server
 
     def note_repeated_prompts(self) -> None:
-        if self._settings.workload.workload == "file":
+        if self.settings.workload.workload == "file":
             self.report.notes.append(SAME_PROMPTS)
 
     def case(self, server: Server, place: int, label: str, arrivals: ArrivalProcess | None) -> Case:
@@ -139,17 +139,17 @@ class Experiment:
             target=server.target,
             plan=self._plan(server.workload, place, arrivals),
             concurrency=self._concurrency,
-            load=self._settings.load,
+            load=self.settings.load,
             bounds=self._bounds,
             verify=self._verify,
-            may_be_cached=may_be_cached(self._settings.workload),
+            may_be_cached=may_be_cached(self.settings.workload),
         )
 
     def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
         workload = reseeded(workload, place)
         if self._newest is None or self._newest[:2] != (workload, arrivals):
             self._newest = None  # before the next one is made, because plans are large
-            plan = plan_of(workload, self._settings.load, arrivals)
+            plan = plan_of(workload, self.settings.load, arrivals)
             self._newest = workload, arrivals, plan
         return self._newest[2]
 

@@ -87,7 +87,7 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         problems.append(_invalid(error.message))
     problems += _idle_clients(case)
     unexpected = (summary.cached_share or 0.0) - MAX_CACHED_SHARE
-    if not case.may_be_cached and 0 < unexpected and _expected_share(case, result) < unexpected:
+    if not case.may_be_cached and unexpected > 0 and _expected_share(case, result) < unexpected:
         problems.append(_warning(CACHED))
     return Run(
         label=case.label,

@@ -6,10 +6,10 @@ import pytest
 from baton.bench.plan.arrivals import Poisson
 from baton.bench.plan.workloads import Kind, Workload, make_plan
 from baton.bench.records import Planned
+from baton.bench.planning import reseeded
 from baton.bench.report.document import Run
 from baton.bench.report.publish import UNTOLD, begin
-from baton.bench.settings import ReportSettings, RunSettings, WorkloadSettings
-from baton.bench.sweep import reseeded
+from baton.bench.settings import ReportSettings, RunSettings
 from tests.support.bench_records import Scene, scene_run
 
 
@@ -40,12 +40,11 @@ def test_another_number_of_requests_or_rate_asks_the_same() -> None:
 
 def test_no_load_of_an_experiment_has_the_seed_of_another_experiment() -> None:
     seeds = [
-        [reseeded(WorkloadSettings(seed=seed), place).seed for place in range(20)]
-        for seed in range(20)
+        [reseeded(Workload(seed=seed), place).seed for place in range(20)] for seed in range(20)
     ]
     assert [own[0] for own in seeds] == list(range(20))
     assert len({seed for own in seeds for seed in own}) == 20 * 20
-    assert reseeded(WorkloadSettings(seed=3), 7) == reseeded(WorkloadSettings(seed=3), 7)
+    assert reseeded(Workload(seed=3), 7) == reseeded(Workload(seed=3), 7)
 
 
 def load(arm: str, cached_share: float | None) -> Run:
