@@ -235,7 +235,7 @@ def test_a_process_that_does_not_exist_is_refused_before_the_load(
     victim.kill()
     victim.wait()
     with (
-        pytest.raises(ConfigError, match=f"there is no process {victim.pid}"),
+        pytest.raises(ConfigError, match=f"process {victim.pid}: No such process"),
         FaultInjector([parse_fault(f"kill:{victim.pid}@1")]),
     ):
         pass
