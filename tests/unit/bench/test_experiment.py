@@ -15,13 +15,12 @@ from baton.bench.figures.metrics import PRESETS
 from baton.bench.judging import Case, judge
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import arrivals_of, loop_of, plan_of
-from baton.bench.records import LoadResult
 from baton.bench.report.document import Report, Run, read_json
 from baton.bench.report.publish import is_usable
 from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, scene_run
+from tests.support.bench_records import Scene, answered, loaded, scene_run
 
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")
@@ -107,7 +106,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(_: Experiment, case: Case, *_more: object) -> Run:
         records = [answered(one.index, one.at_s or 0.0, [0.1, 0.2]) for one in case.plan.requests]
-        return judge(case, LoadResult(records, [], 1.0, "2026-03-01T12:00:00+00:00"), "")
+        return judge(case, loaded(records), "")
 
     monkeypatch.setattr(Experiment, "connect", connect)
     monkeypatch.setattr(Experiment, "measure", measure)
