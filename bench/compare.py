@@ -20,7 +20,7 @@ from baton.bench.experiments import Asked, Bench, Case, Connected, loop_of, shar
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.figures.paired import MIN_ROUNDS, paired
 from baton.bench.parity import Facts, facts_of_flags, parity, warnings
-from baton.bench.plan.vocabulary import range_of
+from baton.bench.plan.workload import range_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run
 from baton.bench.report.publish import begin

@@ -18,12 +18,13 @@ from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, probe
 from baton.bench.client.target import Target, settled
 from baton.bench.client.turns import NOT_SENT, units_of
+from baton.bench.client.vocabulary import accepted
 from baton.bench.figures.metrics import Bounds, Window, counted, summarise
 from baton.bench.figures.validity import Problem, Severity, check
 from baton.bench.plan.arrivals import ArrivalProcess
+from baton.bench.plan.plan import Plan
 from baton.bench.plan.prompts import shared_share
-from baton.bench.plan.vocabulary import AUTO, accepted
-from baton.bench.plan.workloads import Plan
+from baton.bench.plan.workload import AUTO
 from baton.bench.progress import LoadProgress
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run

@@ -13,7 +13,7 @@ from baton.bench.figures.faults import DEFINITIONS, FaultSpec, Judgement, impact
 from baton.bench.figures.metrics import Bounds
 from baton.bench.figures.validity import Problem, Severity
 from baton.bench.injector import FaultInjector
-from baton.bench.plan.workloads import Plan
+from baton.bench.plan.plan import Plan
 from baton.bench.report.publish import begin
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError

@@ -9,9 +9,7 @@ import msgspec
 from baton.bench.figures.metrics import PRESETS, Bounds, Window
 from baton.bench.figures.search import SearchOptions as SearchLimits
 from baton.bench.plan.arrivals import ArrivalProcess, at_rate, parse_arrivals
-from baton.bench.plan.replay import TraceOptions
-from baton.bench.plan.vocabulary import range_of
-from baton.bench.plan.workloads import Plan, Workload, make_plan
+from baton.bench.plan.plan import Plan, make_plan
 from baton.bench.settings import (
     ArrivalSettings,
     BoundSettings,
@@ -20,35 +18,6 @@ from baton.bench.settings import (
     WorkloadSettings,
 )
 from baton.protocol.errors import ConfigError
-
-
-def workload_of(settings: WorkloadSettings) -> Workload:
-    if settings.workload in ("trace", "file") and not settings.path:
-        raise ConfigError(f"--workload {settings.workload} needs --path FILE")
-    if settings.path and settings.workload not in ("trace", "file"):
-        raise ConfigError(f"--path is for --workload trace or file, not {settings.workload}")
-    return Workload(
-        kind=settings.workload,
-        prompt=settings.prompt,
-        output=settings.output,
-        vocabulary=range_of(settings.vocabulary),
-        shared_prefix=settings.shared_prefix,
-        num_prefixes=settings.num_prefixes,
-        turns=settings.turns,
-        think_s=settings.think_s,
-        conversation_form=settings.conversation_form,
-        path=settings.path,
-        trace=TraceOptions(
-            start_s=settings.trace_start_s,
-            time_scale=settings.time_scale,
-            spread_s=settings.spread_s,
-            length_scale=settings.length_scale,
-            max_input=settings.max_input,
-            max_output=settings.max_output,
-        ),
-        repeat=settings.repeat,
-        seed=settings.seed,
-    )
 
 
 def arrivals_of(settings: ArrivalSettings, workload: WorkloadSettings) -> ArrivalProcess | None:
@@ -82,14 +51,10 @@ def plan_of(
     workload: WorkloadSettings, load: LoadSettings, arrivals: ArrivalProcess | None
 ) -> Plan:
     """The requests of one load."""
-    if not load.requests and not load.duration_s and workload.workload not in ("trace", "file"):
-        raise ConfigError("say how long: --requests N, --duration-s S, or both")
-    if arrivals is None and not load.requests and workload.workload not in ("trace", "file"):
-        raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
     # What the duration of a closed loop ends is the sending: its requests have no times.
     duration_s = None if arrivals is None else load.duration_s or None
     plan = make_plan(
-        workload_of(workload),
+        workload,
         arrivals,
         count=load.requests or None,
         duration_s=duration_s,

@@ -10,9 +10,8 @@ import msgspec
 
 from baton.bench import resolved
 from baton.bench.experiments import Bench, asked
-from baton.bench.figures.saturation import find_growth
 from baton.bench.figures.search import Found, Purpose, RateSearch
-from baton.bench.figures.validity import MAX_WRONG_LENGTHS
+from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run
 from baton.bench.report.publish import begin

@@ -11,75 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from baton.bench.client.target import Target
+from baton.bench.plan.workload import SECONDS, Workload
 
-Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
 Preset = Literal["", "chat", "tight", "long-32k"]
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
-SECONDS = {"unit": "s"}
 MILLISECONDS = {"unit": "ms"}
-TOKENS = {"unit": "tokens"}
-
-
-class WorkloadSettings(msgspec.Struct, frozen=True):
-    workload: Annotated[Kind, Meta(description="what the prompts are")] = "tokens"
-    prompt: Annotated[
-        str,
-        Meta(
-            description="prompt lengths: 512, uniform:100-900, normal:512,sd=100, "
-            "lognormal:mean=1155,sd=1100 or choice:100,200",
-            extra=TOKENS,
-        ),
-    ] = "512"
-    output: Annotated[
-        str, Meta(description="output lengths, written likewise; forced", extra=TOKENS)
-    ] = "64"
-    vocabulary: Annotated[
-        str,
-        Meta(description="token ids to draw from, LOW-HIGH; auto takes 300-8000 or what fits"),
-    ] = "auto"
-    shared_prefix: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="common start of all prompts, before the tokens of --prompt",
-            extra=TOKENS,
-        ),
-    ] = 0
-    num_prefixes: Annotated[int, Meta(ge=1, description="different shared prefixes, in turn")] = 1
-    turns: Annotated[int, Meta(ge=1, le=10_000, description="requests of a conversation")] = 4
-    think_s: Annotated[
-        float, Meta(ge=0, description="from an answer to the next turn", extra=SECONDS)
-    ] = 1.0
-    conversation_form: Annotated[
-        Literal["chat", "tokens"],
-        Meta(description="turns as chat messages, or as token ids appended exactly"),
-    ] = "chat"
-    path: Annotated[
-        str, Meta(description="JSONL of prompts, or a trace: a file or a shipped trace's name")
-    ] = ""
-    repeat: Annotated[bool, Meta(description="start over when the trace or file is used up")] = (
-        False
-    )
-    trace_start_s: Annotated[
-        float, Meta(ge=0, description="skip the trace up to here", extra=SECONDS)
-    ] = 0.0
-    time_scale: Annotated[
-        float, Meta(gt=0, description="stretches a trace's times: 2 halves its rate")
-    ] = 1.0
-    spread_s: Annotated[
-        float,
-        Meta(ge=0, description="spread rows with one stamp over this (Mooncake: 3)", extra=SECONDS),
-    ] = 0.0
-    length_scale: Annotated[
-        float, Meta(gt=0, description="scales a trace's lengths and prefix blocks")
-    ] = 1.0
-    max_input: Annotated[
-        int, Meta(ge=0, description="cuts longer prompts; 0 cuts none", extra=TOKENS)
-    ] = 0
-    max_output: Annotated[
-        int, Meta(ge=0, description="cuts longer outputs; 0 cuts none", extra=TOKENS)
-    ] = 0
-    seed: Annotated[int, Meta(ge=0, description="of prompts, lengths and arrivals")] = 0
+WorkloadSettings = Workload
 
 
 class LoadSettings(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from aiohttp import web
 from baton.bench.client.target import Target, body_of
 from baton.bench.compare import connect
 from baton.bench.experiments import Asked, Bench, Connected
-from baton.bench.plan.workloads import Plan
+from baton.bench.plan.plan import Plan
 from baton.bench.records import Planned
 from baton.bench.settings import WorkloadSettings
 from tests.support.scripted_openai import (

@@ -23,9 +23,10 @@ from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Ending, Found, RateSearch
 from baton.bench.figures.validity import Severity
 from baton.bench.one_load import spread
-from baton.bench.plan.arrivals import Constant
+from baton.bench.plan.arrivals import Gaps
+from baton.bench.plan.plan import Plan, make_plan
 from baton.bench.plan.prompts import shared_share
-from baton.bench.plan.workloads import Plan, Workload, make_plan
+from baton.bench.plan.workload import Workload
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.report.document import Report, Run, read_json, write_json
 from baton.bench.report.publish import begin, is_usable, write_again
@@ -180,7 +181,7 @@ def test_what_a_cache_should_know_is_counted_in_whole_blocks() -> None:
 def shared_prefix_run(window: str = "", num_prefixes: int = 1) -> Run:
     """20 requests with a prefix of 96 tokens that a prefix cache finds again, and 20 warm-ups."""
     workload = Workload(prompt="32", output="2", shared_prefix=96, num_prefixes=num_prefixes)
-    plan = make_plan(workload, Constant(1.0), count=20, warm_up=20)
+    plan = make_plan(workload, Gaps(1.0, 0.0), count=20, warm_up=20)
     records, known = [], set[tuple[int, ...]]()
     for one in plan.requests:
         record = answered(one.index, one.at_s or 0.0, [0.1, 0.11])

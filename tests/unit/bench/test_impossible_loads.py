@@ -10,7 +10,7 @@ from baton.bench.client.target import Target
 from baton.bench.experiments import Case, judge
 from baton.bench.fault_run import faults_of, refuse_late
 from baton.bench.one_load import run
-from baton.bench.plan.workloads import Plan
+from baton.bench.plan.plan import Plan
 from baton.bench.records import LoadResult
 from baton.bench.resolved import arrivals_of, plan_of
 from baton.bench.settings import FaultSettings, RunSettings

@@ -11,7 +11,7 @@ from baton.bench.experiments import Bench, Case, OnStart, judge
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Ending, RateSearch, SearchOptions
 from baton.bench.plan.arrivals import realised
-from baton.bench.plan.workloads import Plan
+from baton.bench.plan.plan import Plan
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.report.headlines import headlines
