@@ -9,13 +9,13 @@ good (`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery o
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
 
-from baton.bench.client.load import Load, run_load
+from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
@@ -69,7 +69,10 @@ def check_greedy(target: Target) -> None:
 
 
 def reference(
-    target: Target, requests: Sequence[Planned], stop: threading.Event | None = None
+    target: Target,
+    requests: Sequence[Planned],
+    stop: threading.Event | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> dict[int, Output]:
     """Return the output of each request alone on the server, by its index.
 
@@ -77,7 +80,7 @@ def reference(
     that were answered by then.
     """
     load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
-    records = run_load(load, stop=stop).records
+    records = run_load(load, on_progress=on_progress, stop=stop).records
     if stop is not None and stop.is_set():
         records = [record for record in records if record.outcome is Outcome.ANSWERED]
     return outputs(records)

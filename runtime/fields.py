@@ -115,7 +115,9 @@ class Field(msgspec.Struct, frozen=True):
         """For argparse, which gives the percent sign a meaning."""
         text = self.meta.description or ""
         if self.default not in ("", ()):
-            text += f" (default: {self.shown_default}{f' {self.unit}' if self.unit else ''})"
+            is_float = isinstance(self.default, float)
+            shown = f"{self.default:g}" if is_float else self.shown_default
+            text += f" (default: {shown}{f' {self.unit}' if self.unit else ''})"
         return text.replace("%", "%%")
 
     def from_text(self, text: str | list[str], shown: str = "") -> object:

@@ -6,7 +6,7 @@ with its help. It knows nothing about any single flag, and prints and exits for 
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from baton.protocol.errors import ConfigError
@@ -26,21 +26,18 @@ class FlagParser(argparse.ArgumentParser):
         self,
         fields: Iterable[Field],
         flags_of: Callable[[Field], Sequence[str]] = lambda field: (field.flag,),
-        titles: Mapping[str, str] | None = None,
+        group_of: Callable[[Field], str] = lambda field: field.section,
     ) -> None:
-        """A flag per setting, in a group per section; what was not given is None.
-
-        A group has the title of its section in `titles`, or else the section's name.
-        """
+        """Add a flag per setting, in groups with titles. A flag that is not given is None."""
         groups: dict[str, argparse._ArgumentGroup] = {}
         for field in fields:
-            if field.section not in groups:
-                title = (titles or {}).get(field.section, field.section)
-                groups[field.section] = self.add_argument_group(title)
+            title = group_of(field)
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
             how: dict[str, object] = {"nargs": "?", "const": "true"} if field.is_bool else {}
             if field.is_repeated:
                 how = {"action": "append"}
-            groups[field.section].add_argument(
+            groups[title].add_argument(
                 *flags_of(field),
                 dest=field.name,
                 metavar=field.metavar,
@@ -71,10 +68,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=100)
+        super().__init__(prog, max_help_position=32, width=100)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """`--port, --router-port N`: the value once, not after each name."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {action.metavar}"
+        value = f"[{action.metavar}]" if action.nargs == "?" else action.metavar
+        return f"{', '.join(action.option_strings)} {value}"

@@ -102,7 +102,7 @@ def parser(command: Command) -> argparse.ArgumentParser:
         help="any setting by its dotted name; overrides flags; may be repeated",
     )
     fields = [field for field in fields_of(ClusterConfig) if field.section in command.sections]
-    built.add_settings(fields, flags_of, {"": "cluster"})
+    built.add_settings(fields, flags_of, lambda field: field.section or "cluster")
     return built
 
 

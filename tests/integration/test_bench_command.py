@@ -14,10 +14,11 @@ import pytest
 
 from baton.bench.console import shown
 from baton.bench.figures.stages import sum_error_s
+from baton.bench.plan.workload import Workload
+from baton.bench.planning import plan_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, read_json
-from baton.bench.resolved import plan_of
-from baton.bench.settings import LoadSettings, WorkloadSettings
+from baton.bench.settings import LoadSettings
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -30,7 +31,7 @@ from tests.support.cluster import Cluster
 
 SECRET = "a-key-that-must-not-be-written"
 NUM_REQUESTS, NUM_TOKENS = 6, 12
-WORKLOAD = WorkloadSettings(prompt="uniform:20-90", output=str(NUM_TOKENS), vocabulary="300-1000")
+WORKLOAD = Workload(prompt="uniform:20-90", output=str(NUM_TOKENS), vocabulary="300-1000")
 LOAD = LoadSettings(requests=NUM_REQUESTS, warm_up=2)
 # The same as flags.
 ASKED = ("--prompt", WORKLOAD.prompt, "--output", WORKLOAD.output, "--warm-up", "2",
@@ -214,7 +215,7 @@ def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_p
     words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)
     done = bench(*words, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING: the arms differ in dtype (a: bfloat16, b: float32)" in done.stdout
+    assert "WARNING: the arms differ in dtype (a: bf16, b: float32)" in done.stdout
     report = read_json(tmp_path / "report" / "report.json")
     assert [run.round for run in report.runs] == [1, 1, 2, 2]
     tokens = {

@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str]) -> TransferSettings:
         "python -m tools.transfer", description="Measure the transports of KV blocks."
     )
     fields = fields_of(TransferSettings)
-    parser.add_settings(fields, titles={"": "what is measured"})
+    parser.add_settings(fields, group_of=lambda _: "settings")
     given = vars(parser.parse_args(arguments))
     return with_values(
         TransferSettings(),

@@ -6,10 +6,9 @@ from aiohttp import web
 
 from baton.bench.client.target import Target, body_of
 from baton.bench.compare import connect
-from baton.bench.experiments import Asked, Bench, Connected
-from baton.bench.plan.plan import Plan
+from baton.bench.experiment import Experiment, Server
 from baton.bench.records import Planned
-from baton.bench.settings import WorkloadSettings
+from baton.bench.settings import CompareSettings, LoadSettings
 from tests.support.scripted_openai import (
     DONE,
     Call,
@@ -40,16 +39,11 @@ def giving(*fields: str) -> Play:
     return play
 
 
-def connected(servers: Sequence[ScriptedOpenAI]) -> list[Connected]:
-    plan = Plan([ASKED], [])
-    wanted = {
-        server.url: Asked(
-            Target(server.url, "", token_ids=True, timeline=True), WorkloadSettings(), plan
-        )
-        for server in servers
-    }
-    with Bench() as bench:
-        return list(connect(bench, wanted).values())
+def connected(servers: Sequence[ScriptedOpenAI]) -> list[Server]:
+    settings = CompareSettings(load=LoadSettings(requests=1))
+    arms = {server.url: Target(server.url) for server in servers}
+    with Experiment("compare", settings, [None], concurrency=1) as experiment:
+        return list(connect(experiment, arms).values())
 
 
 def test_arms_are_asked_for_what_all_of_them_give() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench import cli
-from baton.bench.fault_run import fault
+from baton.bench.fault import fault
 from baton.bench.figures.faults import Injected, parse_fault
 from baton.bench.injector import FaultInjector
 from baton.bench.report.document import read_json
@@ -264,7 +264,7 @@ def test_a_fault_run_that_ends_before_its_fault_leaves_an_invalid_report(
         words = ("--url", server.url, "--model", "tiny", "--fault", spec, "--concurrency", "1",
                  "--requests", "3", "--warm-up", "0", "--prompt", "4", "--output", "2",
                  "--vocabulary", "300-400", "--out", str(tmp_path))  # fmt: skip
-        assert fault(cli.parse("fault", FaultSettings, words)[0]) == 1
+        assert fault(cli.parse(FaultSettings, words)[0]) == 1
     run = read_json(tmp_path / "report.json").runs[0]
     assert run.problems[0].is_invalid
     assert run.problems[0].text.startswith(f"fault {spec} was not carried out: the load ended")

@@ -124,7 +124,7 @@ def test_what_only_later_requests_noticed_may_have_another_cause() -> None:
     found = impact_of(load(stall=(FAULT_S + 5.0, FAULT_S + 8.0)))
     assert found.time_to_detect_s == pytest.approx(5.0, abs=1.0)
     assert found.num_interrupted == 0
-    assert found.notes[0].startswith("none in flight noticed the fault")
+    assert found.notes[0].startswith("no request in flight noticed the fault")
 
 
 def test_a_stall_is_noticed_at_its_limit_and_over_when_the_last_stream_goes_on() -> None:

@@ -3,21 +3,21 @@
 import msgspec
 import pytest
 
+from baton.bench.plan.workload import Workload
+from baton.bench.planning import reseeded
 from baton.bench.report.document import Run
 from baton.bench.report.publish import UNTOLD, begin
-from baton.bench.settings import ReportSettings, RunSettings, WorkloadSettings
-from baton.bench.sweep import reseeded
+from baton.bench.settings import ReportSettings, RunSettings
 from tests.support.bench_records import Scene, scene_run
 
 
 def test_no_load_of_an_experiment_has_the_seed_of_another_experiment() -> None:
     seeds = [
-        [reseeded(WorkloadSettings(seed=seed), place).seed for place in range(20)]
-        for seed in range(20)
+        [reseeded(Workload(seed=seed), place).seed for place in range(20)] for seed in range(20)
     ]
     assert [own[0] for own in seeds] == list(range(20))
     assert len({seed for own in seeds for seed in own}) == 20 * 20
-    assert reseeded(WorkloadSettings(seed=3), 7) == reseeded(WorkloadSettings(seed=3), 7)
+    assert reseeded(Workload(seed=3), 7) == reseeded(Workload(seed=3), 7)
 
 
 def load(arm: str, cached_share: float | None) -> Run:
