@@ -172,7 +172,7 @@ def parse_arrivals(text: str) -> ArrivalProcess:
 def _between(what: str, value: float, limits: tuple[float, float]) -> float:
     low, high = limits
     if not low <= value <= high:
-        raise ConfigError(f"the {what} lies between {low:g} and {high:g}, so it cannot be {value}")
+        raise ConfigError(f"the {what} must lie between {low:g} and {high:g}, not at {value}")
     return value
 
 

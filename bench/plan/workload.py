@@ -49,7 +49,7 @@ class Workload(msgspec.Struct, frozen=True):
         int,
         Meta(
             ge=0,
-            description="common start of all prompts, before the tokens of --prompt",
+            description="common start of all prompts, in front of the tokens of --prompt",
             extra=TOKENS,
         ),
     ] = 0
