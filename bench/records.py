@@ -1,6 +1,6 @@
 """The records of a load: what was to be sent, and what came of it.
 
-`arrivals.py` and `workloads.py` make `Planned` requests, the client fills one `Record` for each,
+`plan/plan.py` makes `Planned` requests, the client fills one `Record` for each,
 `metrics.py` and the reports read them. Times are seconds on one monotonic clock, from the start of
 the schedule: a warm-up request lies before zero. Counts are tokens, never text.
 """

@@ -10,9 +10,8 @@ import msgspec
 
 from baton.bench.experiment import Experiment
 from baton.bench.figures.metrics import PRESETS
-from baton.bench.figures.saturation import find_growth
 from baton.bench.figures.search import Found, Purpose, RateSearch
-from baton.bench.figures.validity import MAX_WRONG_LENGTHS
+from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth
 from baton.bench.planning import bounds_of, shaped
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run

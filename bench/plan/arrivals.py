@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -49,6 +50,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 ArrivalProcess = Gaps | Ramp | Recorded
+AnyProcess = TypeVar("AnyProcess", bound=ArrivalProcess)
 
 
 class Realised(msgspec.Struct, frozen=True):
@@ -131,12 +133,13 @@ def mean_rate(process: ArrivalProcess) -> float | None:
     return process.rate
 
 
-def at_rate(process: ArrivalProcess, rate: float) -> ArrivalProcess:
+def at_rate(process: AnyProcess, rate: float) -> AnyProcess:
     """Return the same process at another mean rate, which sweeps and searches vary."""
     _between("rate", rate, RATES)
     if isinstance(process, Ramp):
         factor = rate * 2 / (process.start_rate + process.end_rate)
-        return Ramp(process.start_rate * factor, process.end_rate * factor)
+        start, end = process.start_rate * factor, process.end_rate * factor
+        return msgspec.structs.replace(process, start_rate=start, end_rate=end)
     return msgspec.structs.replace(process, rate=rate)
 
 
@@ -153,7 +156,9 @@ def parse_arrivals(text: str) -> ArrivalProcess:
                 rate, cv = map(float, rest.split(",cv="))
                 return Gaps(_between("rate", rate, RATES), _between("cv", cv, CVS))
             case "ramp":
-                ends = [_between("rate of a ramp", float(end), (0, RATES[1])) for end in rest.split("-")]
+                ends = [
+                    _between("rate of a ramp", float(end), (0, RATES[1])) for end in rest.split("-")
+                ]
                 _between("larger rate of a ramp", max(ends), RATES)
                 start, end = ends
                 return Ramp(start, end)

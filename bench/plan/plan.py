@@ -27,7 +27,7 @@ from baton.bench.plan.arrivals import (
     text_of,
     times,
 )
-from baton.bench.plan.prompts import Draws, DrawnSource, num_turns
+from baton.bench.plan.prompts import DrawnSource, Draws
 from baton.bench.plan.traces import FileSource, TraceSource
 from baton.bench.plan.workload import Workload
 from baton.bench.records import Planned
@@ -89,8 +89,7 @@ def make_plan(
     files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
     """
     source = _source(workload)
-    turns = num_turns(workload)
-    count = None if count is None else math.ceil(count / turns)
+    count = None if count is None else math.ceil(count / workload.num_turns)
     if count is None and (arrivals is None or duration_s is None):
         # Recorded times end by themselves.
         count = source.num_rows
@@ -100,7 +99,7 @@ def make_plan(
         case Recorded():
             schedule = _recorded(source, arrivals, count, duration_s)
         case _:
-            schedule = _drawn(arrivals, turns, count, duration_s, workload.seed)
+            schedule = _drawn(arrivals, workload, count, duration_s)
     num = len(schedule.times)
     if source.num_rows is not None and num > source.num_rows and not workload.repeat:
         raise ConfigError(
@@ -113,30 +112,16 @@ def make_plan(
         msgspec.structs.replace(source.warm_up(place), index=place, at_s=at_s, warm_up=True)
         for place, at_s in enumerate(_warm_up_times(warm_up, schedule))
     ]
-    for place, (drafts, at_s) in enumerate(zip(measured, schedule.times, strict=True)):
-        requests += _placed(drafts, place, at_s, len(requests), workload.think_s)
+    for turns, at_s in zip(measured, schedule.times, strict=True):
+        for turn, request in enumerate(turns):
+            due_s = None if turn else at_s
+            placed = msgspec.structs.replace(request, index=len(requests), at_s=due_s)
+            requests.append(placed)
     notes = [*source.notes(num), *schedule.notes, *_length_notes(requests[warm_up:])]
     if warm_up:
         notes.append(f"{warm_up} warm-up requests with prompts of their own go first")
     notes.append(f"seed {workload.seed}")
     return Plan(requests, notes, schedule.realised, schedule.offered_rate, schedule.duration_s)
-
-
-def _placed(
-    drafts: Sequence[Planned], place: int, at_s: float | None, index: int, think_s: float
-) -> list[Planned]:
-    """Give the requests of one arrival their places; several are the turns of a conversation."""
-    return [
-        msgspec.structs.replace(
-            draft,
-            index=index + turn,
-            at_s=at_s if turn == 0 else None,
-            conversation=place if len(drafts) > 1 else None,
-            turn=turn,
-            think_s=think_s if turn else 0.0,
-        )
-        for turn, draft in enumerate(drafts)
-    ]
 
 
 def _source(workload: Workload) -> Source:
@@ -162,16 +147,17 @@ def _closed(count: int | None) -> _Schedule:
 
 
 def _drawn(
-    arrivals: Gaps | Ramp, turns: int, count: int | None, duration_s: float | None, seed: int
+    arrivals: Gaps | Ramp, workload: Workload, count: int | None, duration_s: float | None
 ) -> _Schedule:
     """Draw times. A conversation is as many requests as it has turns, so they begin that slower."""
     if count is None and duration_s is None:
         raise ConfigError("say how long: --requests N, --duration-s S, or both")
     rate, starts, what = mean_rate(arrivals), arrivals, text_of(arrivals)
-    if turns > 1:
+    assert rate is not None, "only recorded arrivals have none of their own"
+    if (turns := workload.num_turns) > 1:
         starts = at_rate(arrivals, rate / turns)
         what += f" of requests, {text_of(starts)} of conversations"
-    at = times(starts, duration_s=duration_s, count=count, seed=seed)
+    at = times(starts, duration_s=duration_s, count=count, seed=workload.seed)
     if not at:
         raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
     reality = realised(at)

@@ -7,7 +7,7 @@ are exact; a word is about one token, and only the server's usage says how many 
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,7 +16,9 @@ from baton.bench.plan.workload import Kind, Vocabulary, Workload, range_of
 from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
 
+Form = Literal["choice", "uniform", "normal", "lognormal"]
 Key = tuple[int, ...]
+Number = TypeVar("Number", int, float)
 
 LENGTH_FORMS = (
     "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or choice:100,200,400; "
@@ -58,7 +60,7 @@ class Lengths(msgspec.Struct, frozen=True):
     the mean and the standard deviation (of the lengths, also where their logarithms are normal).
     """
 
-    form: Literal["choice", "uniform", "normal", "lognormal"]
+    form: Form
     numbers: tuple[float, ...]
     cap: int = MAX_LENGTH
 
@@ -76,45 +78,39 @@ class Lengths(msgspec.Struct, frozen=True):
         variance = math.log1p((second / first) ** 2)
         return rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance))
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether every length that the text names lies between 1 and `MAX_LENGTH`."""
-        is_spread = self.form in ("normal", "lognormal")
-        lengths = self.numbers[:1] if is_spread else self.numbers
-        if not all(1 <= length <= MAX_LENGTH for length in (*lengths, self.cap)):
-            return False
-        first, last = self.numbers[0], self.numbers[-1]
-        return 0 <= last <= MAX_LENGTH if is_spread else self.form == "choice" or first <= last
-
 
 def parse_lengths(text: str) -> Lengths:
-    """Return the distribution that a text names; `LENGTH_FORMS` shows them."""
+    """Return the distribution that a text in one of `LENGTH_FORMS` names."""
+    name, colon, rest = text.strip().partition(":")
+    body, capped, cap = rest.partition(",max=")
     try:
-        lengths = _parse(text.strip())
-        if lengths.is_possible:
-            return lengths
+        if not colon:
+            return Lengths("choice", (_possible(int(name)),))
+        lengths = _parse(name, body)
+        return msgspec.structs.replace(lengths, cap=_possible(int(cap))) if capped else lengths
     except ValueError:
-        pass
-    allowed = f"{LENGTH_FORMS}; from 1 to {MAX_LENGTH} tokens"
-    raise ConfigError(f"lengths {text!r} are not of the form {allowed}")
+        allowed = f"{LENGTH_FORMS}; from 1 to {MAX_LENGTH} tokens"
+        raise ConfigError(f"lengths {text!r} are not of the form {allowed}") from None
 
 
-def _parse(text: str) -> Lengths:
-    name, colon, rest = text.partition(":")
-    if not colon:
-        return Lengths("choice", (int(text),))
-    body, capped, cap_text = rest.partition(",max=")
-    cap = int(cap_text) if capped else MAX_LENGTH
+def _parse(name: str, body: str) -> Lengths:
     match name:
         case "choice":
-            return Lengths("choice", tuple(map(int, body.split(","))), cap)
+            return Lengths("choice", tuple(_possible(int(part)) for part in body.split(",")))
         case "uniform":
-            low, high = map(int, body.split("-"))
-            return Lengths("uniform", (low, high), cap)
+            low, high = (_possible(int(part)) for part in body.split("-"))
+            return Lengths("uniform", (low, _possible(high, low)))
         case "normal" | "lognormal":
             mean, sd = map(float, body.removeprefix("mean=").split(",sd="))
-            return Lengths("normal" if name == "normal" else "lognormal", (mean, sd), cap)
+            form: Form = "normal" if name == "normal" else "lognormal"
+            return Lengths(form, (_possible(mean), _possible(sd, 0)))
     raise ValueError(name)
+
+
+def _possible(value: Number, lowest: float = 1) -> Number:
+    if not lowest <= value <= MAX_LENGTH:
+        raise ValueError(value)
+    return value
 
 
 class Draws:
@@ -189,14 +185,22 @@ class DrawnSource:
         self._workload, self._draws = workload, draws
         is_conversation = workload.workload == "conversation"
         self._form: Kind = workload.conversation_form if is_conversation else workload.workload
-        self._num_turns = num_turns(workload)
 
     def draw(self, place: int) -> list[Planned]:
-        prefix = (MEASURED, place % self._workload.num_prefixes)
-        return [
-            self._request((MEASURED, place, turn), prefix if turn == 0 else None)
-            for turn in range(self._num_turns)
+        key, num_turns = (MEASURED, place), self._workload.num_turns
+        first = self._request((*key, 0), (MEASURED, place % self._workload.num_prefixes))
+        if num_turns == 1:
+            return [first]
+        later = [
+            msgspec.structs.replace(
+                self._request((*key, turn), None),
+                conversation=place,
+                turn=turn,
+                think_s=self._workload.think_s,
+            )
+            for turn in range(1, num_turns)
         ]
+        return [msgspec.structs.replace(first, conversation=place), *later]
 
     def warm_up(self, place: int) -> Planned:
         return self._request((WARM_UP, place, 0), (WARM_UP, place))
@@ -217,23 +221,17 @@ class DrawnSource:
         return Planned(0, None, outputs, messages=(*system, Message("user", written(rest))))
 
     def notes(self, num_arrivals: int) -> list[str]:
-        shared, num_prefixes = self._workload.shared_prefix, self._workload.num_prefixes
+        num_turns, num_prefixes = self._workload.num_turns, self._workload.num_prefixes
         notes = []
-        if self._num_turns > 1:
-            requests = num_arrivals * self._num_turns
-            what = f"{num_arrivals} conversations of {self._num_turns} turns"
-            notes.append(f"{what}: {requests} requests")
-        if shared:
+        if num_turns > 1:
+            requests = num_arrivals * num_turns
+            notes.append(f"{num_arrivals} conversations of {num_turns} turns: {requests} requests")
+        if shared := self._workload.shared_prefix:
             starts = "one start" if num_prefixes == 1 else f"{num_prefixes} starts"
             notes.append(f"prompts share {starts} of {shared} tokens")
         if self._form != "tokens":
             notes.append("a word counts as a token in prompts: the server's usage is exact")
         return notes
-
-
-def num_turns(workload: Workload) -> int:
-    """Return how many requests one arrival brings."""
-    return workload.turns if workload.workload == "conversation" else 1
 
 
 def shared_share(

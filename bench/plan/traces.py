@@ -11,7 +11,7 @@ import gzip
 import itertools
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ SHIPPED = {
     "mooncake-conversation": "mooncake_fast25_conversation.jsonl.xz",
     "mooncake-synthetic": "mooncake_fast25_synthetic.jsonl.xz",
 }
+OPENERS: Mapping[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
 BLOCK_TOKENS = 512  # of Mooncake's hash ids
 # Blocks of fewer random bits than this would be equal by chance in a trace of 100,000 blocks.
 MIN_BLOCK_BITS = 40
@@ -62,7 +63,7 @@ class TraceRow(msgspec.Struct, frozen=True):
 
 
 class PromptRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request of a user's file: `prompt` or `messages`. `at_s` counts from the schedule's start."""
+    """One request of a user's file. `at_s` counts from the start of the schedule."""
 
     prompt: str | tuple[TokenId, ...] = ""
     messages: tuple[Message, ...] = ()
@@ -112,7 +113,7 @@ def read_trace(name: str) -> list[TraceRow]:
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of text, gzip or xz that are not blank, with their numbers."""
     try:
-        with _open_text(path) as file:
+        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", newline="") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line
@@ -122,14 +123,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         shipped = ", ".join(SHIPPED)
         why = f"{path} cannot be read: {error.strerror} (traces that ship: {shipped})"
         raise ConfigError(why) from None
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
 
 
 def _rows(path: Path, lines: Iterable[tuple[int, str]], decode: Callable[[str], Row]) -> list[Row]:
@@ -238,7 +231,10 @@ def _fitted(
 ) -> tuple[TraceRow, tuple[bool, bool]]:
     """Scale and clamp the lengths of a row; also say whether input and output were clamped."""
     scale = options.length_scale
-    inputs, outputs = max(1, round(row.input_tokens * scale)), max(1, round(row.output_tokens * scale))
+    inputs, outputs = (
+        max(1, round(row.input_tokens * scale)),
+        max(1, round(row.output_tokens * scale)),
+    )
     if row.hash_ids:
         # By blocks, so that rows which share an id in full share a whole block of the new size.
         full = len(row.hash_ids) - 1

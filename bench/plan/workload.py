@@ -33,7 +33,10 @@ class Workload(msgspec.Struct, frozen=True):
         ),
     ] = "512"
     output: Annotated[
-        str, Meta(description="lengths of outputs in the same forms, forced on the server", extra=TOKENS)
+        str,
+        Meta(
+            description="lengths of outputs in the same forms, forced on the server", extra=TOKENS
+        ),
     ] = "64"
     vocabulary: Annotated[
         str,
@@ -96,6 +99,11 @@ class Workload(msgspec.Struct, frozen=True):
         Meta(ge=0, description="cut the trace's longer outputs to this; 0 cuts none", extra=TOKENS),
     ] = 0
     seed: Annotated[int, Meta(ge=0, description="seed of prompts, lengths and arrivals")] = 0
+
+    @property
+    def num_turns(self) -> int:
+        """How many requests one arrival brings."""
+        return self.turns if self.workload == "conversation" else 1
 
 
 def range_of(text: str) -> Vocabulary:

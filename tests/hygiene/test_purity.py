@@ -11,7 +11,6 @@ TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "host_pool.py", "int
 PURE = (
     "bench/figures/metrics.py",
     "bench/figures/paired.py",
-    "bench/figures/saturation.py",
     "bench/figures/search.py",
     "bench/figures/stages.py",
     "bench/figures/validity.py",

@@ -14,8 +14,8 @@ from baton.bench.figures.paired import (
     nearest_rank,
     paired,
     share_interval,
-    trend,
 )
+from baton.bench.figures.validity import slope_in_errors
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -145,17 +145,11 @@ def test_an_interval_of_a_share_is_between_none_and_all(met: list[bool]) -> None
     assert 0 <= found.low <= found.estimate <= found.high <= 1
 
 
-def test_a_trend_knows_its_slope_and_how_sure_it_is() -> None:
-    exact = trend([0, 1, 2, 3], [1, 3, 5, 7])
-    assert exact is not None
-    assert exact.slope == pytest.approx(2)
-    assert exact.t > 1e6
+def test_a_slope_is_measured_in_its_own_errors() -> None:
+    assert slope_in_errors([1, 3, 5, 7]) > 1e6
+    assert slope_in_errors([7, 5, 3, 1]) < -1e6
+    assert slope_in_errors([5, 5, 5]) == 0
+    # By hand: slope 1.5 about a line that is off by (0.5, -1, 0.5), so errors of sqrt(1.5 / 2).
+    assert slope_in_errors([1, 1, 4]) == pytest.approx(math.sqrt(3))
     dice = random.Random(1)
-    noise = trend(range(100), [dice.gauss(0, 1) for _ in range(100)])
-    assert noise is not None
-    assert abs(noise.t) < 3
-    flat = trend([0, 1, 2], [5, 5, 5])
-    assert flat is not None
-    assert (flat.slope, flat.t) == (0, 0)
-    assert trend([0, 1], [0, 1]) is None
-    assert trend([2, 2, 2], [0, 1, 2]) is None
+    assert abs(slope_in_errors([dice.gauss(0, 1) for _ in range(100)])) < 3

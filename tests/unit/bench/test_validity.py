@@ -4,8 +4,14 @@ import msgspec
 import pytest
 
 from baton.bench.figures.metrics import Window, summarise
-from baton.bench.figures.saturation import find_growth
-from baton.bench.figures.validity import Problem, Severity, check, is_valid, lag_gate_ms
+from baton.bench.figures.validity import (
+    Problem,
+    Severity,
+    check,
+    find_growth,
+    is_valid,
+    lag_gate_ms,
+)
 from baton.bench.records import ClientProcess, LoadResult, Outcome, Planned
 from baton.protocol.errors import BatonError
 from tests.support.load_records import load, plan_of, request, steady
