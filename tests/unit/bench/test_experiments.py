@@ -27,15 +27,13 @@ from baton.bench.plan.arrivals import Constant
 from baton.bench.plan.prompts import shared_share
 from baton.bench.plan.workloads import Plan, Workload, make_plan
 from baton.bench.records import LoadResult, Outcome, Planned
-from baton.bench.report.document import Report, Run, read_json, write_json
-from baton.bench.report.publish import begin, is_usable, write_again
+from baton.bench.report.document import Report, Run, write_json
+from baton.bench.report.publish import is_usable, write_again
 from baton.bench.searching import is_servers_fault, observe
 from baton.bench.settings import (
     ArrivalSettings,
     LoadSettings,
     ReportAgainSettings,
-    ReportSettings,
-    RunSettings,
     WorkloadSettings,
 )
 from baton.bench.verify import Mismatch, MismatchKind
@@ -317,69 +315,6 @@ def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
     assert is_servers_fault(run)
     run.problems.append(invalid("the client sent late"))
     assert not is_servers_fault(run)
-
-
-def test_the_terminal_shows_latencies_attainment_and_the_verdict() -> None:
-    run = scene_run(Scene(duration_s=20.0), "poisson:6")
-    text = shown(report_of([run]))
-    lines = text.splitlines()
-    assert lines[0].split() == ["poisson:6", "(ms)", "p50", "p90", "p99", "max", "samples"]
-    assert any(line.startswith("ttft ") for line in lines)
-    assert "attainment " in text
-    assert lines[-1] == "VALID"
-
-
-def test_the_terminal_says_why_figures_must_not_be_used() -> None:
-    run = scene_run(Scene(duration_s=5.0), "poisson:6")
-    run.problems = [invalid("the client sent late")]
-    lines = shown(report_of([run])).splitlines()
-    assert "INVALID: the client sent late" in lines
-    assert lines[-1] == "INVALID: these figures are not the server's and must not be used"
-
-
-def test_a_server_cannot_command_the_terminal() -> None:
-    run = scene_run(Scene(duration_s=5.0), "poisson:6")
-    run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J")]
-    assert "\x1b" not in shown(report_of([run]))
-
-
-def test_a_search_says_which_of_its_runs_were_invalid_and_why() -> None:
-    runs = [scene_run(Scene(duration_s=5.0), f"{rate}/s, up") for rate in (1, 2)]
-    runs[1].problems = [invalid("the client sent late")]
-    report = report_of(runs)
-    report.search = Found(1.0, True, Ending.FOUND, 2.0, "1/s holds", [])
-    text = shown(report)
-    assert "note: 2/s, up was INVALID: the client sent late" in text.splitlines()
-    assert text.endswith("\nCONFIRMED")
-
-
-def test_tables_of_a_narrow_terminal_are_broken_by_columns() -> None:
-    report = report_of(
-        [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2)]
-    )
-    wide, narrow = shown(report).splitlines(), shown(report, 60).splitlines()
-    assert max(len(line) for line in wide) > 100
-    rows = [line for line in narrow if line.startswith(("run  ", "run 1", "run 2"))]
-    assert len(rows) == 3 * 3
-    assert all(len(line) <= 60 for line in rows)
-    words = " ".join(line[5:] for line in narrow if line.startswith("run 1")).split()
-    assert words == next(line[5:] for line in wide if line.startswith("run 1")).split()
-
-
-def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
-    first, second = (report_of([], title=title) for title in ("first", "second"))
-    second.provenance = msgspec.structs.replace(second.provenance, created_at="later")
-    write_json(first, tmp_path / "report.json")
-    write_json(second, tmp_path / "second.json")
-    with pytest.raises(ConfigError, match="holds a report already: name another folder"):
-        begin("run", RunSettings(), ReportSettings(out=str(tmp_path)))
-    again = ReportAgainSettings(ReportSettings(out=str(tmp_path), label="a better title"))
-    with pytest.raises(ConfigError, match="holds another report"):
-        write_again(again, [str(tmp_path / "second.json")])
-    assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
-    assert read_json(tmp_path / "report.json").title == "a better title"
-    with pytest.raises(ConfigError, match="is a file: name a folder"):
-        begin("run", RunSettings(), ReportSettings(out=str(tmp_path / "report.json")))
 
 
 def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
