@@ -2,7 +2,7 @@
 
 `fault.py` enters it around a load. A descriptor holds each process from the beginning on, so that a
 process that got the same id later is never signalled. The injector continues what it stopped and
-ends what it started, whatever happens to the run: should this process be killed, a guard does it.
+ends what it started, however the run ends: if this process is killed, a guard does it.
 """
 
 import contextlib

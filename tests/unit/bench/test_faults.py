@@ -192,7 +192,7 @@ UNNOTICED = {
             {"time_to_recover_s": None, "goodput_dip": 59.0},
             "not recovered within 15 bins", id="never recovers",
         ),
-        # A closed loop of one client: its stream is interrupted, and nobody else asks.
+        # A closed loop of one client: its stream is interrupted, and no other client asks.
         pytest.param(
             [*(stream(index, index * 0.7) for index in range(14)),
              stream(14, 9.8, stall=(FAULT_S, 14.0)),

@@ -209,7 +209,7 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     confirmations=st.integers(1, 4),
     max_rate=st.none() | st.floats(0.02, 50),
 )
-def test_whatever_a_server_does_only_confirmed_rates_are_reported_as_confirmed(
+def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
     answers: list[int],
     max_probes: int,
     confirmations: int,
