@@ -12,7 +12,6 @@ from baton.bench.client.ask import Session, ask
 from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned
 from baton.protocol.errors import ConfigError
-from baton.runtime.clock import monotonic
 
 AUTO = "auto"
 LOWEST_ID = 300  # below lie the bytes and special tokens of most tokenizers
@@ -41,7 +40,7 @@ async def _accepted(target: Target) -> Range:
     async with Session(plain) as session:
         for highest in HIGHEST_IDS:
             planned = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=(highest,))
-            record = await ask(session, plain, planned, monotonic)
+            record = await ask(session, plain, planned)
             if record.outcome is not Outcome.CLIENT_ERROR:
                 return LOWEST_ID, highest
     raise ConfigError(
