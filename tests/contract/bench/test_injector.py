@@ -16,10 +16,10 @@ from baton.bench.fault import fault
 from baton.bench.figures.faults import Injected, parse_fault
 from baton.bench.injector import FaultInjector
 from baton.bench.report.document import read_json
+from baton.bench.selftest.scripted_server import ScriptedServer
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
-from tests.support.scripted_openai import ScriptedOpenAI
 
 DEADLINE_S = 20.0
 
@@ -248,8 +248,8 @@ def test_a_fault_run_that_ends_before_its_fault_leaves_an_invalid_report(
     victim: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     spec = f"kill:{victim.pid}@100"
-    with ScriptedOpenAI() as server:
-        words = ("--url", server.url, "--model", "tiny", "--fault", spec, "--concurrency", "1",
+    with ScriptedServer() as server:
+        words = ("--url", server.url, "--model", "scripted", "--fault", spec, "--concurrency", "1",
                  "--requests", "3", "--warm-up", "0", "--prompt", "4", "--output", "2",
                  "--vocabulary", "300-400", "--out", str(tmp_path))  # fmt: skip
         assert fault(cli.parse(FaultSettings, words)[0]) == 1
