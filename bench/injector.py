@@ -77,10 +77,6 @@ class FaultInjector:
         self._faults = [self._threads.submit(self._carry_out, spec) for spec in self._specs]
 
     @property
-    def has_begun(self) -> bool:
-        return bool(self._faults)
-
-    @property
     def is_busy(self) -> bool:
         """Whether some fault is still under way or to come."""
         return not all(fault.done() for fault in self._faults)

@@ -20,8 +20,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 class Field(msgspec.Struct, frozen=True):
     """One setting. `name` is dotted, `section` empty at the top level.
 
-    `extra` of its Meta may hold a `unit`, another name for its `flag`, and `repeated` for a list
-    whose flag is given once per entry.
+    `extra` of its Meta may hold a `unit`, and `repeated` for a list whose flag is given once per
+    entry.
     """
 
     section: str
@@ -80,7 +80,7 @@ class Field(msgspec.Struct, frozen=True):
     @property
     def flag(self) -> str:
         """The flag that does not name the section."""
-        return "--" + str((self.meta.extra or {}).get("flag", self.key)).replace("_", "-")
+        return "--" + self.key.replace("_", "-")
 
     @property
     def metavar(self) -> str:
@@ -121,7 +121,7 @@ class Field(msgspec.Struct, frozen=True):
         return text.replace("%", "%%")
 
     def from_text(self, text: str | list[str], shown: str = "") -> object:
-        """The value that a flag or `--set` gives; raises `ConfigError`, which names `shown`.
+        """Return the value that a flag or `--set` gives; raises `ConfigError`, naming `shown`.
 
         `text` is a list for a flag that was repeated.
         """
@@ -131,7 +131,7 @@ class Field(msgspec.Struct, frozen=True):
         return self._convert(given, text, shown, strict=False)
 
     def from_yaml(self, value: object) -> object:
-        """The value that a file gives; raises `ConfigError`."""
+        """Return the value that a file gives; raises `ConfigError`."""
         return self._convert(value, value, "", strict=True)
 
     def _convert(self, given: object, written: object, shown: str, *, strict: bool) -> object:
@@ -174,7 +174,7 @@ def _fields(section: str, config: msgspec.Struct) -> tuple[Field, ...]:
 
 
 def with_values(config: S, values: Mapping[str, object]) -> S:
-    """`config` with other values of the settings with these dotted names."""
+    """Return `config` with other values of the settings with these dotted names."""
     for name, value in values.items():
         config = _with_value(config, name, value)
     return config

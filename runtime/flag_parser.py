@@ -74,5 +74,5 @@ class _HelpFormatter(argparse.HelpFormatter):
         """`--port, --router-port N`: the value once, not after each name."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
-        value = f"[{action.metavar}]" if action.nargs == "?" else action.metavar
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(action.option_strings)} {value}"
