@@ -1,15 +1,20 @@
 """The command line of `baton bench`: flags and help come from the Structs of `settings.py`.
 
-Called by `baton.command_line`. The code of a command is imported when it is chosen. A mistake of
-the user is a `ConfigError` in one line; the exit code is 0 for valid figures, 1 for figures that
-must not be used, and 2 for misuse.
+Called by `baton.command_line`. A mistake of the user is a `ConfigError` in one line; the exit code
+is 0 for valid figures, 1 for figures that must not be used, and 2 for misuse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from baton.bench.compare import compare
+from baton.bench.fault import fault
+from baton.bench.report.publish import write_again
+from baton.bench.run import run
+from baton.bench.search import search
+from baton.bench.selftest.run import main as selftest
 from baton.bench.settings import (
     CompareSettings,
     FaultSettings,
@@ -18,6 +23,7 @@ from baton.bench.settings import (
     SearchSettings,
     SweepSettings,
 )
+from baton.bench.sweep import sweep
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of, with_values
 from baton.runtime.flag_parser import FlagParser, did_you_mean
@@ -29,6 +35,7 @@ class Command(msgspec.Struct, frozen=True):
     """The docstring of `settings` describes the command."""
 
     settings: type[msgspec.Struct]
+    start: Callable[[Sequence[str]], int]
     example: str
     words: str = ""  # what it takes besides its flags
     words_help: str = ""
@@ -38,18 +45,22 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "run": Command(
         RunSettings,
+        lambda rest: run(parse(RunSettings, rest)[0]),
         "baton bench run --arrivals poisson:5 --requests 1000 --preset chat --out report",
     ),
     "sweep": Command(
         SweepSettings,
+        lambda rest: sweep(parse(SweepSettings, rest)[0]),
         "baton bench sweep --rates 1,2,4,8 --duration-s 60 --preset chat --out report",
     ),
     "search": Command(
         SearchSettings,
+        lambda rest: search(parse(SearchSettings, rest)[0]),
         "baton bench search --preset chat --attainment 0.9 --duration-s 60 --out report",
     ),
     "compare": Command(
         CompareSettings,
+        lambda rest: compare(*parse(CompareSettings, rest)),
         "baton bench compare split=http://a:8000 whole=http://b:8000#name --concurrency 8",
         "NAME=URL",
         "an arm: its name and the address of its server; NAME=URL#MODEL also names the model",
@@ -57,15 +68,18 @@ COMMANDS = {
     ),
     "fault": Command(
         FaultSettings,
+        lambda rest: fault(parse(FaultSettings, rest)[0]),
         "baton bench fault --fault kill:4711@10 --arrivals poisson:5 --duration-s 30",
     ),
     "report": Command(
         ReportAgainSettings,
+        lambda rest: write_again(*parse(ReportAgainSettings, rest)),
         "baton bench report report/report.json --out again",
         "FILE",
         "the report.json",
     ),
 }
+# The self-test has a few flags of its own.
 SELFTEST = "Measure a scripted server whose times are known, and compare."
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
 # The flags of a workload that only some kinds of it read.
@@ -84,39 +98,13 @@ def main(words: Sequence[str]) -> int:
     if name in ("", "-h", "--help", "help"):
         print(overview())
         return 0 if name else 2
-    match name:
-        case "run":
-            from baton.bench.run import run
-
-            return run(parse(RunSettings, rest)[0])
-        case "sweep":
-            from baton.bench.sweep import sweep
-
-            return sweep(parse(SweepSettings, rest)[0])
-        case "search":
-            from baton.bench.search import search
-
-            return search(parse(SearchSettings, rest)[0])
-        case "compare":
-            from baton.bench.compare import compare
-
-            return compare(*parse(CompareSettings, rest))
-        case "fault":
-            from baton.bench.fault import fault
-
-            return fault(parse(FaultSettings, rest)[0])
-        case "selftest":
-            from baton.bench.selftest.run import main as selftest
-
-            return selftest(rest)
-        case "report":
-            from baton.bench.report.publish import write_again
-
-            return write_again(*parse(ReportAgainSettings, rest))
-        case _:
-            known = [*COMMANDS, "selftest"]
-            near = did_you_mean(name, known) or f": {', '.join(known)}"
-            raise ConfigError(f"unknown command bench {name}{near}")
+    if name == "selftest":
+        return selftest(rest)
+    if name not in COMMANDS:
+        known = [*COMMANDS, "selftest"]
+        near = did_you_mean(name, known) or f": {', '.join(known)}"
+        raise ConfigError(f"unknown command bench {name}{near}")
+    return COMMANDS[name].start(rest)
 
 
 def overview() -> str:

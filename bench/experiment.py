@@ -60,7 +60,7 @@ class Experiment:
     """A context in which loads run one after the other; it has a `report` from its beginning on.
 
     `arrivals` are those of every load, None in a closed loop; a search does not know all of its
-    loads and names the first. Raises `ConfigError` for whatever can be seen without a server.
+    loads and names the first. Raises `ConfigError` for all mistakes that show without a server.
     """
 
     report: Report

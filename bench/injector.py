@@ -2,7 +2,7 @@
 
 `fault.py` enters it around a load. A descriptor holds each process from the beginning on, so that a
 process that got the same id later is never signalled. The injector continues what it stopped and
-ends what it started, whatever happens to the run: should this process be killed, a guard does it.
+ends what it started, however the run ends: if this process is killed, a guard does it.
 """
 
 import contextlib
@@ -51,9 +51,13 @@ class FaultInjector:
                 if spec.command and shutil.which(spec.command[0]) is None:
                     raise ConfigError(f"fault {spec}: there is no command {spec.command[0]!r}")
                 if spec.pid not in self._processes:
-                    self._processes[spec.pid] = _opened(spec)
+                    self._processes[spec.pid] = _Process(spec.pid)
+                self._processes[spec.pid].check()
                 if spec.kind == "stop":
                     self._processes[spec.pid].guard("CONT", spec.pid)
+        except OSError as error:
+            self._close()
+            raise ConfigError(f"fault {spec}: process {spec.pid}: {error.strerror}") from error
         except BaseException:
             self._close()
             raise
@@ -178,6 +182,10 @@ class _Process:
         self.descriptor = os.pidfd_open(pid)
         self._guard: subprocess.Popen[bytes] | None = None
 
+    def check(self) -> None:
+        """Raise `OSError` if this bench must not signal the process."""
+        signal.pidfd_send_signal(self.descriptor, 0)
+
     def guard(self, signal_name: str, target: int) -> None:
         """From now on `target` gets this signal if the bench is killed."""
         if self._guard is None:
@@ -214,19 +222,6 @@ class _Process:
             with contextlib.suppress(BrokenPipeError):
                 self._guard.communicate(b"\n")
         os.close(self.descriptor)
-
-
-def _opened(spec: FaultSpec) -> _Process:
-    try:
-        process = _Process(spec.pid)
-    except OSError as error:
-        raise ConfigError(f"fault {spec}: there is no process {spec.pid}") from error
-    try:
-        signal.pidfd_send_signal(process.descriptor, 0)
-    except OSError as error:
-        process.close()
-        raise ConfigError(f"fault {spec}: {spec.pid}: {error.strerror}") from error
-    return process
 
 
 class _Restarted:

@@ -6,15 +6,16 @@ setting that neither a flag nor the server mentions is shown as unknown. A serve
 that are asked for here says nothing, and no measurement depends on them.
 """
 
+import contextlib
 import http.client
 import json
 import re
 import shlex
-import ssl
 from collections.abc import Mapping, Sequence
 
 import yaml
 
+from baton.bench.client.connection import tls_of
 from baton.bench.client.target import Target, place_of
 from baton.bench.report.document import Parity
 from baton.bench.report.redaction import is_secret_name
@@ -105,27 +106,25 @@ def facts_said(target: Target) -> Facts:
 
 
 def _get(target: Target, page: str) -> str:
-    """Return a page, or nothing if there is none. Redirections are not followed: the key is for
-    this server alone, and so are the answers."""
+    """Return a page, or nothing where the server has none.
+
+    Redirections are not followed: the key is for this server alone, and so are the answers.
+    """
     place = place_of(target.url)
     if place.is_tls:
-        context = ssl.create_default_context(cafile=target.ca_file or None)
-        if target.insecure:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            place.host, place.port, timeout=TIMEOUT_S, context=context
+            place.host, place.port, timeout=TIMEOUT_S, context=tls_of(target)
         )
     else:
         connection = http.client.HTTPConnection(place.host, place.port, timeout=TIMEOUT_S)
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    try:
-        connection.request("GET", place.base_path.removesuffix("/v1") + page, headers=headers)
-        reply = connection.getresponse()
-        return reply.read(MAX_BYTES).decode(errors="replace") if reply.status == 200 else ""
-    except (OSError, ValueError, http.client.HTTPException):
-        return ""
-    finally:
-        connection.close()
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", place.base_path.removesuffix("/v1") + page, headers=headers)
+            reply = connection.getresponse()
+            return reply.read(MAX_BYTES).decode(errors="replace") if reply.status == 200 else ""
+        except (OSError, ValueError, http.client.HTTPException):
+            return ""
 
 
 def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity]:

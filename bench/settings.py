@@ -13,11 +13,10 @@ from msgspec import Meta
 
 from baton.bench.client.target import Target
 from baton.bench.figures.search import SearchOptions
-from baton.bench.plan.workload import Workload
+from baton.bench.plan.workload import SECONDS, Workload
 
 Preset = Literal["", "chat", "tight", "long-32k"]
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
-SECONDS = {"unit": "s"}
 MILLISECONDS = {"unit": "ms"}
 REPEATED = {"repeated": True}
 Shape = Annotated[
@@ -43,8 +42,8 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
         int,
         Meta(
             ge=0,
-            description="closed loop: number of clients, each of which sends its next request when "
-            "its last one was answered; 0 for an open loop",
+            description="closed loop: number of clients, each of which waits for its answer before "
+            "it sends again; 0 for an open loop",
         ),
     ] = 0
 
@@ -55,14 +54,14 @@ class LoadSettings(msgspec.Struct, frozen=True):
         Meta(
             ge=0,
             le=MOST_REQUESTS,
-            description="number of requests; 0 sends for the time of --duration-s",
+            description="number of requests; 0 for all of --duration-s",
         ),
     ] = 0
     duration_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="time during which requests arrive; 0 sends the number of --requests",
+            description="time in which requests arrive; 0 for all of --requests",
             extra=SECONDS,
         ),
     ] = 0.0
@@ -71,7 +70,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
         Meta(
             ge=0,
             le=100_000,
-            description="number of requests sent before, with other prompts, that are not counted",
+            description="number of requests with other prompts that go first and are not counted",
         ),
     ] = 4
     window: Annotated[
@@ -81,8 +80,8 @@ class LoadSettings(msgspec.Struct, frozen=True):
         int,
         Meta(
             ge=0,
-            description="most requests in flight of an open loop, where waiting for a place counts "
-            "into TTFT; 0 sets no limit",
+            description="limit on the requests in flight of an open loop, where waiting for a "
+            "place counts into TTFT; 0 sets none",
         ),
     ] = 0
     processes: Annotated[

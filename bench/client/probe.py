@@ -10,7 +10,8 @@ import asyncio
 import msgspec
 
 from baton.bench.client.answer_reader import Problem, message_of, one_line
-from baton.bench.client.ask import Exchange, Session
+from baton.bench.client.ask import Session
+from baton.bench.client.exchange import Exchange
 from baton.bench.client.target import Target, body_of, check, place_of
 from baton.bench.records import Outcome, Planned
 from baton.protocol.errors import BatonError, ConfigError

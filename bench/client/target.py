@@ -32,31 +32,43 @@ class Target(msgspec.Struct, frozen=True):
     two fields are the probe's; the user has no flags for them.
     """
 
-    url: Annotated[str, Meta(description="the server, without /v1")] = "http://127.0.0.1:8000"
-    model: Annotated[str, Meta(description="its name in the API; empty takes the only one")] = ""
+    url: Annotated[str, Meta(description="address of the server, without /v1")] = (
+        "http://127.0.0.1:8000"
+    )
+    model: Annotated[
+        str, Meta(description="name of the model in the API; not needed if the server has only one")
+    ] = ""
     api: Annotated[
         Literal["auto", "completions", "chat"],
-        Meta(description="endpoint; auto takes chat for messages, completions otherwise"),
+        Meta(description="endpoint to ask; auto takes chat for messages, else completions"),
     ] = "auto"
     api_key: Annotated[
-        str, Meta(description=f"bearer token; better in {API_KEY_VARIABLE}; never reported")
+        str,
+        Meta(description=f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported"),
     ] = ""
-    ca_file: Annotated[str, Meta(description="PEM of the authority that signed the server")] = ""
+    ca_file: Annotated[
+        str, Meta(description="PEM file of the authority that signed the server's certificate")
+    ] = ""
     insecure: Annotated[
-        bool, Meta(description="trust any certificate of an https server, as curl's flag does")
+        bool, Meta(description="trust any certificate of an https server, as curl --insecure does")
     ] = False
     timeout_s: Annotated[
-        float, Meta(gt=0, description="longest answer; beyond it timed_out", extra={"unit": "s"})
+        float,
+        Meta(
+            gt=0, description="time after which an answer counts as timed_out", extra={"unit": "s"}
+        ),
     ] = 300.0
-    extra_body: Annotated[str, Meta(description="JSON object merged into every request")] = ""
+    extra_body: Annotated[
+        str, Meta(description="JSON object that is merged into every request")
+    ] = ""
     ignore_eos: Annotated[
-        bool, Meta(description="ask the server to go on to the full output length")
+        bool, Meta(description="ask the server to go on up to the full output length")
     ] = True
     timeline: Annotated[
-        bool, Meta(description="ask for the server's stages, where it gives them")
+        bool, Meta(description="ask for the stages of a request, if the server tells them")
     ] = True
     token_ids: Annotated[
-        bool, Meta(description="ask for token ids, where the server gives them")
+        bool, Meta(description="ask for token ids, if the server returns them")
     ] = True
     usage: bool = True
     continuous_usage: bool = False

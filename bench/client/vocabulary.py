@@ -13,7 +13,6 @@ from baton.bench.client.target import Target
 from baton.bench.plan.workload import AUTO_VOCABULARY, Vocabulary
 from baton.bench.records import Outcome, Planned
 from baton.protocol.errors import ConfigError
-from baton.runtime.clock import monotonic
 
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
@@ -29,7 +28,7 @@ async def _accepted(target: Target) -> Vocabulary:
     async with Session(plain) as session:
         for highest in HIGHEST_IDS:
             planned = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=(highest,))
-            record = await ask(session, plain, planned, monotonic)
+            record = await ask(session, plain, planned)
             if record.outcome is not Outcome.CLIENT_ERROR:
                 return LOWEST_ID, highest
     raise ConfigError(

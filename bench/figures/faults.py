@@ -28,13 +28,13 @@ _FORM = re.compile(
     r"(?:\+(?P<after>[0-9.]+))?(?:=(?P<command>.*))?"
 )
 DEFINITIONS = {
-    "before": "of a later fault: what arrived once the fault before it was recovered from (if it "
-    "never was: what counts as before that one); and no fault counts a request that was still in "
-    "flight at the next one and had not noticed it by then",
+    "before": "for a later fault, the requests that arrived after the recovery from the fault "
+    "before it, or those before that one too if there was no recovery. A request that was in "
+    "flight at the next fault, and had noticed nothing by then, counts for no fault",
     "wait": "time without tokens for a request in flight: from its intended arrival to its first "
     "tokens, then between tokens; the two kinds are held to limits of their own",
     "wait limit": "the larger of stall_factor times the median wait before the fault and the "
-    "longest one; a wait that the fault cut into counts up to it",
+    "longest wait before it; a wait that the fault cut into counts up to the fault",
     "time_to_detect": "fault - first moment at which a request failed or a wait passed its limit",
     "time_to_resume": "fault - next tokens (or end) of the last request that was in flight at the "
     "fault and waited beyond the limit",
@@ -108,7 +108,7 @@ class Impact(msgspec.Struct, frozen=True):
     time_to_detect_s: float | None
     time_to_resume_s: float | None
     time_to_recover_s: float | None
-    longest_wait_s: float  # of requests in flight at the fault, over it
+    longest_wait_s: float  # that a request in flight at the fault had from the fault on
     attainment_before: float | None
     goodput_before: float
     goodput_dip: float
@@ -121,7 +121,7 @@ class Impact(msgspec.Struct, frozen=True):
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """A fault as written on the command line; raises `ConfigError`."""
+    """Read a fault as it is written on the command line; raises `ConfigError`."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"fault {text!r}: write {FORMS}")

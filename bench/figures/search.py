@@ -141,9 +141,9 @@ class RateSearch:
         """Take the result of the run at `next_rate()`.
 
         `saturated`: the queue grew throughout, so that a longer run would attain less. `broken`:
-        its figures must not be used, by the server's fault. Neither counts as attained, whatever
-        the attainment. `alone`: hardly any two requests were in flight at the same time, so that a
-        lower rate would attain no more.
+        its figures must not be used, by the server's fault. Neither counts as attained, even with
+        a good attainment. `alone`: hardly any two requests were in flight at the same time, so that
+        a lower rate would attain no more.
         """
         assert self._next is not None, "the search has ended"
         assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"

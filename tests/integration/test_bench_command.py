@@ -115,7 +115,6 @@ def check_tokens(report: Report, cluster: Cluster) -> None:
         (("--url", "http://127.0.0.1:9"), 2, "cannot reach http://127.0.0.1:9"),
         (("--api", "chat"), 2, "the chat API takes none"),
         (("--out", "/proc/nowhere"), 2, "--out /proc/nowhere"),
-        (("--processes", "0"), 2, "--processes cannot be '0'"),
     ],
 )
 def test_a_mistake_is_one_clear_line(
@@ -199,9 +198,9 @@ def test_a_reader_that_left_does_not_cost_the_report(cluster: Cluster, tmp_path:
     words = ("run", "--url", cluster.url(""), "--concurrency", "2", *ASKED, "--out", "report")
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does when it has seen enough
-    with os.fdopen(write_end, "w") as nobody:
+    with os.fdopen(write_end, "w") as pipe:
         done = subprocess.run(
-            command(*words), cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, text=True,
+            command(*words), cwd=tmp_path, stdout=pipe, stderr=subprocess.PIPE, text=True,
             check=False, timeout=60,
         )  # fmt: skip
     assert done.returncode == 1
@@ -240,5 +239,5 @@ def test_a_stopped_node_is_seen_by_the_clients(cluster: Cluster, tmp_path: Path)
     assert max(record.end_s - record.intended_s for record in run.measured) > 0.5
     assert run.impacts[0].time_to_detect_s is not None
     assert run.faults[0].resumed_s is not None
-    assert f"fault {stop}: detected after" in done.stdout
+    assert f"Fault {stop}\n" in done.stdout
     assert run.summary.outcomes == {"answered": run.summary.num_requests}

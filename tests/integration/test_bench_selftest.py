@@ -17,10 +17,16 @@ from rich.console import Console
 from baton.bench.records import Arrival, Outcome, Record
 from baton.bench.selftest import run
 from baton.bench.selftest.cases import FIRST_NUMBER, Counting, Mix
-from baton.bench.selftest.greedy import find_damage
-from baton.bench.selftest.run import SelfTest, SelfTestReport, ask_nobody, play, show
-from baton.bench.selftest.scripted_server import ScriptedServer
-from baton.bench.selftest.scripts import Answer
+from baton.bench.selftest.run import (
+    SelfTest,
+    SelfTestReport,
+    ask_nobody,
+    find_damage,
+    play,
+    served,
+    show,
+)
+from baton.bench.selftest.scripted_server import Answer, ScriptedServer, Stage
 from baton.bench.selftest.verdict import Played, judge
 from baton.protocol.errors import ConfigError
 
@@ -39,22 +45,25 @@ def poll(workers, timeout_s, before=Workers.poll):
         signal.raise_signal(signal.SIGINT)
 
 Workers.poll = poll
-# Whoever started the tests may have told them to ignore it.
+# A parent of the tests may have told them to ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(["bench", "selftest"]))
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as running:
-        yield running
+Running = tuple[ScriptedServer, Stage]
 
 
 @pytest.fixture(scope="module")
-def played(server: ScriptedServer) -> Played:
+def running() -> Iterator[Running]:
+    with served() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def played(running: Running) -> Played:
     mix = Mix("completions", "token_ids", 32, 40.0, 1, TIMEOUT_S)
-    return play(server, "token ids", 2, mix)
+    return play(*running, "token ids", 2, mix)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +97,7 @@ def with_records(played: Played, records: list[Record]) -> Played:
 def test_every_fault_is_counted_as_often_as_it_was_scripted(played: Played) -> None:
     verdict = judge(played, tolerance_ms=1.0)
     assert verdict.wrong == []
-    for count in (*verdict.counts, *verdict.outcomes):
+    for count in verdict.counts:
         assert count.is_exact, count
     assert {case.outcome for case in played.cases} == set(Outcome) - {
         Outcome.UNREACHABLE,  # by `ask_nobody`
@@ -100,11 +109,9 @@ def test_every_fault_is_counted_as_often_as_it_was_scripted(played: Played) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counting", ["text", "running_usage"])
-def test_faults_are_counted_without_token_ids_too(
-    server: ScriptedServer, counting: Counting
-) -> None:
+def test_faults_are_counted_without_token_ids_too(running: Running, counting: Counting) -> None:
     mix = Mix("chat", counting, 16, 60.0, 2, TIMEOUT_S)
-    verdict = judge(play(server, counting, 1, mix), tolerance_ms=1.0)
+    verdict = judge(play(*running, counting, 1, mix), tolerance_ms=1.0)
     assert verdict.wrong == []
     assert verdict.is_exact
 
@@ -189,8 +196,8 @@ def test_a_start_that_cannot_be_true_is_doubted(true: Played) -> None:
 
 
 @pytest.mark.parametrize("by_ids", [True, False])
-def test_damaged_tokens_are_named_by_their_damage(server: ScriptedServer, by_ids: bool) -> None:
-    for count in find_damage(server, by_ids=by_ids):
+def test_damaged_tokens_are_named_by_their_damage(running: Running, by_ids: bool) -> None:
+    for count in find_damage(*running, by_ids):
         assert count.is_exact, count
 
 
@@ -229,10 +236,8 @@ def test_what_is_written_says_where_it_comes_from(
 
 
 def test_impossible_settings_are_refused() -> None:
-    from baton.bench.selftest.run import main
-
     with pytest.raises(ConfigError, match="positive"):
-        main(["--requests", "0"])
+        run.main(["--requests", "0"])
 
 
 def test_ctrl_c_ends_it_at_once_and_without_a_verdict() -> None:

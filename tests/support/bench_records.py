@@ -9,11 +9,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton.bench.client.target import Target
 from baton.bench.figures.metrics import PRESETS, Bounds, summarise
 from baton.bench.figures.validity import Problem, Severity
-from baton.bench.records import ClientProcess, LoadResult, Outcome, Record, Stage
+from baton.bench.judging import Case
+from baton.bench.plan.plan import Plan
+from baton.bench.records import ClientProcess, LoadResult, Outcome, Planned, Record, Stage
 from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
+from baton.bench.settings import LoadSettings
 from tests.support.load_records import request
 
 PROVENANCE = Provenance(
@@ -113,6 +117,35 @@ def failed(index: int, at_s: float, outcome: Outcome, detail: str = "") -> Recor
     record.detail = detail
     record.status = 503 if outcome is Outcome.REFUSED else None
     return record
+
+
+def case_of(plan: Plan | int, **changes: object) -> Case:
+    """A case of a plan, or of a closed loop of one client with so many requests."""
+    if isinstance(plan, int):
+        plan = Plan([Planned(index, None, 2, (1,)) for index in range(plan)], ["a note"])
+    made = Case(
+        label="a load", target=Target("http://a", "m"), plan=plan, concurrency=1,
+        load=LoadSettings(), bounds=PRESETS["chat"],
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def loaded(records: Sequence[Record]) -> LoadResult:
+    return LoadResult(list(records), [], float(len(records)), "2026-03-01T12:00:00+00:00")
+
+
+def ended(*outcomes: Outcome) -> LoadResult:
+    """A load of one request per second, whose requests ended in this way."""
+    return loaded(
+        [
+            answered(index, float(index), [0.1, 0.11])
+            if outcome is Outcome.ANSWERED
+            else failed(index, float(index), outcome, "the server's words")
+            for index, outcome in enumerate(outcomes)
+        ]
+    )
 
 
 def _warm_up(index: int, scene: Scene) -> Record:

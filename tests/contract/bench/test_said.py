@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Keeps the output of the tests clean."""
 
 
 def test_a_key_is_not_carried_to_another_server() -> None:

@@ -45,8 +45,8 @@ def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> N
     assert arms == ["a=http://a", "b=http://b#name"]
     assert (settings.rounds, settings.flags) == (7, ("a=--x 1,2",))
     faults = ("kill:7@1", "restart:8@2=run --a 1,2")
-    words = ("--fault", faults[0], "--fault", faults[1])
-    assert cli.parse(FaultSettings, words)[0].fault == faults
+    found, _ = cli.parse(FaultSettings, ("--fault", faults[0], "--fault", faults[1]))
+    assert found.fault == faults
 
 
 @NAMES
@@ -76,7 +76,7 @@ def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
         ("run", "--url URL"),
         ("run", "--ca-file CA_FILE"),  # which a refused certificate names
         ("run", "conversations: --turns N requests of each conversation (default: 4)"),
-        ("run", "longest answer; beyond it timed_out (default: 300 s)"),
+        ("run", "time after which an answer counts as timed_out (default: 300 s)"),
     ],
 )
 def test_help_says_how_to_write_it(name: str, said: str) -> None:

@@ -12,16 +12,16 @@ from baton.bench.experiment import Experiment, Server
 from baton.bench.fault import refuse_late
 from baton.bench.figures.faults import parse_fault
 from baton.bench.figures.metrics import PRESETS
+from baton.bench.figures.search import Ending, Found
 from baton.bench.judging import Case, judge
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import arrivals_of, loop_of, plan_of
-from baton.bench.records import LoadResult
-from baton.bench.report.document import Report, Run, read_json
+from baton.bench.report.document import Report, Run, read_json, write_json
 from baton.bench.report.publish import is_usable
 from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, scene_run
+from tests.support.bench_records import Scene, answered, invalid, loaded, report_of, scene_run
 
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")
@@ -107,7 +107,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(_: Experiment, case: Case, *_more: object) -> Run:
         records = [answered(one.index, one.at_s or 0.0, [0.1, 0.2]) for one in case.plan.requests]
-        return judge(case, LoadResult(records, [], 1.0, "2026-03-01T12:00:00+00:00"), "")
+        return judge(case, loaded(records), "")
 
     monkeypatch.setattr(Experiment, "connect", connect)
     monkeypatch.setattr(Experiment, "measure", measure)
@@ -180,3 +180,23 @@ def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
 def test_a_loop_is_named_by_what_drives_it() -> None:
     assert loop_of(ArrivalSettings(concurrency=4)) == "concurrency 4"
     assert loop_of(ArrivalSettings(arrivals="poisson:2")) == "poisson:2"
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_confirmed"), [(Ending.FOUND, True), (Ending.PROBES_SPENT, False)]
+)
+def test_a_search_stands_by_what_it_confirmed(ending: Ending, is_confirmed: bool) -> None:
+    bad = scene_run(Scene(duration_s=5.0), "2/s, up")
+    bad.problems = [invalid("the client sent late")]
+    report = report_of([bad])
+    assert not is_usable(report)
+    report.search = Found(2.0, is_confirmed, ending, 3.0, "", [])
+    assert is_usable(report) is is_confirmed
+
+
+def test_pages_of_an_invalid_or_empty_report_are_no_success(tmp_path: Path) -> None:
+    good, bad = (scene_run(Scene(duration_s=5.0), "a load") for _ in range(2))
+    bad.problems = [invalid("late")]
+    for name, runs, code in (("good", [good], 0), ("bad", [good, bad], 1), ("empty", [], 1)):
+        write_json(report_of(runs), tmp_path / name)
+        assert cli.main(["report", str(tmp_path / name)]) == code

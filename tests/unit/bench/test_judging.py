@@ -2,49 +2,21 @@
 
 import pytest
 
-from baton.bench.client.target import Target
-from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.validity import Severity
-from baton.bench.judging import ALL_FAILED, CACHED, Case, judge, mark_mismatches, sent_so_far
+from baton.bench.judging import ALL_FAILED, CACHED, judge, mark_mismatches, sent_so_far
 from baton.bench.plan.arrivals import parse_arrivals
-from baton.bench.plan.plan import Plan, make_plan
+from baton.bench.plan.plan import make_plan
 from baton.bench.plan.prompts import shared_share
 from baton.bench.plan.workload import Workload
 from baton.bench.planning import may_be_cached
-from baton.bench.records import LoadResult, Outcome, Planned, Record
+from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.settings import LoadSettings
 from baton.bench.verify import Mismatch, MismatchKind
 from baton.protocol.errors import BatonError
-from tests.support.bench_records import answered, failed
+from tests.support.bench_records import answered, case_of, ended, loaded
 
 ANSWERED, REFUSED, STOPPED = Outcome.ANSWERED, Outcome.REFUSED, Outcome.STOPPED
-
-
-def case(num_requests: int, **changes: object) -> Case:
-    plan = Plan([Planned(index, None, 2, (1,)) for index in range(num_requests)], ["a note"])
-    made = Case(
-        label="a load", target=Target("http://a", "m"), plan=plan, concurrency=1,
-        load=LoadSettings(), bounds=PRESETS["chat"],
-    )  # fmt: skip
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def loaded(records: list[Record]) -> LoadResult:
-    return LoadResult(records, [], float(len(records)), "2026-03-01T12:00:00+00:00")
-
-
-def result(*outcomes: Outcome) -> LoadResult:
-    return loaded(
-        [
-            answered(index, float(index), [0.1, 0.11])
-            if outcome is ANSWERED
-            else failed(index, float(index), outcome, "the server's words")
-            for index, outcome in enumerate(outcomes)
-        ]
-    )
 
 
 def texts(run: Run, *, is_invalid: bool) -> list[str]:
@@ -52,45 +24,45 @@ def texts(run: Run, *, is_invalid: bool) -> list[str]:
 
 
 def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
-    run = judge(case(2), result(ANSWERED, ANSWERED), "")
+    run = judge(case_of(2), ended(ANSWERED, ANSWERED), "")
     assert not run.invalid
     assert run.summary.attainment == 1.0
     assert run.notes == ["a note"]
 
 
 def test_a_load_of_which_nothing_was_answered_is_an_invalid_run() -> None:
-    run = judge(case(2), result(REFUSED, REFUSED), "")
+    run = judge(case_of(2), ended(REFUSED, REFUSED), "")
     assert any("the server's words" in text for text in texts(run, is_invalid=True))
     assert run.summary.attainment == 0.0
 
 
 def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
     why = "interrupted: 2 of 5 requests had been sent"
-    run = judge(case(5), result(ANSWERED, STOPPED), why)
+    run = judge(case_of(5), ended(ANSWERED, STOPPED), why)
     assert texts(run, is_invalid=True) == [why]
     assert run.summary.attainment == 1.0
     assert not any("failed" in text for text in texts(run, is_invalid=False))
 
 
 def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
-    ended = case(5, load=LoadSettings(duration_s=1.0))
-    assert not judge(ended, result(ANSWERED), "").invalid
-    assert judge(case(5), result(ANSWERED), "").invalid
+    timed = case_of(5, load=LoadSettings(duration_s=1.0))
+    assert not judge(timed, ended(ANSWERED), "").invalid
+    assert judge(case_of(5), ended(ANSWERED), "").invalid
 
 
 def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
     with pytest.raises(BatonError, match="no request arrived") as caught:
-        judge(case(1), result(), "")
+        judge(case_of(1), ended(), "")
     assert caught.value.code != ALL_FAILED
-    warm = result(REFUSED)
+    warm = ended(REFUSED)
     warm.records[0].warm_up = True
-    for load in (warm, result(STOPPED, STOPPED)):
+    for load in (warm, ended(STOPPED, STOPPED)):
         with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
-            judge(case(2), load, "the first 1 failed")
+            judge(case_of(2), load, "the first 1 failed")
 
 
 def test_how_far_a_load_came_is_said_without_warm_up_and_turns_that_were_not_sent() -> None:
-    load = result(ANSWERED, ANSWERED, STOPPED, STOPPED)
+    load = ended(ANSWERED, ANSWERED, STOPPED, STOPPED)
     load.records[0].warm_up = True
     load.records[3].detail = "not sent: turn 0 of the conversation failed"
     planned = [Planned(index, None, 2, (1,), warm_up=not index) for index in range(9)]
@@ -101,7 +73,7 @@ def test_how_far_a_load_came_is_said_without_warm_up_and_turns_that_were_not_sen
 
 @pytest.mark.parametrize("concurrency", [2, 3])
 def test_clients_that_have_nothing_to_ask_are_no_concurrency(concurrency: int) -> None:
-    run = judge(case(2, concurrency=concurrency), result(ANSWERED, ANSWERED), "")
+    run = judge(case_of(2, concurrency=concurrency), ended(ANSWERED, ANSWERED), "")
     is_said = "2 requests cannot keep 3 clients busy" in texts(run, is_invalid=False)
     assert is_said is (concurrency == 3)
 
@@ -112,19 +84,17 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
     records = [answered(one.index, float(one.index), [0.1]) for one in plan.requests[:-1]]
     for record, one in zip(records, plan.requests, strict=False):
         record.warm_up, record.cached_tokens = one.warm_up, 500
-    found = judge(
-        case(0, plan=plan, load=LoadSettings(window="30-60")), loaded(records), why_stopped
-    )
+    found = judge(case_of(plan, load=LoadSettings(window="30-60")), loaded(records), why_stopped)
     assert found.summary.num_requests == 4
     said = "no request arrived in --window 30-60: the figures are of all requests"
     assert said in texts(found, is_invalid=True)
 
 
 def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
-    load = result(ANSWERED)
+    load = ended(ANSWERED)
     load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
-    assert CACHED in texts(judge(case(1), load, ""), is_invalid=False)
-    assert CACHED not in texts(judge(case(1, may_be_cached=True), load, ""), is_invalid=False)
+    assert CACHED in texts(judge(case_of(1), load, ""), is_invalid=False)
+    assert CACHED not in texts(judge(case_of(1, may_be_cached=True), load, ""), is_invalid=False)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +143,14 @@ def test_prompts_that_share_what_they_should_are_no_warning(
         record.cached_tokens = 96 * (one.prompt_ids[:96] in known)
         known.add(one.prompt_ids[:96])
         records.append(record)
-    open_loop = case(0, plan=plan, concurrency=0, load=LoadSettings(window=window))
+    open_loop = case_of(plan, concurrency=0, load=LoadSettings(window=window))
     run = judge(open_loop, loaded(records), "")
     assert run.summary.cached_share == pytest.approx(share * 96 / 128)
     assert CACHED not in texts(run, is_invalid=False)
 
 
 def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
-    load = result(*[ANSWERED] * 6)
+    load = ended(*[ANSWERED] * 6)
     found = mark_mismatches(
         load.records,
         [

@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.client.target import Target
 from baton.bench.console import shown
-from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Ending, Found, Purpose, RateSearch, SearchOptions
-from baton.bench.judging import Case, judge
+from baton.bench.judging import judge
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
-from baton.bench.records import LoadResult, Outcome, Planned
+from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.report.headlines import headlines
 from baton.bench.search import is_servers_fault, observe, with_offered
-from baton.bench.settings import LoadSettings
-from tests.support.bench_records import answered, failed, invalid, report_of
+from tests.support.bench_records import answered, case_of, ended, invalid, loaded, report_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -82,20 +79,12 @@ def test_a_search_says_how_it_ended(
     assert found.ending is ending
     assert said in found.line
     assert found.confirmed is (ending in (Ending.CLIENT_LIMIT, Ending.RATE_LIMIT))
-    assert (found.rate is not None) is found.confirmed
     if ending is Ending.CLIENT_LIMIT:
         # That the client cannot send a rate is no failure of the server.
         assert 45 <= (found.rate or 0.0) <= 50
         assert found.failing_rate is None
     if ending is Ending.RATE_LIMIT:
         assert max(probe.rate for probe in found.probes) == found.rate == 12.5
-
-
-def test_it_goes_down_from_a_start_that_is_too_fast() -> None:
-    found = run(knee(0.3), SearchOptions(start_rate=10))
-    assert found.confirmed
-    assert found.rate == pytest.approx(0.3, rel=0.05)
-    assert purposes(found)[1] == "down"
 
 
 def test_bounds_that_a_request_misses_when_it_is_alone_end_the_search_at_once() -> None:
@@ -175,15 +164,6 @@ def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
     assert 3.8 <= found.rate <= 4
 
 
-def test_a_search_without_runs_left_reports_nothing_as_confirmed() -> None:
-    for max_probes in range(1, 12):
-        found = run(knee(50.0), SearchOptions(max_probes=max_probes))
-        assert found.ending is Ending.PROBES_SPENT
-        assert not found.confirmed
-        assert len(found.probes) == max_probes
-        assert "unconfirmed" in found.line
-
-
 def test_a_search_that_has_not_ended_says_so() -> None:
     search = RateSearch()
     search.observe(1.0, 1.0, True)
@@ -229,7 +209,7 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     confirmations=st.integers(1, 4),
     max_rate=st.none() | st.floats(0.02, 50),
 )
-def test_whatever_a_server_does_only_confirmed_rates_are_reported_as_confirmed(
+def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
     answers: list[int],
     max_probes: int,
     confirmations: int,
@@ -271,29 +251,22 @@ def test_a_rate_that_was_never_run_validly_is_not_said_to_be_out_of_reach() -> N
 # --- runs of a search ----------------------------------------------------------------------------
 
 
-def offering(rate: float, asked: float) -> Case:
+def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
+    """An open loop of 100 requests that are all answered well, but for the first so many."""
     at = [index / rate for index in range(100)]
     requests = [Planned(index, at_s, 2, (1,)) for index, at_s in enumerate(at)]
     plan = Plan(requests, [], realised(at), asked, at[-1])
-    return Case(
-        label=f"{asked:g}/s", target=Target("http://a", "m"), plan=plan, concurrency=0,
-        load=LoadSettings(), bounds=PRESETS["chat"],
-    )  # fmt: skip
-
-
-def judged(case: Case, num_wrong: int = 0) -> Run:
-    """Every request is sent when it was planned and answered well, but for the first so many."""
-    records = [answered(one.index, one.at_s or 0.0, [0.1]) for one in case.plan.requests]
+    records = [answered(index, at_s, [0.1]) for index, at_s in enumerate(at)]
     for record in records[:num_wrong]:
         record.outcome = Outcome.WRONG_LENGTH
-    return judge(case, LoadResult(records, [], 1.0, "2026-03-01T12:00:00+00:00"), "")
+    return judge(case_of(plan, concurrency=0), loaded(records), "")
 
 
 @pytest.mark.parametrize(
     ("rate", "off"), [(4.0, ""), (3.7, ""), (3.0, "3/s, 25% below"), (5.0, "5/s, 25% above")]
 )
 def test_arrivals_that_were_planned_far_off_the_rate_are_warned_of(rate: float, off: str) -> None:
-    run = judged(offering(rate, 4.0))
+    run = judged(rate, 4.0)
     assert run.summary.offered_rate == pytest.approx(rate)
     said = [problem.text for problem in run.problems if "were drawn at" in problem.text]
     text = f"the arrivals were drawn at {off} the 4/s asked for: a longer load comes closer"
@@ -305,7 +278,7 @@ def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
     search, report = RateSearch(SearchOptions(max_rate=4.0, start_rate=2.0)), report_of([])
     offered = iter((9.0, 9.0, 3.7, 4.2, 3.9))
     while (rate := search.next_rate()) is not None:
-        run = judged(offering(next(offered), rate))
+        run = judged(next(offered), rate)
         report.runs.append(run)
         observe(search, rate, run)
     report.search = with_offered(search.result(), report.runs)
@@ -318,7 +291,7 @@ def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
 
 
 def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> None:
-    run = judged(offering(4.0, 4.0), num_wrong=5)
+    run = judged(4.0, 4.0, num_wrong=5)
     assert run.invalid
     assert run.summary.attainment == 0.95
     search = RateSearch(SearchOptions(min_rate=1.0))
@@ -331,27 +304,11 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
     assert re.search(r"up +95 % +server's fault +no\n", shown(report))
     assert shown(report).endswith("NOT CONFIRMED")
     # One of a hundred is a warning, and a failed request like any other.
-    few = judged(offering(4.0, 4.0), num_wrong=1)
+    few = judged(4.0, 4.0, num_wrong=1)
     search = RateSearch(SearchOptions(max_rate=1.0))
     while (rate := search.next_rate()) is not None:
         observe(search, rate, few)
     assert search.result().confirmed
-
-
-def run_with(*outcomes: Outcome) -> Run:
-    """A closed loop of one client, whose requests end in this way."""
-    requests = [Planned(index, None, 2, (1,)) for index in range(len(outcomes))]
-    case = Case(
-        label="a load", target=Target("http://a", "m"), plan=Plan(requests, []), concurrency=1,
-        load=LoadSettings(), bounds=PRESETS["chat"],
-    )  # fmt: skip
-    records = [
-        answered(index, float(index), [0.1, 0.11])
-        if outcome is Outcome.ANSWERED
-        else failed(index, float(index), outcome)
-        for index, outcome in enumerate(outcomes)
-    ]
-    return judge(case, LoadResult(records, [], 1.0, "2026-03-01T12:00:00+00:00"), "")
 
 
 @pytest.mark.parametrize(
@@ -367,14 +324,15 @@ def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
     outcomes: tuple[Outcome, ...], is_valid: bool
 ) -> None:
     search = RateSearch()
-    observe(search, 1.0, run_with(*outcomes))
+    observe(search, 1.0, judge(case_of(len(outcomes)), ended(*outcomes), ""))
     assert search.probes[0].is_valid is is_valid
     if is_valid:
         assert search.probes[0].attainment == 0.0
 
 
 def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
-    found = run_with(*[Outcome.ANSWERED] * 3, Outcome.WRONG_LENGTH)
+    outcomes = [Outcome.ANSWERED] * 3 + [Outcome.WRONG_LENGTH]
+    found = judge(case_of(4), ended(*outcomes), "")
     assert found.invalid
     assert is_servers_fault(found)
     found.problems.append(invalid("the client sent late"))
