@@ -46,17 +46,11 @@ class Timeline(msgspec.Struct, frozen=True):
     router_queue_s: Seconds | None = None
     queue_s: Seconds | None = None
     prefill_s: Seconds | None = None
-    transfer_s: Seconds | None = None  # all of it, most of which overlaps with prefill
     exposed_s: Seconds | None = None
-    transfer_bytes: int | None = None
     decode_queue_s: Seconds | None = None
     first_step_s: Seconds | None = None
     time_to_first_token_s: Seconds | None = None
     e2e_s: Seconds | None = None
-    num_cached_tokens: int | None = None
-    path: str | None = None
-    num_attempts: int | None = None
-    resumed: bool | None = None
 
 
 class StageSummary(msgspec.Struct, frozen=True):
@@ -73,7 +67,6 @@ class StageTable(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageSummary]  # in the order of `STAGES`
     max_error_ms: float  # largest |sum of the stages - e2e| of one request
     num_beyond: int  # requests where that is over 1 ms
-    unattributed_share: float
 
     @property
     def adds_up(self) -> bool:
@@ -158,7 +151,6 @@ def summarise_stages(records: Sequence[Record]) -> StageTable | None:
         stages=stages,
         max_error_ms=1e3 * max(errors_s),
         num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
-        unattributed_share=sum(one.share for one in stages if one.name == UNATTRIBUTED),
     )
 
 

@@ -71,7 +71,7 @@ class Growth(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class _Run:
-    """What is judged; `records` are those that count, without a window all of them."""
+    """A load under judgement; `records` are those that count in its window, if it has one."""
 
     result: LoadResult
     summary: Summary

@@ -176,7 +176,10 @@ def written(places: Sequence[int]) -> str:
 
 
 class DrawnSource:
-    """Requests with random prompts. Several turns make a conversation, which has one prefix."""
+    """Requests with random prompts; several turns make a conversation, which has one prefix.
+
+    As from every source, they come without their index and time, which `plan.py` gives them.
+    """
 
     num_rows: int | None = None  # there is no end
     times: Sequence[float] | None = None

@@ -2,8 +2,8 @@
 
 `plan.py` makes a source of a file's rows. A trace is Azure's CSV or Mooncake's JSONL (sources and
 licences: `traces/README.md`) and holds no text. A file of prompts has one request a line. A row
-that cannot be read is an error with its line, never a row less; whatever spreading, scaling and
-clamping change is counted and said in notes.
+that cannot be read is an error with its line, never a row less. Notes count what spreading, scaling
+and clamping changed.
 """
 
 import collections
@@ -356,7 +356,7 @@ class FileSource:
         return [Planned(0, None, outputs, prompt=row.prompt, messages=row.messages)]
 
     def warm_up(self, place: int) -> Planned:
-        """Draw a request as long as the file's row, by words if that is text, and of its form."""
+        """Draw a request of the row's form and length, which is counted in words if it is text."""
         (row, outputs), key = self._row(place, WARM_UP), (WARM_UP, place, 0)
         if isinstance(row.prompt, tuple):
             ids = self._draws.prompt(key, len(row.prompt), self._draws.vocabulary)

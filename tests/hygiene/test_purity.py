@@ -14,6 +14,8 @@ PURE = (
     "bench/figures/search.py",
     "bench/figures/stages.py",
     "bench/figures/validity.py",
+    "bench/plan/arrivals.py",
+    "bench/plan/plan.py",
     "decode_node/intake.py",
     "decode_node/scheduler.py",
     "decode_node/stream.py",

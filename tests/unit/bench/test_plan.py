@@ -192,6 +192,11 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert make_plan(workload, Recorded(), duration_s=2.0).requests == plan.requests[:2]
     assert times(make_plan(workload, Gaps(10, 0))) == pytest.approx([0, 0.1, 0.2])
     assert make_plan(workload, None).requests[2].at_s is None
+    scaled = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64, max_input=9)
+    plan = make_plan(scaled, Recorded(), warm_up=2)
+    assert [len(one.prompt_ids) for one in plan.requests] == [9] * 5
+    assert "blocks of 8 tokens" in said(plan)
+    assert "3 of 3 inputs were clamped" in said(plan)
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 4.0])
@@ -243,20 +248,6 @@ def test_a_trace_that_starts_over_says_which_prompts_come_again(tmp_path: Path) 
     plan = make_plan(workload, POISSON, count=5)
     assert plan.requests[0].prompt_ids == plan.requests[2].prompt_ids
     assert "the trace starts over: 3 of 5 prompts come again, as a prefix cache knows" in said(plan)
-
-
-def test_a_trace_scales_and_says_so(tmp_path: Path) -> None:
-    workload = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64, max_input=9)
-    plan = make_plan(workload, Recorded(), warm_up=2)
-    assert [len(one.prompt_ids) for one in plan.requests] == [9] * 5
-    assert "blocks of 8 tokens" in said(plan)
-    assert "3 of 3 inputs were clamped" in said(plan)
-
-
-def test_a_shipped_trace_goes_by_its_name() -> None:
-    plan = make_plan(Workload(workload="trace", path="azure-code"), Recorded(), count=50)
-    assert [len(one.prompt_ids) for one in plan.requests[:3]] == [4808, 3180, 110]
-    assert [one.output_tokens for one in plan.requests[:3]] == [10, 8, 27]
 
 
 def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
