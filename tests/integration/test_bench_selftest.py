@@ -21,7 +21,6 @@ from baton.bench.selftest.run import (
     SelfTest,
     SelfTestReport,
     ask_nobody,
-    find_damage,
     play,
     served,
     show,
@@ -193,12 +192,6 @@ def test_a_start_that_cannot_be_true_is_doubted(true: Played) -> None:
     wrong = msgspec.structs.replace(true, start_s=true.start_s + 0.003)
     [doubt] = judge(wrong, tolerance_ms=10.0).doubts
     assert "started -3.000 to -3.000 ms from when it says" in doubt
-
-
-@pytest.mark.parametrize("by_ids", [True, False])
-def test_damaged_tokens_are_named_by_their_damage(running: Running, by_ids: bool) -> None:
-    for count in find_damage(*running, by_ids):
-        assert count.is_exact, count
 
 
 def test_requests_that_reach_nobody_are_counted() -> None:
