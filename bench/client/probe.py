@@ -125,7 +125,7 @@ async def _try(session: Session, target: Target) -> Exchange:
 
 async def _send(session: Session, target: Target, request: bytes) -> Exchange:
     timeout_s = min(target.timeout_s, TIMEOUT_S)
-    connection = session.pool.take() or await session.open(timeout_s)
+    connection = session.take() or await session.open(timeout_s)
     if isinstance(connection, Problem):
         raise ConfigError(f"cannot reach {target.url}: {connection.detail}")
     if not connection.is_idle:
