@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from baton.bench.client.answer_reader import Problem, one_line
-from baton.bench.client.connection import Connection, Pool, is_clients, reason_of
+from baton.bench.client.answer_reader import Problem
+from baton.bench.client.connection import Connection, reason_of, tls_of
 from baton.bench.client.exchange import Exchange
 from baton.bench.client.target import Target, body_of, place_of
 from baton.bench.figures.stages import read_timeline, stages_of
@@ -21,6 +21,8 @@ from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 
 LEAD_S = 0.05  # before its moment a request is made ready
+# Servers close idle connections after 5 s and more; a request must not cross that on the way.
+IDLE_LIMIT_S = 2.0
 DRAIN_S = 0.004  # from [DONE] to the end of the body; longer costs the connection
 
 
@@ -34,10 +36,12 @@ class Session:
     def __init__(self, target: Target) -> None:
         """Raises `ConfigError`."""
         place = place_of(target.url)
-        self.pool = Pool(target, place)
         self.stopped = False
         self.base_path = place.base_path
-        self._authority, self._key = place.authority, target.api_key
+        self._place, self._key = place, target.api_key
+        self._tls = tls_of(target) if place.is_tls else None
+        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
         self._loop = asyncio.get_running_loop()
         self._under_way: set[Callable[[], object]] = set()  # what ends it when the session stops
 
@@ -51,7 +55,8 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-        self.pool.close()
+        for connection in self._connections:
+            connection.close()
         await asyncio.sleep(0)  # transports that were aborted close in the next turn of the loop
 
     def stop(self) -> None:
@@ -83,14 +88,34 @@ class Session:
         """Fill the pool; what cannot be opened is tried again, and judged, when it is needed."""
         opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
         for connection in opened:
-            if not isinstance(connection, Problem):
-                self.pool.give_back(connection)
+            if isinstance(connection, Connection):
+                self.give_back(connection)
+
+    def take(self) -> Connection | None:
+        """Return an idle connection that is young enough, for the caller alone."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_idle and monotonic() - connection.idle_since_s < IDLE_LIMIT_S:
+                return connection
+            self._close(connection)
+        return None
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep the connection for the next request if it can be used again, else close it."""
+        if connection.is_idle:
+            self._idle.append(connection)
+        else:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        connection.close()
+        self._connections.discard(connection)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return the bytes of a request."""
         head = [
             f"{method} {path} HTTP/1.1",
-            f"Host: {self._authority}",
+            f"Host: {self._place.authority}",
             "Accept: text/event-stream, application/json",
             "Accept-Encoding: identity",
             "User-Agent: baton-bench",
@@ -102,8 +127,11 @@ class Session:
         return "\r\n".join([*head, "", ""]).encode() + body
 
     async def open(self, timeout_s: float) -> Connection | Problem:
-        """Return a new connection, or why there is none."""
-        opening = asyncio.ensure_future(self.pool.open())
+        """Return a new connection, for the caller alone, or why there is none."""
+        place = self._place
+        opening = asyncio.ensure_future(
+            self._loop.create_connection(Connection, place.host, place.port, ssl=self._tls)
+        )
         self._under_way.add(opening.cancel)
         try:
             await asyncio.wait({opening}, timeout=timeout_s)
@@ -111,14 +139,15 @@ class Session:
             self._under_way.discard(opening.cancel)
             opening.cancel()
         if not opening.done():
-            return _unreachable(f"no connection within {timeout_s:g} s")
+            return Problem(Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s")
         if opening.cancelled():
             text = "the load was stopped before there was a connection"
             return Problem(Outcome.STOPPED, text)
-        if (error := opening.exception()) is None:
-            return opening.result()
-        outcome = Outcome.NO_SOCKET if is_clients(error) else Outcome.UNREACHABLE
-        return Problem(outcome, one_line(reason_of(error)))
+        if (error := opening.exception()) is not None:
+            return reason_of(error)
+        connection = opening.result()[1]
+        self._connections.add(connection)
+        return connection
 
     async def exchange(
         self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
@@ -144,7 +173,7 @@ class Session:
                 # The end of the body is still to come, most likely at once.
                 exchange.drained = self._loop.create_future()
                 await asyncio.wait({exchange.drained}, timeout=DRAIN_S)
-            self.pool.give_back(connection)
+            self.give_back(connection)
 
 
 async def ask(
@@ -158,21 +187,7 @@ async def ask(
     """
     request = session.request("POST", session.base_path + target.path, body_of(target, planned))
     intended_s = monotonic() if due_s is None else due_s
-    connection = session.pool.take()
-    opening = None if connection else asyncio.ensure_future(session.open(target.timeout_s))
-    is_sent = due_s is None or await session.until(due_s)
-    # Opening a connection beyond the moment is the server's time, and no lag of the client.
-    sent_s = intended_s if due_s is None else monotonic()
-    was_opened = opening is None or opening.done()
-    found = connection if opening is None else await opening
-    assert found is not None
-    if not is_sent:
-        if isinstance(found, Connection):
-            session.pool.give_back(found)
-        raise Stopped("the load was stopped")
-    if due_s is not None and was_opened and (isinstance(found, Problem) or not found.is_idle):
-        # What failed before the moment is judged by another attempt, at the moment.
-        found = await session.open(target.timeout_s)
+    sent_s, found = await _connected(session, target.timeout_s, intended_s, due_s is None)
     record = Record(
         index=planned.index,
         intended_s=intended_s,
@@ -184,9 +199,6 @@ async def ask(
         turn=planned.turn,
         warm_up=planned.warm_up,
     )
-    if isinstance(found, Connection) and not found.is_idle:
-        session.pool.give_back(found)
-        found = _unreachable("the server closed the connection at once")
     if isinstance(found, Problem):
         record.end_s = monotonic()
         record.outcome, record.detail = found
@@ -197,8 +209,30 @@ async def ask(
     return record
 
 
-def _unreachable(detail: str) -> Problem:
-    return Problem(Outcome.UNREACHABLE, detail)
+async def _connected(
+    session: Session, timeout_s: float, due_s: float, at_once: bool
+) -> tuple[float, Connection | Problem]:
+    """Wait until `due_s`; return the moment of sending, and a connection or why there is none.
+
+    Opening starts before. If it takes beyond the moment, that is the server's time and not a lag
+    of the client; if it failed before, the moment itself decides.
+    """
+    found: Connection | Problem | None = session.take()
+    opening = None if found else asyncio.ensure_future(session.open(timeout_s))
+    is_due = at_once or await session.until(due_s)
+    sent_s = due_s if at_once else monotonic()
+    is_early = not at_once and (opening is None or opening.done())
+    found = found or await opening  # type: ignore[misc]
+    if not is_due:
+        if isinstance(found, Connection):
+            session.give_back(found)
+        raise Stopped("the load was stopped")
+    if is_early and (isinstance(found, Problem) or not found.is_idle):
+        found = await session.open(timeout_s)
+    if isinstance(found, Connection) and not found.is_idle:
+        session.give_back(found)
+        found = Problem(Outcome.UNREACHABLE, "the server closed the connection at once")
+    return sent_s, found
 
 
 def _fill(record: Record, exchange: Exchange, planned: Planned) -> None:

@@ -1,4 +1,4 @@
-"""A connection that stamps what arrives, and the idle ones that are kept for the next request.
+"""A connection that stamps what arrives.
 
 The client sends one request at a time on each. The stamp is taken first thing when the event loop
 hands the bytes over, before anything is parsed; an HTTP library would hand them on to a task that
@@ -12,13 +12,14 @@ import ssl
 
 import httptools
 
+from baton.bench.client.answer_reader import Problem, one_line
 from baton.bench.client.exchange import Exchange
-from baton.bench.client.target import Place, Target
+from baton.bench.client.target import Target
+from baton.bench.records import Outcome
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 
-# Servers close idle connections after 5 s and more; a request must not cross that on the way.
-IDLE_LIMIT_S = 2.0
+# This machine had nothing left for a connection.
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
@@ -74,72 +75,25 @@ class Connection(asyncio.Protocol):
             exchange.lost("the connection was " + ("reset" if error else "closed"), at_s)
 
 
-class Pool:
-    """Connections to one place. Their number has no limit: a caller that finds none opens one."""
-
-    def __init__(self, target: Target, place: Place) -> None:
-        """Raises `ConfigError` for an unusable `ca_file`."""
-        self._place = place
-        self._tls = tls_of(target) if place.is_tls else None
-        self._connections: set[Connection] = set()
-        self._idle: list[Connection] = []
-
-    def take(self) -> Connection | None:
-        """Return an idle connection that is young enough, for the caller alone."""
-        while self._idle:
-            connection = self._idle.pop()
-            young = monotonic() - connection.idle_since_s < IDLE_LIMIT_S
-            if young and connection.is_idle:
-                return connection
-            self.give_back(connection, keep=False)
-        return None
-
-    async def open(self) -> Connection:
-        """Return a new connection, for the caller alone.
-
-        Raises `OSError` (TLS errors are such), or `ValueError` for an impossible name.
-        """
-        _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, self._place.host, self._place.port, ssl=self._tls
-        )
-        self._connections.add(connection)
-        return connection
-
-    def give_back(self, connection: Connection, *, keep: bool = True) -> None:
-        """Keep the connection for the next request if it can be used again, else close it."""
-        if keep and connection.is_idle:
-            self._idle.append(connection)
-        else:
-            connection.close()
-            self._connections.discard(connection)
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        self._connections.clear()
-        self._idle.clear()
-
-
-def is_clients(error: BaseException) -> bool:
-    """Whether it is this machine that had nothing left for a connection."""
-    return isinstance(error, OSError) and error.errno in NO_SOCKET
-
-
-def reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> Problem:
     """Return why there is no connection, and what to do if it is the certificate."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "certificate not trusted"
-        return (
+        text = (
             f"TLS: the server's certificate is refused ({why}): name its authority with "
             "--ca-file FILE, or do not check it (--insecure)"
         )
-    if isinstance(error, ssl.SSLError):
+    elif isinstance(error, ssl.SSLError):
         why = (error.reason or str(error)).replace("_", " ").lower()
         is_plain = "wrong version" in why or "record layer" in why
-        return f"TLS: {why}" + (": http:// instead of https://?" if is_plain else "")
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno).lower()
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+        text = f"TLS: {why}" + (": http:// instead of https://?" if is_plain else "")
+    elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        text = os.strerror(error.errno).lower()
+        if error.errno in NO_SOCKET:
+            return Problem(Outcome.NO_SOCKET, text)
+    else:
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Problem(Outcome.UNREACHABLE, one_line(text))
 
 
 def tls_of(target: Target) -> ssl.SSLContext:

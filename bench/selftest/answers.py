@@ -1,7 +1,7 @@
-"""The bytes of answers in OpenAI's API, event by event, faults included.
+"""The bytes of answers in OpenAI's API, event by event, for the scripted server and for tests.
 
-The scripted server and tests of clients write them. Written apart from the client's parser and from
-the router's answers, so that no mistake of theirs can hide here. Pure.
+Written apart from the client's parser and from the router's answers, so that no mistake of theirs
+can hide here. Pure.
 """
 
 import json
@@ -15,29 +15,31 @@ def event(body: object) -> bytes:
 
 
 def token(
-    text: str | None = " a",
-    ids: Sequence[int] | None = None,
-    end: str | None = None,
-    **more: object,
+    text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
 ) -> bytes:
-    """Return a chunk of a completion."""
-    choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": end}
-    if ids is not None:
-        choice["token_ids"] = list(ids)
-    return event({"object": "text_completion", "choices": [choice], **more})
+    """Return a chunk of a completion; `more` are fields of the event."""
+    return _chunk("text_completion", {"text": text}, token_ids, end, more)
 
 
 def delta(
-    content: str | None = " a",
-    ids: Sequence[int] | None = None,
-    end: str | None = None,
-    **more: object,
+    text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
 ) -> bytes:
-    """Return a chunk of a chat; `more` are fields beside its content."""
-    choice = {"index": 0, "delta": {"content": content, **more}, "finish_reason": end}
-    if ids is not None:
-        choice["token_ids"] = list(ids)
-    return event({"object": "chat.completion.chunk", "choices": [choice]})
+    """Return a chunk of a chat; one without text opens it with a role."""
+    said = {"content": text} if text else {"role": "assistant", "content": ""}
+    return _chunk("chat.completion.chunk", {"delta": said}, token_ids, end, more)
+
+
+def _chunk(
+    kind: str,
+    said: dict[str, object],
+    token_ids: Sequence[int] | None,
+    end: str | None,
+    more: dict[str, object],
+) -> bytes:
+    choice = {"index": 0, **said, "finish_reason": end}
+    if token_ids is not None:
+        choice["token_ids"] = list(token_ids)
+    return event({"object": kind, "choices": [choice], **more})
 
 
 def usage(num_tokens: int, num_prompt: int = 3, num_cached: int | None = None) -> bytes:

@@ -68,11 +68,6 @@ def _paced(dice: random.Random, sizes: list[int], stall_ms: float = 0.0) -> tupl
     return paced(dice.uniform(20, 120), gaps, sizes)
 
 
-def _plain(dice: random.Random, **more: object) -> Script:
-    script = Script(_paced(dice, [1] * dice.randint(8, 40)))
-    return msgspec.structs.replace(script, **more)
-
-
 def _burst(dice: random.Random) -> Script:
     """Several events in one write, again and again."""
     moments = [dice.uniform(20, 120)]
@@ -82,56 +77,35 @@ def _burst(dice: random.Random) -> Script:
 
 
 def _empty_first(dice: random.Random) -> Script:
-    """An opening without tokens long before the first one, headers before that."""
+    """An opening without tokens long before the first one."""
     first_ms = dice.uniform(80, 160)
-    chunks = (Chunk(first_ms / 2, 0), *steady(first_ms, dice.uniform(5, 9), 12))
-    return Script(chunks, headers_ms=first_ms / 4, own_finish=True)
+    return Script((Chunk(first_ms / 2, 0), *steady(first_ms, dice.uniform(5, 9), 12)))
 
 
 def _late_end(dice: random.Random) -> Script:
-    """Finish, usage and [DONE] come well after the last token."""
+    """Usage and [DONE] come well after the last token."""
     chunks = steady(dice.uniform(20, 120), 7.0, 10)
-    return Script(chunks, end_ms=chunks[-1].at_ms + dice.uniform(30, 90), own_finish=True)
-
-
-def _split(dice: random.Random) -> Script:
-    first_ms = dice.uniform(40, 120)
-    chunks = tuple(Chunk(first_ms + 14.0 * step, 1, dice.randint(1, 4)) for step in range(10))
-    return Script(chunks, crlf=dice.random() < 0.5)
-
-
-def _comments(dice: random.Random) -> Script:
-    chunks = steady(dice.uniform(60, 120), 8.0, 12)
-    waiting = (Chunk(10.0, 0, comment=True), Chunk(20.0, 0, 2, comment=True))
-    between = Chunk(chunks[5].at_ms + 4.0, 0, comment=True)
-    return Script((*waiting, *chunks[:6], between, *chunks[6:]))
+    return Script(chunks, end_ms=chunks[-1].at_ms + dice.uniform(30, 90))
 
 
 def _uneven(dice: random.Random) -> Script:
+    """Text could not tell these tokens."""
     sizes = [dice.choice((1, 1, 2, 5)) for _ in range(dice.randint(4, 12))]
     return Script(_paced(dice, sizes), cached_tokens=dice.randint(1, FILLER_IDS))
 
 
 SHAPES: dict[str, Shape] = {
-    "plain": _plain,
+    "plain": lambda dice: Script(_paced(dice, [1] * dice.randint(8, 40))),
     # Chunks of several tokens, the first one too. All of one size, so that text tells as much.
     "merged": lambda dice: Script(_paced(dice, [dice.randint(2, 6)] * dice.randint(3, 10))),
     "burst": _burst,
     "stall": lambda dice: Script(_paced(dice, [1] * 20, stall_ms=dice.uniform(150, 400))),
     "empty first delta": _empty_first,
     "late end": _late_end,
-    "split events": _split,
-    "CRLF": lambda dice: _plain(dice, crlf=True),
-    "comments": _comments,
-    "ends by closing": lambda dice: _plain(dice, chunked=False),
-    "drips": lambda dice: Script(
-        steady(dice.uniform(40, 120), 30.0, 5), drip_bytes=dice.choice((31, 37, 61))
-    ),
     "single token": lambda dice: Script((Chunk(dice.uniform(20, 120)),)),
     # There is no gap and no TPOT.
     "all at once": lambda dice: Script((Chunk(dice.uniform(20, 120), 6),)),
-    "no usage": lambda dice: _plain(dice, usage=False),
-    # Text could not tell these tokens.
+    "no usage": lambda dice: Script(_paced(dice, [1] * dice.randint(8, 40)), usage=False),
     "uneven": _uneven,
 }
 
@@ -141,7 +115,7 @@ FAULTS: dict[str, tuple[Outcome, Script]] = {
     "cut": (Outcome.TRUNCATED, Script(SOME, b"", "close")),
     "reset": (Outcome.TRUNCATED, Script(SOME, b"", "reset")),
     "cut in an event": (Outcome.TRUNCATED, Script(SOME, b'data: {"choices": [{"ind', "close")),
-    "cut before a token": (Outcome.TRUNCATED, Script((), b"", "close", headers_ms=10.0)),
+    "cut before a token": (Outcome.TRUNCATED, Script((Chunk(10.0, 0),), b"", "close")),
     "closed without a word": (Outcome.TRUNCATED, Script((), b"", "close")),
     "no [DONE]": (Outcome.TRUNCATED, Script(SOME, b"")),
     "silence": (Outcome.TIMED_OUT, Script(SOME, b"", "hang")),
@@ -150,10 +124,7 @@ FAULTS: dict[str, tuple[Outcome, Script]] = {
     "no JSON": (Outcome.MALFORMED, Script(SOME, b'data: {"choices":[{"index":0,\n\n' + DONE)),
     "foreign JSON": (Outcome.MALFORMED, Script(SOME, event({"status": "busy"}) + DONE)),
     "one JSON body": (Outcome.NOT_STREAMED, Script(SOME, body=b'{"choices": []}')),
-    "one HTML body": (
-        Outcome.MALFORMED,
-        Script(SOME, body=b"<html>busy</html>", kind="text/html"),
-    ),
+    "one HTML body": (Outcome.MALFORMED, Script(SOME, body=b"<html/>", kind="text/html")),
     "429": (Outcome.REFUSED, Script(status=429, body=error("full"), retry_after_s=2.0)),
     "503": (Outcome.REFUSED, Script(status=503, body=error("full"))),
     "400": (Outcome.CLIENT_ERROR, Script(status=400, body=error("wrong"))),
@@ -185,23 +156,27 @@ def make_cases(mix: Mix) -> list[Case]:
 
 def plan(cases: list[Case], mix: Mix) -> list[Planned]:
     """Return Poisson arrivals; request `index` is case `index`. Warm-up comes before zero."""
-    planned = []
-    for index in range(NUM_WARM_UP):
-        at_s = 0.1 * (index - NUM_WARM_UP)
-        one = planned_script(len(cases) + index, at_s, index + 1, len(SOME), mix.api)
-        planned.append(msgspec.structs.replace(one, warm_up=True))
+    planned = [
+        _planned(len(cases) + place, -0.1 * (place + 1), place, len(SOME), mix)
+        for place in range(NUM_WARM_UP)
+    ]
     dice = random.Random(mix.seed + 1)
     at_s = 0.0
     for index, case in enumerate(cases):
         at_s += dice.expovariate(mix.rate)
-        number = FIRST_NUMBER + index
-        planned.append(planned_script(index, at_s, number, case.output_tokens, mix.api))
+        planned.append(_planned(index, at_s, FIRST_NUMBER + index, case.output_tokens, mix))
     return planned
 
 
-def planned_script(index: int, at_s: float, number: int, output_tokens: int, api: Api) -> Planned:
-    """Return a request for a script."""
-    if api == "chat":
-        said = (Message("user", f"play script {number}"),)
-        return Planned(index, at_s, output_tokens, messages=said)
-    return Planned(index, at_s, output_tokens, prompt_ids=(number, *range(1, FILLER_IDS)))
+def _planned(index: int, at_s: float, number: int, output_tokens: int, mix: Mix) -> Planned:
+    """Return a request for a script; the numbers of the warm-up have none."""
+    said, ids = (Message("user", f"play script {number}"),), (number, *range(1, FILLER_IDS))
+    is_chat = mix.api == "chat"
+    return Planned(
+        index=index,
+        at_s=at_s,
+        output_tokens=output_tokens,
+        prompt_ids=() if is_chat else ids,
+        messages=said if is_chat else (),
+        warm_up=at_s < 0,
+    )

@@ -9,7 +9,6 @@ a client that the kernel keeps waiting is late, and this says so.
 import gc
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -29,12 +28,9 @@ from baton.bench.selftest.cases import (
     Mix,
     make_cases,
     plan,
-    planned_script,
 )
 from baton.bench.selftest.scripted_server import HOST, MODEL, ScriptedServer, Stage
-from baton.bench.selftest.scripts import Damage, Script, steady
 from baton.bench.selftest.verdict import Count, Played, Verdict, judge
-from baton.bench.verify import MismatchKind, compare_outputs, reference
 from baton.protocol.errors import ConfigError
 from baton.runtime.flag_parser import FlagParser
 
@@ -44,14 +40,6 @@ LOADS: tuple[tuple[Api, Counting, int, int | None], ...] = (
     ("chat", "text", 1, None),
     ("completions", "running_usage", 1, None),
     ("chat", "running_usage", 2, 4),
-)
-# (damage to the tokens of an answer, how often, what it is to be called)
-DAMAGES: tuple[tuple[Damage, int, str], ...] = (
-    ("", 8, "right"),
-    ("swapped", 1, MismatchKind.REORDERED),
-    ("lost", 2, MismatchKind.LOST),
-    ("doubled", 3, MismatchKind.DOUBLED),
-    ("wrong", 4, MismatchKind.WRONG),
 )
 NUM_UNREACHABLE = 3
 MAX_LINES = 20
@@ -98,9 +86,8 @@ def selftest(settings: SelfTest, say: Say = lambda _: None) -> SelfTestReport:
             name += f", at most {concurrency} at once" if concurrency else ""
             say(f"{name}: {mix.num_good} good answers and the faulty ones, {mix.rate:g} a second")
             verdicts.append(judge(play(server, stage, name, processes, mix), settings.tolerance_ms))
-        say("damaged tokens, and a port without a server")
-        others = [one for by_ids in (True, False) for one in find_damage(server, stage, by_ids)]
-    return SelfTestReport(settings, verdicts, [*others, ask_nobody()])
+    say("a port without a server")
+    return SelfTestReport(settings, verdicts, [ask_nobody()])
 
 
 @contextmanager
@@ -129,32 +116,6 @@ def play(server: ScriptedServer, stage: Stage, name: str, processes: int, mix: M
     starts: list[float] = []
     result = run_load(load, on_start=starts.append)
     return Played(name, mix, cases, requests, stage.answers, result, *starts)
-
-
-def find_damage(server: ScriptedServer, stage: Stage, by_ids: bool) -> list[Count]:
-    """Damage some answers of a load, and give them whole when the requests are asked alone.
-
-    `verify` has to name each, by token ids or by text alone, and nothing else.
-    """
-    damages = [damage for damage, count, _ in DAMAGES for _ in range(count)]
-    chunks = steady(10.0, 5.0, 20)
-    scripts = [[Script(chunks, damage=damage), Script(chunks)] for damage in damages]
-    stage.prepare(dict(enumerate(scripts, FIRST_NUMBER)))
-    api: Api = "completions" if by_ids else "chat"
-    target = Target(server.url, MODEL, api, timeout_s=60.0, timeline=False, token_ids=by_ids)
-    requests = [
-        planned_script(index, 0.025 * index, FIRST_NUMBER + index, len(chunks), api)
-        for index in range(len(damages))
-    ]
-    records = run_load(Load(target, requests, keep_text=not by_ids)).records
-    mismatches = compare_outputs(reference(target, requests), records)
-    found = {mismatch.index: str(mismatch.kind) for mismatch in mismatches}
-    named = Counter((damage, found.get(i, "right")) for i, damage in enumerate(damages))
-    how = "ids" if by_ids else "text"
-    return [
-        Count(f"tokens {damage or 'whole'}, by {how}", kind, count, named[damage, str(kind)])
-        for damage, count, kind in DAMAGES
-    ]
 
 
 def ask_nobody() -> Count:

@@ -25,7 +25,7 @@ from typing import Self
 import msgspec
 
 from baton.bench.selftest.answers import error
-from baton.bench.selftest.scripts import Script, Wanted, parts_of, steady
+from baton.bench.selftest.scripts import Part, Script, Wanted, parts_of, steady
 from baton.runtime.clock import monotonic
 
 HOST = "127.0.0.1"
@@ -39,7 +39,6 @@ MAX_TOKENS = 100_000
 # Between the writes of an answer, however late they are: the kernel hands closer ones to the reader
 # as one, and then it cannot be told when the first of them came.
 SPACING_S = 0.002
-DRIP_S = 0.0002  # between the writes of an answer that drips, so that they are read one by one
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
@@ -55,6 +54,7 @@ class Call:
         self.headers = dict(line.split(": ", 1) for line in lines)
         self.data = data
         self.keep_alive = True  # the connection, after the answer; to be set before it begins
+        self.transport = writer.transport
         self._reader, self._writer = reader, writer
         self._has_begun = False
 
@@ -88,7 +88,8 @@ class Call:
 
     async def write(self, *pieces: bytes) -> None:
         """Send bytes of a stream, each piece as a chunk of its own."""
-        wire = b"" if self._has_begun else head_of(200, STREAM, CHUNKED, self.closing)
+        close = () if self.keep_alive else ("Connection: close",)
+        wire = b"" if self._has_begun else head_of(200, *STREAM, *close)
         self._has_begun = True
         await self.put(wire + b"".join(framed(piece) for piece in pieces))
 
@@ -119,14 +120,6 @@ class Call:
         self._writer.write(data)
         await self._writer.drain()
 
-    @property
-    def closing(self) -> str:
-        return "" if self.keep_alive else "Connection: close"
-
-    @property
-    def transport(self) -> asyncio.WriteTransport:
-        return self._writer.transport
-
     async def until(self, due_s: float) -> bool:
         """Wait; return whether the client is still there."""
         # In steps, because nothing wakes this when the client leaves.
@@ -140,12 +133,11 @@ class Call:
 
 
 Play = Callable[[Call], Awaitable[object]]
-STREAM = "Content-Type: text/event-stream; charset=utf-8"
-CHUNKED = "Transfer-Encoding: chunked"
+STREAM = ("Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
 
 
 def head_of(status: int, *fields: str) -> bytes:
-    lines = (f"HTTP/1.1 {status} Scripted", "Server: scripted", *filter(None, fields))
+    lines = (f"HTTP/1.1 {status} Scripted", "Server: scripted", *fields)
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 
@@ -290,14 +282,13 @@ class Stage:
 
     async def _perform(self, call: Call, script: Script, number: int, answer: Answer) -> None:
         free_s = 0.0
-        call.keep_alive = script.then == "end" and script.chunked
-        for at_ms, data, num_tokens in _on_the_wire(script, call.wanted, number):
-            if not await call.until(max(call.received_s + at_ms / 1e3, free_s)):
+        call.keep_alive = script.then == "end"
+        for part in _on_the_wire(script, call.wanted, number):
+            if not await call.until(max(call.received_s + part.at_ms / 1e3, free_s)):
                 return
-            rest = await _drip(call, data, script.drip_bytes)
             began_s = monotonic()
-            call.transport.write(rest)
-            answer.writes.append(Write(began_s, monotonic() - began_s, num_tokens))
+            call.transport.write(part.data)
+            answer.writes.append(Write(began_s, monotonic() - began_s, part.num_tokens))
             answer.held_writes += call.transport.get_write_buffer_size() > 0
             free_s = monotonic() + SPACING_S
         if script.then == "reset":
@@ -315,35 +306,21 @@ def _number(prompt: list[int] | str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _on_the_wire(
-    script: Script, wanted: Wanted, number: int
-) -> list[tuple[float, bytes, tuple[int, ...]]]:
-    """Return the moments, bytes and tokens of the writes: headers with the first part."""
+def _on_the_wire(script: Script, wanted: Wanted, number: int) -> list[Part]:
+    """Return the parts as HTTP, the head with the first and the end of the body with the last."""
     if (body := script.body) is not None:
-        wait = script.retry_after_s
-        fields = ("" if wait is None else f"Retry-After: {wait:g}", f"Content-Type: {script.kind}")
-        head = head_of(script.status, *fields, f"Content-Length: {len(body)}")
-        return [(script.last_ms, head + body, ())]
-    parts = parts_of(script, wanted, number)
-    if not script.chunks and script.headers_ms is None and script.then != "end":
+        wait_s = script.retry_after_s
+        wait = () if wait_s is None else (f"Retry-After: {wait_s:g}",)
+        fields = (f"Content-Type: {script.kind}", f"Content-Length: {len(body)}", *wait)
+        return [Part(script.last_ms, head_of(script.status, *fields) + body)]
+    if not script.chunks and script.then != "end":
         return []  # closed without a word
-    wire = [framed(part.data) if script.chunked else part.data for part in parts]
-    wire[0] = head_of(200, STREAM, CHUNKED if script.chunked else "Connection: close") + wire[0]
-    if script.chunked and script.then == "end":
-        wire[-1] += b"0\r\n\r\n"
-    return [
-        (part.at_ms, data, part.num_tokens) for part, data in zip(parts, wire, strict=True) if data
-    ]
-
-
-async def _drip(call: Call, data: bytes, size: int) -> bytes:
-    """Write pieces of what tells nothing by itself; return the rest, which ends an event."""
-    num_idle = data.find(b"\n\n")
-    while 0 < size <= num_idle:
-        call.transport.write(data[:size])
-        data, num_idle = data[size:], num_idle - size
-        await asyncio.sleep(DRIP_S)
-    return data
+    parts = parts_of(script, wanted, number)
+    wire = [framed(part.data) for part in parts]
+    wire[0] = head_of(200, *STREAM) + wire[0]
+    wire[-1] += b"0\r\n\r\n" if script.then == "end" else b""
+    pairs = zip(parts, wire, strict=True)
+    return [Part(part.at_ms, data, part.num_tokens) for part, data in pairs if data]
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,6 @@ the client but the start of its schedule, and that is checked: no request arrive
 sent, and no token before it was written. Pure.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -118,7 +117,7 @@ def judge(played: Played, tolerance_ms: float) -> Verdict:
         figures=figures,
         counts=_counts(played),
         reads=f"lag p99 {summary.lag.p99:.2f} ms; {_reads(played, tolerance_ms)}",
-        wrong=[*_asked_once(played), *_crowding(played), *_differences(played, summary)],
+        wrong=[*_asked_once(played), *_differences(played, summary)],
         doubts=[*_clock_doubts(played, tolerance_ms), *doubts],
     )
 
@@ -180,17 +179,6 @@ def _asked_once(played: Played) -> list[str]:
         for index in range(len(played.cases))
         if asked[FIRST_NUMBER + index] != 1
     ]
-
-
-def _crowding(played: Played) -> list[str]:
-    """A request may come only after the last byte of one that it waited for."""
-    moments = [(one.received_s, 1) for one in played.answers if one.writes]
-    moments += [(one.writes[-1].at_s, -1) for one in played.answers if one.writes]
-    most = max(itertools.accumulate(change for _, change in sorted(moments)), default=0)
-    limit = played.mix.concurrency
-    if limit is None or most <= limit:
-        return []
-    return [f"{most} requests were under way at once, not {limit} at most"]
 
 
 def _differences(played: Played, summary: Summary) -> list[str]:

@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
 from baton.bench.records import LoadResult, Message, Outcome, Planned
-from baton.bench.selftest.answers import error, token
+from baton.bench.selftest.answers import DONE, error, token, usage
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer, Stage
 from baton.bench.selftest.scripts import answer_ids
+from baton.bench.verify import MismatchKind, compare_outputs, reference
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 
@@ -355,3 +357,34 @@ def test_certificates_that_cannot_be_read_are_a_mistake_of_the_user() -> None:
     target = Target("https://127.0.0.1:1", MODEL, ca_file="no-such-file.pem")
     with pytest.raises(ConfigError, match=r"cannot read certificates from 'no-such-file.pem'"):
         run_load(Load(target, requests(2)))
+
+
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_tokens_that_were_damaged_under_load_are_named(by_ids: bool) -> None:
+    whole = list(range(20))
+    damages = {
+        "right": whole,
+        MismatchKind.REORDERED: [*whole[:9], 10, 9, *whole[11:]],
+        MismatchKind.LOST: [*whole[:10], *whole[11:], 30],
+        MismatchKind.DOUBLED: [*whole[:11], *whole[10:19]],
+        MismatchKind.WRONG: [*whole[:10], 30, *whole[11:]],
+    }
+    asked: set[object] = set()
+
+    async def script(call: Call) -> None:
+        number = list(call.prompt)[0]
+        sent = whole if number in asked else list(damages.values())[int(number) - 1]
+        asked.add(number)
+        ids = [[one] if by_ids else None for one in sent]
+        chunks = (token(f" t{one}", shown) for one, shown in zip(sent, ids, strict=True))
+        await call.send(*chunks, usage(len(sent)), DONE)
+
+    planned = [
+        msgspec.structs.replace(one, output_tokens=len(whole)) for one in requests(len(damages))
+    ]
+    with ScriptedServer(script) as server:
+        target = Target(server.url, MODEL)
+        records = run_load(Load(target, planned, keep_text=not by_ids)).records
+        mismatches = compare_outputs(reference(target, planned), records)
+    assert ["right", *(one.kind for one in mismatches)] == list(damages)
+    assert [one.index for one in mismatches] == [1, 2, 3, 4]

@@ -142,8 +142,8 @@ def test_what_the_server_returned_is_kept() -> None:
 
 
 def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one() -> None:
-    opening, thought = delta("", role="assistant"), delta(None, reasoning_content="hm")
-    record = read(opening, thought, delta("b"), DONE, asked=2, chat=True)
+    thought = event({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
+    record = read(delta(""), thought, delta("b"), DONE, asked=2, chat=True)
     assert record.outcome is Outcome.ANSWERED
     assert counts(record) == [(2, 1), (3, 1)]
     assert record.text == "hmb"
