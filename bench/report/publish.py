@@ -87,10 +87,7 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
 
 
 def is_usable(report: Report) -> bool:
-    """Return whether the figures stand: a search by what it confirmed, others by all runs."""
-    if report.search is not None:
-        return report.search.confirmed
-    return bool(report.runs) and not report.invalid
+    return report.verdict in ("VALID", "CONFIRMED")
 
 
 def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
