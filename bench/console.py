@@ -32,7 +32,7 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
     sections = [section for section in results(report) if not section.is_run]
     if len(report.runs) == 1:
         run = report.runs[0]
-        found = latencies(run.summary, "Latency, ms", LATENCIES, PERCENTILES)
+        found = latencies(run.summary, LATENCIES, PERCENTILES)
         sections.insert(0, Section("", run.label, [], [found, totals(run), *faults(run)]))
     for section in sections:
         _say(console, section.title, *section.lines, "")
@@ -46,7 +46,7 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
 
 
 def _problems(report: Report) -> list[str]:
-    """Each problem once; of several runs those that make one invalid, and what most runs share."""
+    """Return each problem once; of several runs, what makes one invalid and what most share."""
     found = [(run, problem) for run in report.runs for problem in run.problems]
     if len(report.runs) == 1 and report.search is None:
         problems = [f"{problem.severity.upper()}: {problem.text}" for _, problem in found]
@@ -66,7 +66,7 @@ def _noted(note: str) -> str:
 
 
 def _grids(table: Table, width: int) -> Iterator[Grid]:
-    """The parts of a table that fit; the first column names the rows in each of them."""
+    """Return the parts of a table that fit; the first column names the rows in each of them."""
     widths = [
         GAP + min(MAX_CELL, max(map(len, column)))
         for column in zip(table.columns, *table.rows, strict=True)
