@@ -32,7 +32,7 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
     sections = [section for section in results(report) if not section.is_run]
     if len(report.runs) == 1:
         run = report.runs[0]
-        found = latencies(run.summary, "Latency, ms", LATENCIES, PERCENTILES)
+        found = latencies(run.summary, LATENCIES, PERCENTILES)
         sections.insert(0, Section("", run.label, [], [found, totals(run), *faults(run)]))
     for section in sections:
         _say(console, section.title, *section.lines, "")
@@ -41,37 +41,24 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
             for grid in _grids(table, width):
                 console.print(grid)
             _say(console, *([table.caption] if table.caption else []), "")
-    _say(console, *map(_noted, report.notes), *_problems(report), verdict(report))
+    _say(console, *map(_noted, report.notes), *_problems(report), report.verdict)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def verdict(report: Report) -> str:
-    if not report.runs:
-        return "no run"
-    if report.search is not None:
-        return "CONFIRMED" if report.search.confirmed else "NOT CONFIRMED"
-    if not report.invalid:
-        return "VALID"
-    return "INVALID: these figures are not the server's and must not be used"
-
-
-def _problems(report: Report) -> Iterator[str]:
-    """Each problem once; of several runs those that make one invalid, and what most runs share."""
-    alone = len(report.runs) == 1 and report.search is None
+def _problems(report: Report) -> list[str]:
+    """Return each problem once; of several runs, what makes one invalid and what most share."""
+    found = [(run, problem) for run in report.runs for problem in run.problems]
+    if len(report.runs) == 1 and report.search is None:
+        problems = [f"{problem.severity.upper()}: {problem.text}" for _, problem in found]
+        return [*problems, *map(_noted, report.runs[0].notes)]
     # Invalid runs are no flaw of a search, which goes on until it knows what it can.
     form = "INVALID: {}: {}" if report.search is None else "note: {} was INVALID: {}"
-    found = [(run, problem) for run in report.runs for problem in run.problems]
-    for run, problem in found:
-        if alone:
-            yield f"{problem.severity.upper()}: {problem.text}"
-        elif problem.is_invalid:
-            yield form.format(run.label, problem.text)
-    if alone:
-        yield from map(_noted, report.runs[0].notes)
-        return
-    for text, count in Counter(one.text for _, one in found if not one.is_invalid).items():
+    lines = [form.format(run.label, one.text) for run, one in found if one.is_invalid]
+    shared = Counter(problem.text for _, problem in found if not problem.is_invalid)
+    for text, count in shared.items():
         if 2 * count >= len(report.runs):
-            yield f"WARNING: {count} of {len(report.runs)} runs: {text}"
+            lines.append(f"WARNING: {count} of {len(report.runs)} runs: {text}")
+    return lines
 
 
 def _noted(note: str) -> str:
@@ -79,13 +66,13 @@ def _noted(note: str) -> str:
 
 
 def _grids(table: Table, width: int) -> Iterator[Grid]:
-    """The parts of a table that fit; the first column names the rows in each of them."""
-    columns = [
-        [_plain(cell) for cell in one] for one in zip(table.columns, *table.rows, strict=True)
+    """Return the parts of a table that fit; the first column names the rows in each of them."""
+    widths = [
+        GAP + min(MAX_CELL, max(map(len, column)))
+        for column in zip(table.columns, *table.rows, strict=True)
     ]
-    widths = [min(MAX_CELL, max(map(len, column))) + GAP for column in columns]
     parts = [[0]]
-    for place in range(1, len(columns)):
+    for place in range(1, len(widths)):
         taken = sum(widths[one] for one in parts[-1]) + widths[place] - GAP
         if width and taken > width and len(parts[-1]) > 1 and not table.is_pairs:
             parts.append([0])
@@ -94,21 +81,21 @@ def _grids(table: Table, width: int) -> Iterator[Grid]:
         grid = Grid(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
         grid.show_header = not table.is_pairs
         for place in part:
-            grid.add_column(Text(columns[place][0]), justify="right" if place else "left")
-            if table.is_pairs:
-                grid.columns[-1].justify = "left"
-            else:
-                grid.columns[-1].no_wrap, grid.columns[-1].max_width = True, MAX_CELL
-        for row in range(1, len(columns[0])):
-            grid.add_row(*(Text(columns[place][row]) for place in part))
+            grid.add_column(_text(table.columns[place]))
+            if not table.is_pairs:
+                column = grid.columns[-1]
+                column.justify = "right" if place else "left"
+                column.no_wrap, column.max_width = True, MAX_CELL
+        for row in table.rows:
+            grid.add_row(*(_text(row[place]) for place in part))
         yield grid
 
 
 def _say(console: Console, *lines: str) -> None:
     for line in lines:
         style = next((STYLES[word] for word in STYLES if line.startswith(word)), "")
-        console.print(Text(_plain(line), style), soft_wrap=True)
+        console.print(_text(line, style), soft_wrap=True)
 
 
-def _plain(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+def _text(text: str, style: str = "") -> Text:
+    return Text("".join(letter if letter.isprintable() else " " for letter in text), style)

@@ -5,7 +5,6 @@ results alone.
 """
 
 import os
-from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
@@ -33,12 +32,7 @@ class LoadProgress:
             self._status.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -145,6 +145,17 @@ class Report(msgspec.Struct, kw_only=True):
         found = [(run, problem) for run in self.runs for problem in run.problems]
         return [(run, problem.text) for run, problem in found if problem.is_invalid]
 
+    @property
+    def verdict(self) -> str:
+        """Whether the figures may be used, in words: a search stands by what it confirmed."""
+        if self.search is not None:
+            return "CONFIRMED" if self.search.confirmed else "NOT CONFIRMED"
+        if not self.runs:
+            return "no run"
+        if not self.invalid:
+            return "VALID"
+        return "INVALID: these figures are not the server's and must not be used"
+
 
 class _Head(msgspec.Struct):
     schema: str = ""

@@ -159,7 +159,7 @@ def _of_requests(report: Report, found: list[Group]) -> Iterator[Drawing]:
 
 
 def _timelines(report: Report) -> Iterator[Drawing]:
-    """Of the runs with faults, else of a single run: many of them would say little."""
+    """Draw the runs with faults, or a single run: the timelines of many runs would say little."""
     chosen = [run for run in report.runs if run.faults or (len(report.runs) == 1 and run.measured)]
     for place, run in enumerate(chosen[:MAX_TIMELINES], 1):
         shown = timeline(run, report.bounds)
@@ -171,7 +171,7 @@ def _timelines(report: Report) -> Iterator[Drawing]:
 
 
 def _points(sweep: Sweep, x: Floats, y: Floats, figure: Figure) -> Axes:
-    """A point per rate; a cross where a run is invalid."""
+    """Draw a point per rate, and a cross where a run is invalid."""
     axes = figure.subplots()
     axes.plot(x, y, color=HUES[0], marker="o", markersize=4.5)
     wrong = ~sweep.valid
@@ -217,7 +217,7 @@ def _frontier(sweep: Sweep, worth: Floats, y_label: str, figure: Figure) -> None
 def _cdf(
     curves: list[tuple[Group, list[float]]], x_label: str, bound_ms: float | None, figure: Figure
 ) -> None:
-    """Shares of requests at or below a time, with the bound as a line."""
+    """Draw the share of requests at or below each time, with the bound as a line."""
     axes = figure.subplots()
     for place, (group, times_ms) in enumerate(curves):
         # Shades of one hue where the groups are steps of one quantity, hues where they are kinds.
@@ -233,7 +233,7 @@ def _cdf(
 
 
 def _time_axis(axes: Axes, times_ms: Floats, bound_ms: float) -> None:
-    """Logarithmic where a linear axis would squeeze most values into its first tenth."""
+    """Make the axis logarithmic if a linear one would squeeze most values into its first tenth."""
     positive = times_ms[times_ms > 0]
     if not len(positive):
         return
@@ -248,7 +248,7 @@ def _time_axis(axes: Axes, times_ms: Floats, bound_ms: float) -> None:
 
 
 def _gaps(gaps: Floats, bound_ms: float | None, figure: Figure) -> None:
-    """How often each gap occurred, on a logarithmic axis since the rare ones matter."""
+    """Draw how often each gap occurred, on a logarithmic axis since the rare ones matter."""
     axes = figure.subplots()
     # A clock's resolution can make gaps of nothing, which a logarithmic axis cannot show.
     least = max(float(gaps.min()), float(gaps.max()) / 1e5, 1e-3)
@@ -270,7 +270,7 @@ def _gaps(gaps: Floats, bound_ms: float | None, figure: Figure) -> None:
 
 
 def _stages(rows: list[tuple[str, Mapping[str, float]]], figure: Figure) -> None:
-    """Where the time of requests goes, part by part, for each group of requests."""
+    """Draw where the time of requests goes, part by part, for each group of requests."""
     figure.set_figheight(max(HEIGHT, 1.3 + 0.42 * len(rows)))
     axes = figure.subplots()
     seen = {name for _, means in rows for name, time_ms in means.items() if time_ms > 0}
@@ -297,7 +297,7 @@ def _stages(rows: list[tuple[str, Mapping[str, float]]], figure: Figure) -> None
 
 
 def _stage_hue(name: str) -> str:
-    """The same hue for a stage in every report."""
+    """Return the hue of a stage, which is the same in every report."""
     if name == UNATTRIBUTED:
         return MUTED
     place = list(STAGES).index(name) if name in STAGES else len(STAGES) + len(name)
@@ -305,7 +305,7 @@ def _stage_hue(name: str) -> str:
 
 
 def _timeline(shown: Timeline, faults: list[Injected], figure: Figure) -> None:
-    """Requests in flight, tokens and good requests per second over the run, faults marked."""
+    """Draw requests in flight, tokens and good requests per second over the run, and its faults."""
     figure.set_figheight(5.4)
     flight, tokens, arrivals = figure.subplots(3, 1, sharex=True)
     flight.stairs(shown.in_flight, shown.edges_s, fill=True, color=HUES[0], alpha=0.22)
@@ -339,7 +339,7 @@ def _timeline(shown: Timeline, faults: list[Injected], figure: Figure) -> None:
 
 
 def _mark(axes: Axes, label: str, at: float, *, at_top: bool = False) -> None:
-    """A line across the drawing, its label along it."""
+    """Draw a line across the drawing, with its label along it."""
     axes.axvline(at, color=MUTED, linestyle="--", linewidth=1.1)
     place, va = (at, 0.97 if at_top else 0.03), "top" if at_top else "bottom"
     _note(axes, label, place, (-3, 0), ("data", "axes fraction"), rotation=90, ha="right", va=va)
@@ -353,16 +353,16 @@ def _note(
     coordinates: str | tuple[str, str] = "data",
     **style: str | float,
 ) -> None:
-    """A small text, `offset` points from `place`."""
+    """Write a small text, `offset` points from `place`."""
     style = {"color": MUTED, "fontsize": 8.5, **style}
     axes.annotate(text, place, offset, coordinates, "offset points", None, None, **style)
 
 
 def _number(value: float, _position: int | None) -> str:
-    """10,000 rather than 10 to the power of 4."""
+    """Return 10,000 rather than 10 to the power of 4."""
     return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
 def _short(label: str) -> str:
-    """A label that leaves room for the drawing."""
+    """Return a label that leaves room for the drawing."""
     return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"

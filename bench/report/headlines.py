@@ -56,7 +56,7 @@ def subject(report: Report) -> str:
 
 
 def _shown_run(report: Report) -> Run | None:
-    """The only run, or the last one at the rate that a search found."""
+    """Return the only run, or the last one at the rate that a search found."""
     if report.search is not None:
         at_rate = [run for run in report.runs if run.rate == report.search.rate]
         return at_rate[-1] if at_rate else None
@@ -72,7 +72,7 @@ def usable(report: Report) -> bool:
 
 def _of_run(run: Run, target: float) -> list[Headline]:
     summary = run.summary
-    offered = f"of {number(summary.offered_rate)} offered"
+    offered = f"of {quantity(summary.offered_rate, 'requests/s')} offered"
     if summary.attainment is None:
         first = [Headline("Answered", number(summary.answered_rate), "requests/s", offered)]
     else:
@@ -100,7 +100,7 @@ def _of_run(run: Run, target: float) -> list[Headline]:
 
 
 def _latency(run: Run, name: str, field: str) -> Headline:
-    """The median large, since it is the steadier; beside it how many met that bound alone."""
+    """Show the median large, since it is the steadier, and how many requests met that bound."""
     found: Distribution | None = getattr(run.summary, field)
     if found is None:
         return Headline(f"{name} p50", NONE)
@@ -123,16 +123,16 @@ def _of_sweep(valid: list[Run], target: float) -> list[Headline]:
         most = max((run.summary.offered_rate or 0.0 for run in held), default=None)
         best = max(bounded, key=lambda run: run.summary.goodput or 0.0).summary
         found += [
-            Headline(f"Highest rate with {share(target)} attained", number(most), "requests/s",
+            Headline(f"Largest rate with {share(target)} attained", number(most), "requests/s",
                      "of the rates that were run", bool(held), "" if held else "none"),
-            Headline("Most goodput", number(best.goodput), "requests/s",
-                     f"{number(best.offered_rate)} offered"),
+            Headline("Largest goodput", number(best.goodput), "requests/s",
+                     f"{quantity(best.offered_rate, 'requests/s')} offered"),
         ]  # fmt: skip
     fastest = max(valid, key=lambda run: run.summary.tokens_per_s)
     lowest = min(valid, key=lambda run: run.summary.offered_rate or 0.0)
     return [
         *found,
-        Headline("Most output", number(fastest.summary.tokens_per_s), "tokens/s",
+        Headline("Largest output", number(fastest.summary.tokens_per_s), "tokens/s",
                  f"at {fastest.label}"),
         _latency(lowest, f"At {lowest.label}: TTFT", "ttft"),
         _latency(lowest, f"At {lowest.label}: TPOT", "tpot"),
@@ -143,10 +143,9 @@ def _searched(search: Found, target: float) -> Headline:
     name = f"Largest rate with {share(target)} attained"
     if search.rate is None:
         return Headline(name, NONE, "", search.line, False, "none found")
-    verdict, note = "not confirmed", ""
-    if search.confirmed:
-        verdict = "confirmed"
-        note = "" if search.offered_rate is None else f"{number(search.offered_rate)} offered"
+    verdict, note = "confirmed" if search.confirmed else "not confirmed", ""
+    if search.confirmed and search.offered_rate is not None:
+        note = f"{quantity(search.offered_rate, 'requests/s')} offered"
     return Headline(name, number(search.rate), "requests/s", note, search.confirmed, verdict)
 
 

@@ -123,7 +123,7 @@ def _row(run: Run, record: Record, counted: bool) -> list[Cell]:
 
 
 def _cell(value: Cell) -> Cell:
-    """Text that a spreadsheet would take for a formula gets a quote before it."""
+    """Put a quote before text that a spreadsheet would take for a formula."""
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
@@ -163,5 +163,5 @@ def _line(cells: list[str]) -> str:
 
 
 def _text(text: str) -> str:
-    """One line on which nothing is markup."""
+    """Return one line on which nothing is markup."""
     return _MARKUP.sub(r"\\\1", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The frame of a report: begun before the first request, finished after the last one.
+"""How a report begins before the first request, and ends after the last one.
 
 Every experiment begins one, puts its runs in, and ends with `finish`, which prints, writes the
 files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others. This is the
@@ -87,10 +87,7 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
 
 
 def is_usable(report: Report) -> bool:
-    """Return whether the figures stand: a search by what it confirmed, others by all runs."""
-    if report.search is not None:
-        return report.search.confirmed
-    return bool(report.runs) and not report.invalid
+    return report.verdict in ("VALID", "CONFIRMED")
 
 
 def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
@@ -132,7 +129,7 @@ def _write(report: Report, folder: Path) -> list[Path]:
 
 
 def _drawings(report: Report) -> "list[Drawing] | None":
-    """None where the extra `plots` is not installed."""
+    """Return None where the extra `plots` is not installed."""
     try:
         from baton.bench.report.drawings import drawings
     except ModuleNotFoundError as error:
@@ -144,7 +141,7 @@ def _drawings(report: Report) -> "list[Drawing] | None":
 
 
 def _untold_caches(runs: Sequence[Run]) -> list[str]:
-    """Servers that do not say what they had cached: vLLM says so only when it is started to."""
+    """Name the servers that did not say what they had cached; vLLM does only when asked to."""
     silent = [
         run
         for run in runs
@@ -155,7 +152,7 @@ def _untold_caches(runs: Sequence[Run]) -> list[str]:
 
 
 def _folder(name: str) -> Path | None:
-    """Made now, so that no load runs for a report that could not be written."""
+    """Make the folder now, so that no load runs for a report that could not be written."""
     if not name:
         return None
     folder = Path(name)

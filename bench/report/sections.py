@@ -61,17 +61,14 @@ def background(report: Report) -> list[Section]:
 
 
 def latencies(
-    summary: Summary,
-    title: str = "Latency, ms",
-    names: Sequence[str] = LATENCIES,
-    percentiles: Sequence[str] = PERCENTILES,
+    summary: Summary, names: Sequence[str] = LATENCIES, percentiles: Sequence[str] = PERCENTILES
 ) -> Table:
     rows = []
     for name in names:
         found: Distribution | None = getattr(summary, name)
         if found is not None:
             rows.append([name, f"{found.count:,}", *_percentiles(found, *percentiles)])
-    return Table(title, ["figure", "samples", *percentiles], rows)
+    return Table("Latency, ms", ["figure", "samples", *percentiles], rows)
 
 
 def totals(run: Run) -> Table:
@@ -156,7 +153,7 @@ def _run(key: str, run: Run) -> Section:
 
 
 def _reasons(run: Run) -> list[Table]:
-    """The failures' own words, most frequent first."""
+    """Return the failures' own words, the most frequent first."""
     counts = Counter(
         (str(record.outcome).replace("_", " "), record.detail)
         for record in run.counted
@@ -168,7 +165,7 @@ def _reasons(run: Run) -> list[Table]:
 
 
 def _stages(run: Run) -> list[Table]:
-    """Where the time went, and how well the parts add up to the whole."""
+    """Return where the time went, and how well the parts add up to the whole."""
     found = summarise_stages(run.counted)
     if found is None:
         return []
@@ -190,7 +187,7 @@ def _stages(run: Run) -> list[Table]:
 
 
 def _overview(report: Report) -> list[Section]:
-    """One row per run, where there are several."""
+    """Return a row per run, where there are several."""
     if len(report.runs) < 2:
         return []
     columns = [
@@ -213,7 +210,9 @@ def _overview(report: Report) -> list[Section]:
             f"{summary.num_requests - summary.outcomes.get('answered', 0):,}",
             "INVALID" if run.invalid else "warnings" if run.problems else "yes",
         ])  # fmt: skip
-    return [Section("runs", "Runs", [], [Table("", columns, rows, "latencies in ms")])]
+    return [
+        Section("runs", "Runs", [], [Table("", columns, rows, "Latencies are in milliseconds.")])
+    ]
 
 
 def _search(report: Report) -> list[Section]:
@@ -229,7 +228,7 @@ def _search(report: Report) -> list[Section]:
         ]
         for probe in report.search.probes
     ]
-    table = Table("", ["rate/s", "why", "attainment", "valid", "saturated"], rows)
+    table = Table("", ["rate/s", "purpose", "attainment", "valid", "saturated"], rows)
     return [Section("search", "Search", [report.search.line], [table])]
 
 
@@ -248,9 +247,9 @@ def _comparison(report: Report) -> list[Section]:
             ]
             rows.append([row.name, *medians, *ratios, row.better])
         caption = (
-            "medians of the rounds; ratios are medians of the rounds' ratios with the ends of "
-            f"their 95 % interval, or of their range in fewer than {MIN_ROUNDS} rounds. * no "
-            "difference shown: the interval includes 1, or there were too few rounds"
+            "Medians of the rounds. A ratio is the median of the rounds' ratios, with the ends of "
+            f"its 95 % interval, or of its range in fewer than {MIN_ROUNDS} rounds. * no "
+            "difference was shown: the interval includes 1, or there were too few rounds."
         )
         tables.append(Table("", columns, rows, caption))
     if report.parity:

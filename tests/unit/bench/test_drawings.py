@@ -119,35 +119,29 @@ def test_runs_of_one_label_have_a_bar_each_and_long_labels_leave_room(tmp_path: 
     shown.png(tmp_path / "one.png")  # matplotlib's warnings are errors
 
 
-def test_rounds_of_an_arm_are_one_curve() -> None:
+def test_rounds_of_an_arm_are_one_curve_and_of_many_rates_some_are_shown() -> None:
     runs = [scene_run(SHORT, f"{arm}, round {place}") for place in (1, 2) for arm in ("old", "new")]
     for run in runs:
         run.arm, run.round = run.label[:3], int(run.label[-1])
-    found = groups(report_of(runs, command="compare"))
-    assert [(group.label, len(group.runs)) for group in found] == [("old", 2), ("new", 2)]
-    assert "attainment" not in names(report_of(runs, command="compare"))
-
-
-def test_of_many_rates_some_curves_are_shown_the_first_and_last_among_them() -> None:
-    report = sweep(*(float(rate) for rate in range(1, 13)))
-    found = groups(report)
-    assert len(found) == MAX_CURVES
-    assert (found[0].label, found[-1].label) == ("1/s", "12/s")
-    assert "8 of the runs are shown" in drawing(report, "ttft-cdf").caption
-    (axes,) = drawing(report, "ttft-cdf").figure().axes
-    shades = [line.get_alpha() or 0.0 for line in axes.lines[:MAX_CURVES]]
-    assert shades == sorted(set(shades))
+    arms = report_of(runs, command="compare")
+    assert [(group.label, len(group.runs)) for group in groups(arms)] == [("old", 2), ("new", 2)]
+    assert "attainment" not in names(arms)
+    rates = sweep(*(float(rate) for rate in range(1, 13)))
+    labels = [group.label for group in groups(rates)]
+    assert (len(labels), labels[0], labels[-1]) == (MAX_CURVES, "1/s", "12/s")
+    shown = drawing(rates, "ttft-cdf")
+    assert "8 of the runs are shown" in shown.caption
+    shades = [line.get_alpha() or 0.0 for line in shown.figure().axes[0].lines[:MAX_CURVES]]
+    assert shades == sorted(set(shades)), "steps of one quantity are shades of one hue"
 
 
 def test_points_are_in_the_order_of_their_rates_and_an_invalid_one_is_a_cross() -> None:
     report = sweep(4.0, 1.0, 2.0)
     report.runs[0].problems = [invalid("the client was late")]
     found = Sweep(report)
-    assert found.rates == [1.0, 2.0, 4.0]
-    assert found.valid.tolist() == [True, True, False]
+    assert (found.rates, found.valid.tolist()) == ([1.0, 2.0, 4.0], [True, True, False])
     assert [group.label for group in groups(report)] == ["1/s", "2/s", "INVALID 4/s"]
-    (axes,) = drawing(report, "attainment").figure().axes
-    points, crosses = axes.lines[0], axes.lines[1]
+    points, crosses = drawing(report, "attainment").figure().axes[0].lines[:2]
     assert len(np.asarray(points.get_xdata())) == 3
     assert np.asarray(crosses.get_xdata()).tolist() == [report.runs[0].summary.offered_rate]
 

@@ -284,7 +284,7 @@ def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
     report.search = with_offered(search.result(), report.runs)
     assert report.search.offered_rate == pytest.approx(3.9)
     assert "; 3.9/s were offered (median of the confirming runs)" in report.search.line
-    assert headlines(report)[0].note == "3.90 offered"
+    assert headlines(report)[0].note == "3.90 requests/s offered"
     assert "3.9/s were offered" in shown(report)
     unconfirmed = msgspec.structs.replace(search.result(), confirmed=False)
     assert with_offered(unconfirmed, report.runs) == unconfirmed
