@@ -11,10 +11,11 @@ TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "host_pool.py", "int
 PURE = (
     "bench/figures/metrics.py",
     "bench/figures/paired.py",
-    "bench/figures/saturation.py",
     "bench/figures/search.py",
     "bench/figures/stages.py",
     "bench/figures/validity.py",
+    "bench/plan/arrivals.py",
+    "bench/plan/plan.py",
     "decode_node/intake.py",
     "decode_node/scheduler.py",
     "decode_node/stream.py",

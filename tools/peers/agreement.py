@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.report.document import read_json
 from baton.bench.report.provenance import Provenance, collect, complete
-from baton.bench.selftest.scripted_server import ScriptedServer
-from baton.bench.selftest.scripts import MODEL as SCRIPTED
+from baton.bench.selftest.scripted_server import MODEL as SCRIPTED
+from baton.bench.selftest.scripted_server import ScriptedServer, Stage
 from baton.bench.selftest.scripts import Script, paced
 from baton.protocol.errors import BatonError, ConfigError, NodeError
 from tools.peers.arms import MODEL_NAME, PORTS_PER_ARM, Place, commands, parse_arm
@@ -182,8 +182,9 @@ def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> l
 @contextlib.contextmanager
 def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Served]:
     if arm_text == SCRIPTED:
-        with ScriptedServer() as server:
-            server.play(scripts(load))
+        stage = Stage()
+        stage.prepare(scripts(load))
+        with ScriptedServer(stage.play) as server:
             yield Served(server.url, SCRIPTED, model)
         return
     arm = msgspec.structs.replace(parse_arm(arm_text), keeps_prefixes=False)
@@ -202,7 +203,7 @@ def scripts(load: Load) -> dict[int, list[Script]]:
         count = -(-load.output_tokens // size)
         sizes = [size] * (count - 1) + [load.output_tokens - size * (count - 1)]
         gaps = [size * dice.uniform(10, 30) for _ in range(count - 1)]
-        made[number] = [Script(chunks=paced(dice.uniform(80, 300), gaps, sizes))]
+        made[number] = [Script(paced(dice.uniform(80, 300), gaps, sizes))]
     return made
 
 

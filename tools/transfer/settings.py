@@ -1,17 +1,16 @@
 """The settings of `python -m tools.transfer`, and the flags that are made of them.
 
 Read by `tools.transfer`; written into its reports. Help and units are in the annotations. Lists are
-written `64 256` or `64,256`.
+written `64,256`.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field, fields_of
+from baton.runtime.fields import fields_of, with_values
 from baton.runtime.flag_parser import FlagParser
 
 MIB = 1 << 20
@@ -22,67 +21,61 @@ Size = Annotated[int, Meta(ge=1)]
 
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_kib: Annotated[
-        tuple[Size, ...], Meta(min_length=1, description="block sizes", extra={"unit": "KiB"})
+        tuple[Size, ...], Meta(min_length=1, description="sizes of a block", extra={"unit": "KiB"})
     ] = (64, 256, 1024, 4096)
     blocks: Annotated[
         tuple[Size, ...],
-        Meta(min_length=1, description="blocks of one read; reads that do not fit are left out"),
+        Meta(
+            min_length=1,
+            description="numbers of blocks of one read; reads that do not fit are left out",
+        ),
     ] = (1, 16, 64, 256, 1024)
     patterns: Annotated[
         tuple[Pattern, ...],
         Meta(min_length=1, description="where a read's blocks lie: run, gather or scattered"),
     ] = ("run", "gather", "scattered")
     transports: Annotated[
-        tuple[TransportName, ...], Meta(description="shm or nixl; none takes all that work here")
+        tuple[TransportName, ...],
+        Meta(description="transports to measure; without it all that work on this machine"),
     ] = ()
-    reads: Annotated[int, Meta(ge=1, description="timed reads of each kind, by every way")] = 100
+    reads: Annotated[int, Meta(ge=1, description="timed reads of each kind by each transport")] = (
+        100
+    )
     pool_mib: Annotated[
-        int, Meta(ge=1, description="memory for the blocks, three times", extra={"unit": "MiB"})
+        int,
+        Meta(
+            ge=1, description="memory of each of the three pools of blocks", extra={"unit": "MiB"}
+        ),
     ] = 256
-    max_read_mib: Annotated[int, Meta(ge=1, description="largest read", extra={"unit": "MiB"})] = 64
-    seed: Annotated[int, Meta(ge=0, description="of the places and of the turns")] = 0
-    json: Annotated[str, Meta(description="file for the report")] = ""
+    max_read_mib: Annotated[
+        int, Meta(ge=1, description="size of the largest read", extra={"unit": "MiB"})
+    ] = 64
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of the blocks' places and of the order of turns")
+    ] = 0
+    json: Annotated[str, Meta(description="file to write the report to")] = ""
 
 
 def command_line(settings: TransferSettings) -> list[str]:
-    """What gives these settings; the place of the report is nobody's business."""
-    words = ["baton", "bench", "transfer"]
+    """The flags that give these settings, without the file of the report."""
+    words = ["python", "-m", "tools.transfer"]
     for field in fields_of(TransferSettings):
         value = getattr(settings, field.key)
         if value != field.default and field.key != "json":
-            parts = value if field.is_list else (value,)
-            words += [_flag(field.key), *(str(part) for part in parts)]
+            shown = ",".join(str(entry) for entry in value) if field.is_list else str(value)
+            words += [field.flag, shown]
     return words
 
 
 def parse(arguments: Sequence[str]) -> TransferSettings:
-    """Flags from the settings; a list is written `64 256` or `64,256`."""
     parser = FlagParser(
         "python -m tools.transfer", description="Measure the transports of KV blocks."
     )
-    fields = {field.key: field for field in fields_of(TransferSettings)}
-    for key, field in fields.items():
-        nargs = "+" if field.is_list else None
-        metavar = field.unit.upper() or key.upper()
-        parser.add_argument(_flag(key), dest=key, nargs=nargs, metavar=metavar, help=field.help)
+    fields = fields_of(TransferSettings)
+    parser.add_settings(fields, group_of=lambda _: "settings")
     given = vars(parser.parse_args(arguments))
-    values = {key: _value(fields[key], text) for key, text in given.items() if text is not None}
-    return msgspec.convert(values, TransferSettings)
-
-
-def _value(field: Field, given: str | list[str]) -> object:
-    if isinstance(given, str):
-        return field.from_text(given)
-    parts = [part for text in given for part in text.split(",") if part]
-    try:
-        return msgspec.convert(parts, field.annotation, strict=False)
-    except msgspec.ValidationError as error:
-        (item, _) = get_args(field.plain_type)
-        names = get_args(item) if get_origin(item) is Literal else ()
-        what = " or ".join(names) or "whole numbers from 1 up"
-        text = f"{_flag(field.key)} cannot be {' '.join(given)!r}: expected {what}"
-        raise ConfigError(text) from error
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
+    return with_values(
+        TransferSettings(),
+        {field.name: field.from_text(given[field.name], field.flag)
+         for field in fields if given[field.name] is not None},
+    )  # fmt: skip

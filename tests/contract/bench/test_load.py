@@ -3,25 +3,26 @@
 import asyncio
 import os
 import signal
-import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+import msgspec
 import pytest
-from aiohttp import web
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
-from baton.bench.client.worker import Line, Tally
-from baton.bench.client.worker_messages import LENGTH, Batch, Finished, decode_from_worker
-from baton.bench.records import ClientProcess, LoadResult, Message, Outcome, Planned, Record
+from baton.bench.records import LoadResult, Message, Outcome, Planned
+from baton.bench.selftest.answers import DONE, error, token, usage
+from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer, Stage
+from baton.bench.selftest.scripts import answer_ids
+from baton.bench.verify import MismatchKind, compare_outputs, reference
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
-from tests.support.scripted_openai import Call, ScriptedOpenAI, answer, error, token
 
 WAIT_S = 20.0
+answer = Stage().play
 
 
 def requests(num: int, rate: float | None = 100.0, num_warm_up: int = 0) -> list[Planned]:
@@ -43,10 +44,27 @@ def outcomes(result: LoadResult) -> Counter[Outcome]:
     return Counter(record.outcome for record in result.records)
 
 
-async def hang(call: Call) -> web.StreamResponse:
+async def hang(call: Call) -> None:
     await call.write(token())
     await asyncio.sleep(60.0)
-    return await call.end()
+
+
+async def slow(call: Call) -> None:
+    await asyncio.sleep(0.1)
+    await answer(call)
+
+
+async def first_or_hang(call: Call) -> None:
+    await (answer(call) if call.prompt == [1] else hang(call))
+
+
+def refuses(is_refused: Callable[[Call], bool], **fields: str) -> Play:
+    """Answers the others."""
+
+    async def script(call: Call) -> None:
+        await (call.reply(503, error("full"), **fields) if is_refused(call) else answer(call))
+
+    return script
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -54,8 +72,8 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
     seen: list[Progress] = []
     starts: list[float] = []
     planned = requests(20, num_warm_up=4)
-    with ScriptedOpenAI() as server:
-        load = Load(Target(server.url, "tiny"), planned, processes=processes)
+    with ScriptedServer() as server:
+        load = Load(Target(server.url, MODEL), planned, processes=processes)
         before_s = monotonic()
         result = run_load(load, on_progress=seen.append, on_start=starts.append)
     assert outcomes(result) == {Outcome.ANSWERED: 24}
@@ -78,15 +96,14 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
 def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
     running: list[int] = [0]
 
-    async def script(call: Call) -> web.StreamResponse:
+    async def script(call: Call) -> None:
         running.append(running[-1] + 1)
-        response = await answer(call)
+        await answer(call)
         running.append(running[-1] - 1)
-        return response
 
     planned = requests(30, rate=None, num_warm_up=3)
-    with ScriptedOpenAI(script) as server:
-        load = Load(Target(server.url, "tiny"), planned, 3, closed=True, processes=2)
+    with ScriptedServer(script) as server:
+        load = Load(Target(server.url, MODEL), planned, 3, closed=True, processes=2)
         result = run_load(load)
     assert outcomes(result) == {Outcome.ANSWERED: 33}
     assert max(running) <= 3
@@ -99,13 +116,9 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
 
 
 def test_a_closed_loop_may_end_by_time() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
-        return await answer(call)
-
-    with ScriptedOpenAI(script) as server:
+    with ScriptedServer(slow) as server:
         load = Load(
-            Target(server.url, "tiny"), requests(500, None), 1, closed=True, stop_after_s=1.5
+            Target(server.url, MODEL), requests(500, None), 1, closed=True, stop_after_s=1.5
         )
         result = run_load(load)
     assert 0 < len(result.records) < 500
@@ -114,9 +127,9 @@ def test_a_closed_loop_may_end_by_time() -> None:
 
 
 def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
-    with ScriptedOpenAI() as server:
+    with ScriptedServer() as server:
         url = server.url
-    load = Load(Target(url, "tiny"), requests(10_000, None), 2, closed=True, stop_after_s=3.0)
+    load = Load(Target(url, MODEL), requests(10_000, None), 2, closed=True, stop_after_s=3.0)
     result = run_load(load)
     # Each of the two after 0, 0.1, 0.3, 0.7, 1.5 and 2.5 s.
     assert set(outcomes(result)) == {Outcome.UNREACHABLE}
@@ -125,14 +138,11 @@ def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> No
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        is_first = len(server.bodies) == 1
-        return error("full", 503, Retry_After="1") if is_first else await answer(call)
-
     planned = conversation(2, messages=lambda turn: (Message("user", f"q{turn}"),))
     planned = [request for request in planned if request.turn < num_turns]
-    with ScriptedOpenAI(script) as server:
-        result = run_load(Load(Target(server.url, "tiny", api="chat"), planned, 1, closed=True))
+    script = refuses(lambda call: call is server.calls[0], Retry_After="1")
+    with ScriptedServer(script) as server:
+        result = run_load(Load(Target(server.url, MODEL, api="chat"), planned, 1, closed=True))
     assert outcomes(result) == {Outcome.REFUSED: num_turns, Outcome.ANSWERED: num_turns}
     assert result.records[num_turns].sent_s >= result.records[0].end_s + 1.0
 
@@ -141,18 +151,15 @@ def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
     ("num", "stop_after_s", "is_stopped"), [(9, None, True), (9, 2.0, False), (1, None, False)]
 )
 def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: bool) -> None:
-    async def script(_: Call) -> web.StreamResponse:
-        return error("full", 503, Retry_After="10")
-
     stop = threading.Event()
 
     def watch(progress: Progress) -> None:
         if progress.ended and is_stopped:
             stop.set()
 
-    with ScriptedOpenAI(script) as server:
+    with ScriptedServer(refuses(lambda _: True, Retry_After="10")) as server:
         load = Load(
-            Target(server.url, "tiny"), requests(num, None), 1, closed=True,
+            Target(server.url, MODEL), requests(num, None), 1, closed=True,
             stop_after_s=stop_after_s,
         )  # fmt: skip
         result = run_load(load, on_progress=watch, stop=stop)
@@ -161,12 +168,8 @@ def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: b
 
 
 def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
-        return await answer(call)
-
-    with ScriptedOpenAI(script) as server:
-        result = run_load(Load(Target(server.url, "tiny"), requests(4), concurrency=1))
+    with ScriptedServer(slow) as server:
+        result = run_load(Load(Target(server.url, MODEL), requests(4), concurrency=1))
     assert outcomes(result) == {Outcome.ANSWERED: 4}
     ordered = sorted(result.records, key=lambda record: record.sent_s)
     assert [record.index for record in ordered] == [0, 1, 2, 3]
@@ -176,14 +179,10 @@ def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
 
 
 def test_failures_are_records_too() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == [3]:
-            return error("full", 503, Retry_After="1")
-        return await answer(call)
-
-    with ScriptedOpenAI(script) as server:
+    script = refuses(lambda call: call.prompt == [3], Retry_After="1")
+    with ScriptedServer(script) as server:
         seen: list[Progress] = []
-        load = Load(Target(server.url, "tiny"), requests(5), processes=2)
+        load = Load(Target(server.url, MODEL), requests(5), processes=2)
         result = run_load(load, on_progress=seen.append)
     assert outcomes(result) == {Outcome.ANSWERED: 4, Outcome.REFUSED: 1}
     assert (result.records[2].status, result.records[2].retry_after_s) == (503, 1.0)
@@ -208,47 +207,44 @@ def conversation(count: int, **more: object) -> list[Planned]:
 
 def test_a_chat_goes_on_with_what_the_server_said() -> None:
     planned = conversation(2, messages=lambda turn: (Message("user", f"q{turn}"),))
-    with ScriptedOpenAI() as server:
-        target = Target(server.url, "tiny", api="chat")
+    with ScriptedServer() as server:
+        target = Target(server.url, MODEL, api="chat")
         result = run_load(Load(target, planned, processes=2, keep_text=True))
-        longest = max(server.bodies, key=lambda body: len(str(body["messages"])))
-    said = [(message["role"], message["content"]) for message in longest["messages"]]  # type: ignore[attr-defined]
-    own = ("assistant", " 0 1")
+        messages = [call.body["messages"] for call in server.calls]
+    longest = max((found for found in messages if isinstance(found, list)), key=len)
+    said = [(message["role"], message["content"]) for message in longest]
+    text = "".join(f" t{one}" for one in answer_ids(0, 2))
+    own = ("assistant", text)
     assert said == [("user", "q0"), own, ("user", "q1"), own, ("user", "q2")]
     assert outcomes(result) == {Outcome.ANSWERED: 6}
     first, second, third = result.records[:3]
     assert second.intended_s == pytest.approx(first.end_s + 0.02)
     assert third.intended_s == pytest.approx(second.end_s + 0.02)
-    assert first.text == " 0 1"
+    assert first.text == text
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_token_ids_of_answers_are_appended_to_the_prompt(closed: bool) -> None:
     planned = conversation(1, prompt_ids=lambda turn: (10 + turn,))
-    with ScriptedOpenAI() as server:
-        target = Target(server.url, "tiny", token_ids=True)
+    with ScriptedServer() as server:
+        target = Target(server.url, MODEL)
         result = run_load(Load(target, planned, 1 if closed else None, closed=closed))
-        prompts = [body["prompt"] for body in server.bodies]
+        prompts = [call.prompt for call in server.calls]
     assert outcomes(result) == {Outcome.ANSWERED: 3}
-    assert prompts == [[10], [10, 0, 1, 11], [10, 0, 1, 11, 0, 1, 12]]
+    said = answer_ids(0, 2)
+    assert prompts == [[10], [10, *said, 11], [10, *said, 11, *said, 12]]
 
 
 def test_turns_that_a_failure_took_away_count_as_failed() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return error("full", 429) if len(server.bodies) == 2 else await answer(call)
-
     planned = conversation(1, messages=lambda turn: (Message("user", f"q{turn}"),))
-    with ScriptedOpenAI(script) as server:
-        result = run_load(Load(Target(server.url, "tiny", api="chat"), planned))
-        assert len(server.bodies) == 2
+    with ScriptedServer(refuses(lambda call: call is not server.calls[0])) as server:
+        result = run_load(Load(Target(server.url, MODEL, api="chat"), planned))
+        assert len(server.calls) == 2
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.REFUSED: 2}
     assert result.records[2].detail == "not sent: turn 1 of the conversation failed"
 
 
 def test_a_stop_brings_back_what_there_is() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return await (answer(call) if call.body["prompt"] == [1] else hang(call))
-
     stop = threading.Event()
 
     def watch(progress: Progress) -> None:
@@ -256,17 +252,14 @@ def test_a_stop_brings_back_what_there_is() -> None:
             stop.set()
 
     planned = [*requests(3), Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,))]
-    with ScriptedOpenAI(script) as server:
-        load = Load(Target(server.url, "tiny"), planned, processes=2)
+    with ScriptedServer(first_or_hang) as server:
+        load = Load(Target(server.url, MODEL), planned, processes=2)
         result = run_load(load, on_progress=watch, stop=stop)
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 2}
     assert [record.num_tokens for record in result.records[1:]] == [1, 1]
 
 
 def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return await (answer(call) if call.body["prompt"] == [1] else hang(call))
-
     stop = threading.Event()
     shown: list[Progress] = []
 
@@ -276,8 +269,8 @@ def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
         if progress.ended == 1 and "Z" in states:
             stop.set()
 
-    with ScriptedOpenAI(script) as server:
-        load = Load(Target(server.url, "tiny", timeout_s=15.0), requests(2), processes=2)
+    with ScriptedServer(first_or_hang) as server:
+        load = Load(Target(server.url, MODEL, timeout_s=15.0), requests(2), processes=2)
         result = run_load(load, on_progress=watch, stop=stop)
     assert stop.is_set()
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 1}
@@ -296,8 +289,8 @@ def _state(pid: int) -> str:
 
 def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
     stop = threading.Event()
-    with ScriptedOpenAI(hang) as server:
-        load = Load(Target(server.url, "tiny"), requests(2, None, 1), 1, closed=True)
+    with ScriptedServer(hang) as server:
+        load = Load(Target(server.url, MODEL), requests(2, None, 1), 1, closed=True)
         watch = threading.Thread(target=lambda: (asyncio.run(server.asked()), stop.set()))
         watch.start()
         result = run_load(load, stop=stop)
@@ -322,8 +315,8 @@ def test_ctrl_c_ends_a_load_at_once_and_its_client_processes() -> None:
             pids.extend(_children())
             signal.raise_signal(signal.SIGINT)
 
-    with ScriptedOpenAI(hang) as server:
-        load = Load(Target(server.url, "tiny"), requests(2), processes=2)
+    with ScriptedServer(hang) as server:
+        load = Load(Target(server.url, MODEL), requests(2), processes=2)
         with pytest.raises(KeyboardInterrupt):
             run_load(load, on_progress=interrupt)
     assert len(pids) >= 2
@@ -335,8 +328,8 @@ def test_a_client_process_that_dies_is_an_error() -> None:
         if progress.in_flight == 2:
             os.kill(int(_children()[-1]), signal.SIGKILL)
 
-    with ScriptedOpenAI(hang) as server:
-        load = Load(Target(server.url, "tiny"), requests(2), processes=2)
+    with ScriptedServer(hang) as server:
+        load = Load(Target(server.url, MODEL), requests(2), processes=2)
         with pytest.raises(BatonError, match=r"client process client-\d failed .*exit code -9"):
             run_load(load, on_progress=kill)
 
@@ -349,50 +342,49 @@ def test_a_client_process_that_dies_is_an_error() -> None:
         ({"concurrency": 0}, "room for one"),
         ({"closed": True}, "needs a concurrency"),
         ({"requests": requests(2, None)}, "needs an arrival time"),
-        ({"target": Target("http://a", "tiny", api="chat")}, "chat API takes none"),
+        ({"target": Target("http://a", MODEL, api="chat")}, "chat API takes none"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused_before_it_starts(
     more: dict[str, object], words: str
 ) -> None:
-    fields: dict[str, object] = {"target": Target("http://a", "tiny"), "requests": requests(2)}
+    fields: dict[str, object] = {"target": Target("http://a", MODEL), "requests": requests(2)}
     with pytest.raises(ConfigError, match=words):
         run_load(Load(**{**fields, **more}))  # type: ignore[arg-type]
 
 
 def test_certificates_that_cannot_be_read_are_a_mistake_of_the_user() -> None:
-    target = Target("https://127.0.0.1:1", "tiny", ca_file="no-such-file.pem")
+    target = Target("https://127.0.0.1:1", MODEL, ca_file="no-such-file.pem")
     with pytest.raises(ConfigError, match=r"cannot read certificates from 'no-such-file.pem'"):
         run_load(Load(target, requests(2)))
 
 
-def test_the_last_records_arrive_although_the_load_reads_late() -> None:
-    """What the kernel does not take at once is less than asyncio would make a writer wait for."""
-    ours, theirs = socket.socketpair()
-    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    tally = Tally(keep_text=False)
-    tally.start(0.0)
-    for index in range(200):
-        tally.add(
-            Record(index=index, intended_s=0.0, sent_s=0.0, end_s=0.0, outcome=Outcome.ANSWERED)
-        )
-    assert sum(map(len, tally.encoded)) < 64 * 1024
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_tokens_that_were_damaged_under_load_are_named(by_ids: bool) -> None:
+    whole = list(range(20))
+    damages = {
+        "right": whole,
+        MismatchKind.REORDERED: [*whole[:9], 10, 9, *whole[11:]],
+        MismatchKind.LOST: [*whole[:10], *whole[11:], 30],
+        MismatchKind.DOUBLED: [*whole[:11], *whole[10:19]],
+        MismatchKind.WRONG: [*whole[:10], 30, *whole[11:]],
+    }
+    asked: set[object] = set()
 
-    async def report() -> None:
-        line = Line(*await asyncio.open_connection(sock=theirs))
-        await line.report(tally, ClientProcess(1, 0.0, 0.0, 200, 0, 0.0))
+    async def script(call: Call) -> None:
+        number = next(iter(call.prompt))
+        sent = whole if number in asked else list(damages.values())[int(number) - 1]
+        asked.add(number)
+        ids = [[one] if by_ids else None for one in sent]
+        chunks = (token(f" t{one}", shown) for one, shown in zip(sent, ids, strict=True))
+        await call.send(*chunks, usage(len(sent)), DONE)
 
-    thread = threading.Thread(target=asyncio.run, args=(report(),))
-    thread.start()
-    thread.join(0.5)  # it must still wait by then, for nothing was read
-    with ours:
-        ours.settimeout(WAIT_S)
-        data = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-    thread.join(WAIT_S)
-    messages = []
-    while data:
-        end = LENGTH.size + LENGTH.unpack_from(data)[0]
-        messages.append(decode_from_worker(data[LENGTH.size : end]))
-        data = data[end:]
-    assert isinstance(messages[-1], Finished)
-    assert sum(len(message.records) for message in messages if isinstance(message, Batch)) == 200
+    planned = [
+        msgspec.structs.replace(one, output_tokens=len(whole)) for one in requests(len(damages))
+    ]
+    with ScriptedServer(script) as server:
+        target = Target(server.url, MODEL)
+        records = run_load(Load(target, planned, keep_text=not by_ids)).records
+        mismatches = compare_outputs(reference(target, planned), records)
+    assert ["right", *(one.kind for one in mismatches)] == list(damages)
+    assert [one.index for one in mismatches] == [1, 2, 3, 4]

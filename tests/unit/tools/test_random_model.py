@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.bench.plan.prompt_files import read_prompts
+from baton.bench.plan.traces import read_prompts
 from baton.engine.model_config import read_decoder_config
 from baton.engine.models.loading import load_decoder
 from baton.engine.tensor_parallel import SingleRank
