@@ -1,4 +1,4 @@
-"""Loads over client processes: every planned request comes back, whatever becomes of it."""
+"""Loads over client processes: every planned request comes back, answered or not."""
 
 import asyncio
 import os
@@ -300,7 +300,7 @@ def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
 
 @pytest.fixture
 def _hears_ctrl_c() -> Iterator[None]:
-    """Whoever started these tests may have told them to ignore it."""
+    """A parent of the tests may have told them to ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
