@@ -85,7 +85,7 @@ class Session:
         return not self.stopped
 
     async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
-        """Fill the pool; what cannot be opened is tried again, and judged, when it is needed."""
+        """Open idle connections; what fails is tried again, and judged, when it is needed."""
         opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
         for connection in opened:
             if isinstance(connection, Connection):
@@ -152,7 +152,7 @@ class Session:
     async def exchange(
         self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
     ) -> None:
-        """Send, and return when `exchange` ended. The connection is the pool's from then on."""
+        """Send, and return when `exchange` ended. The connection is the session's from then on."""
 
         def give_up(outcome: Outcome, why: str) -> None:
             exchange.end(monotonic(), Problem(outcome, why))
@@ -249,7 +249,7 @@ def _fill(record: Record, exchange: Exchange, planned: Planned) -> None:
 
 
 def _retry_after_s(headers: dict[str, str]) -> float | None:
-    """From the milliseconds that OpenAI's clients read, or HTTP's seconds; not from dates."""
+    """Read the milliseconds of OpenAI's clients, or HTTP's seconds; dates are not read."""
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", value := headers.get(name, "")):
             return float(value) * unit_s

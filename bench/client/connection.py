@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        """Close it at once: what is on its way is not wanted any more."""
+        """Close the connection at once: what is on its way is not wanted any more."""
         self.is_open, self._exchange, self._parser = False, None, None
         if self._transport is not None:
             self._transport.abort()

@@ -46,7 +46,7 @@ class Exchange:
         await self._ended
 
     def end(self, at_s: float, problem: Problem | None = None) -> None:
-        """Ends the request; nothing that comes later counts."""
+        """End the request; nothing that comes later counts."""
         if not self._ended.done():
             self.end_s, self.problem = at_s, problem
             self._ended.set_result(None)

@@ -237,7 +237,7 @@ class Workers:
                 end.is_finished = True
 
     def _tell_to_stop(self) -> None:
-        """Of one that is gone, `poll` finds out what it left."""
+        """Tell those that still listen; `poll` finds out how the others ended."""
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.pipe.send_bytes(encode(Stop()))

@@ -37,7 +37,7 @@ class Probed(msgspec.Struct, frozen=True):
     continuous_usage: bool
 
     def fit(self, target: Target) -> Target:
-        """`target` with the model's name, and without what this server would refuse or ignore.
+        """Return `target` with the model's name, without what this server would refuse or ignore.
 
         Running usage is asked for where there are no token ids to count.
         """

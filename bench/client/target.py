@@ -79,12 +79,12 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """The endpoint, below the base path."""
+        """Return the endpoint below the base path."""
         return "/chat/completions" if self.is_chat else "/completions"
 
     @property
     def extra(self) -> dict[str, object]:
-        """`extra_body` as a dict; raises `ConfigError`."""
+        """Return `extra_body` as a dict; raises `ConfigError`."""
         if not self.extra_body:
             return {}
         try:
@@ -95,7 +95,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def settled(target: Target, requests: Sequence[Planned]) -> Target:
-    """`target` with its API chosen for `requests`, and the key of the environment if it has none.
+    """Return `target` with its API chosen for `requests`, and by default the environment's key.
 
     The model may still be open: the probe finds out which one the server has. Raises `ConfigError`.
     """
@@ -117,13 +117,13 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def authority(self) -> str:
-        """The value of the header `Host`."""
+        """Return the value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
 
 
 def place_of(url: str) -> Place:
-    """Raises `ConfigError`. The path may end in /v1 or not."""
+    """Return the place of a URL, whose path may end in /v1 or not; raises `ConfigError`."""
     shown = repr(url.rpartition("@")[2])  # what stands before it may be a password
     try:
         parts = urlsplit(url)
@@ -145,7 +145,7 @@ def place_of(url: str) -> Place:
 
 
 def check(target: Target, requests: Sequence[Planned]) -> None:
-    """Raises `ConfigError` where these requests cannot be put to this target."""
+    """Raise `ConfigError` where these requests cannot be put to this target."""
     place_of(target.url)
     if taken := [name for name in OWN_FIELDS if name in target.extra]:
         raise ConfigError(f"the extra body must not set {', '.join(taken)}: the load does")
@@ -169,7 +169,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def body_of(target: Target, planned: Planned) -> bytes:
-    """The JSON of one request."""
+    """Return the JSON of one request."""
     body: dict[str, object] = {"model": target.model}
     if target.is_chat:
         body["messages"] = planned.messages or [{"role": "user", "content": planned.prompt}]

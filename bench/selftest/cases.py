@@ -69,7 +69,7 @@ def _paced(dice: random.Random, sizes: list[int], stall_ms: float = 0.0) -> tupl
 
 
 def _burst(dice: random.Random) -> Script:
-    """Several events in one write, again and again."""
+    """Return several events in one write, again and again."""
     moments = [dice.uniform(20, 120)]
     for _ in range(dice.randint(2, 5)):
         moments.append(moments[-1] + dice.uniform(20, 50))
@@ -77,19 +77,19 @@ def _burst(dice: random.Random) -> Script:
 
 
 def _empty_first(dice: random.Random) -> Script:
-    """An opening without tokens long before the first one."""
+    """Return an opening without tokens long before the first one."""
     first_ms = dice.uniform(80, 160)
     return Script((Chunk(first_ms / 2, 0), *steady(first_ms, dice.uniform(5, 9), 12)))
 
 
 def _late_end(dice: random.Random) -> Script:
-    """Usage and [DONE] come well after the last token."""
+    """Return an answer whose usage and [DONE] come well after its last token."""
     chunks = steady(dice.uniform(20, 120), 7.0, 10)
     return Script(chunks, end_ms=chunks[-1].at_ms + dice.uniform(30, 90))
 
 
 def _uneven(dice: random.Random) -> Script:
-    """Text could not tell these tokens."""
+    """Return chunks of several sizes, which text could not tell."""
     sizes = [dice.choice((1, 1, 2, 5)) for _ in range(dice.randint(4, 12))]
     return Script(_paced(dice, sizes), cached_tokens=dice.randint(1, FILLER_IDS))
 

@@ -87,7 +87,7 @@ def selftest(settings: SelfTest, say: Say = lambda _: None) -> SelfTestReport:
             say(f"{name}: {mix.num_good} good answers and the faulty ones, {mix.rate:g} a second")
             verdicts.append(judge(play(server, stage, name, processes, mix), settings.tolerance_ms))
     say("a port without a server")
-    return SelfTestReport(settings, verdicts, [ask_nobody()])
+    return SelfTestReport(settings, verdicts, [ask_unreachable()])
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def play(server: ScriptedServer, stage: Stage, name: str, processes: int, mix: M
     return Played(name, mix, cases, requests, stage.answers, result, *starts)
 
 
-def ask_nobody() -> Count:
+def ask_unreachable() -> Count:
     """Send requests to a port that was free a moment ago."""
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]

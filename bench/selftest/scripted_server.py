@@ -17,7 +17,7 @@ import ssl
 import struct
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Self
@@ -36,6 +36,7 @@ START_TIMEOUT_S = 30.0
 SILENCE_LIMIT_S = 120.0
 MAX_HEADER_BYTES = 1 << 16
 MAX_TOKENS = 100_000
+MAX_CALLS = 1_000  # that are kept
 # Between the writes of an answer, however late they are: the kernel hands closer ones to the reader
 # as one, and then it cannot be told when the first of them came.
 SPACING_S = 0.002
@@ -51,7 +52,8 @@ class Call:
         self.received_s = monotonic()
         first, *lines = head.decode("latin-1").strip().split("\r\n")
         self.method, self.path, _ = first.split(" ", 2)
-        self.headers = dict(line.split(": ", 1) for line in lines)
+        fields = [line.partition(":") for line in lines]
+        self.headers = {name: value.strip() for name, _, value in fields}
         self.data = data
         self.keep_alive = True  # the connection, after the answer; to be set before it begins
         self.transport = writer.transport
@@ -147,7 +149,7 @@ def framed(data: bytes) -> bytes:
 
 
 class ScriptedServer:
-    """The server, from any thread. A context manager; `calls` are in the order of their arrival."""
+    """The server, from any thread. A context manager; `calls` are the last ones, in order."""
 
     def __init__(
         self,
@@ -157,9 +159,9 @@ class ScriptedServer:
         keep_alive_s: float = 30.0,
         port: int = 0,
     ) -> None:
-        """Without `play` an answer has as many tokens as are wanted; `models` may be a `Play`."""
+        """An answer without `play` has as many tokens as are wanted; `models` may be a `Play`."""
         self.play = play or Stage().play
-        self.calls: list[Call] = []
+        self.calls: deque[Call] = deque(maxlen=MAX_CALLS)
         self.num_connections = 0
         self.url = ""
         self._models, self._tls, self._keep_alive_s = models, tls, keep_alive_s

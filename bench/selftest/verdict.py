@@ -30,7 +30,7 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
-        """From the middle of what is known."""
+        """Return how far it is from the middle of what is known."""
         return self.client - self.truth.middle
 
 
@@ -172,7 +172,7 @@ def _reads(played: Played, tolerance_ms: float) -> str:
 
 
 def _asked_once(played: Played) -> list[str]:
-    """A client that tries again hides a failure."""
+    """Return the requests that did not come once: a client that tries again hides a failure."""
     asked = Counter(one.number for one in played.answers if one.number is not None)
     return [
         f"request {index} reached the server {asked[FIRST_NUMBER + index]} times"

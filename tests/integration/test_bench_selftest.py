@@ -20,7 +20,7 @@ from baton.bench.selftest.cases import FIRST_NUMBER, Counting, Mix
 from baton.bench.selftest.run import (
     SelfTest,
     SelfTestReport,
-    ask_nobody,
+    ask_unreachable,
     play,
     served,
     show,
@@ -96,7 +96,7 @@ def test_every_fault_is_counted_as_often_as_it_was_scripted(played: Played) -> N
     assert verdict.wrong == []
     assert verdict.is_exact
     assert {case.outcome for case in played.cases} == set(Outcome) - {
-        Outcome.UNREACHABLE,  # by `ask_nobody`
+        Outcome.UNREACHABLE,  # by `ask_unreachable`
         Outcome.NO_SOCKET,  # the client's own
         Outcome.STOPPED,  # the client's own
         Outcome.WRONG_TOKENS,  # by `verify`
@@ -176,8 +176,8 @@ def test_a_start_that_cannot_be_true_is_doubted_and_shown(true: Played) -> None:
         assert words in shown.getvalue()
 
 
-def test_requests_that_reach_nobody_are_counted() -> None:
-    assert ask_nobody().is_exact
+def test_requests_to_a_port_without_a_server_are_counted() -> None:
+    assert ask_unreachable().is_exact
 
 
 def test_what_is_written_says_where_it_comes_from(
