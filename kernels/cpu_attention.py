@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.kernels.cpu_products import add_product, transpose
+from baton.kernels.cpu_products import add_product, transpose, widen
 from baton.kernels.cpu_shapes import MAX_STRIP, ROWS, TILE, WIDTH
 from baton.kernels.cpu_vectors import (
     Floats,
@@ -137,41 +137,38 @@ def _unpack(
     width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
     line = per_line(pool)
     to_values = block_size * head_dim
-    in_one_block = block_size % WIDTH == 0
-    is_whole = in_one_block and width == head_dim
+    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows and 16 keys lie together
     for key in range(first, min(first + TILE, end), WIDTH):
         at = _place(table, key, block_size, stride_block, head_dim)
         soon = next_first + key - first
-        is_ahead = soon < next_end
-        ahead = _place(next_table, soon, block_size, stride_block, head_dim) if is_ahead else 0
+        ahead = at  # nothing is ahead: these lines are close already
+        if soon < next_end:
+            ahead = _place(next_table, soon, block_size, stride_block, head_dim)
+        far = key + 2 * TILE  # only the address, which a core may have to look up in memory
+        if far < end:
+            prefetch(pool, _place(table, far, block_size, stride_block, head_dim))
         for i in range(min(WIDTH, end - key)):
-            if is_ahead:
-                d = ahead + i * head_dim
-                while d < ahead + (i + 1) * head_dim:
-                    prefetch(next_pool, d)
-                    prefetch(next_pool, d + to_values)
+            row = shift(values, (key - first + i) * width)
+            if is_whole:
+                here, there = shift(pool, at + i * head_dim), shift(next_pool, ahead + i * head_dim)
+                d = 0
+                while d < head_dim:
+                    prefetch(there, d)
+                    prefetch(there, to_values + d)
+                    widen(shift(row, d), here, to_values + d)
                     d += line
-            here = at + i * head_dim
-            if not in_one_block:
-                here = _place(table, key + i, block_size, stride_block, head_dim)
-            if not is_whole:
+            else:
+                here = shift(pool, _place(table, key + i, block_size, stride_block, head_dim))
                 for d in range(head_dim):
-                    staging[i * width + d] = pool[here + d]
-            row = (key - first + i) * width
-            for d in range(0, head_dim, WIDTH):
-                store(values, row + d, _load(pool, here + to_values + d, head_dim - d))
+                    staging[i * width + d] = here[d]
+                for d in range(0, head_dim, WIDTH):
+                    store(row, d, load_first(here, to_values + d, head_dim - d))
         columns = shift(keys, (key - first) * width)
         rows = shift(pool, at) if is_whole else staging
         d = 0
         while d < width:
             transpose(shift(columns, d * WIDTH), rows, d, width)
             d += line
-
-
-@inlined
-def _load(pointer: Numbers, index: int, count: int) -> object:
-    """16 numbers, or the `count` that are left."""
-    return load(pointer, index) if count >= WIDTH else load_first(pointer, index, count)
 
 
 @kernel

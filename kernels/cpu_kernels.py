@@ -1,4 +1,4 @@
-"""The compiled CPU kernels as functions of tensors, on as many threads as torch may use.
+"""The compiled CPU kernels over one pool as functions of tensors, on as many threads as torch uses.
 
 A kernel's work is a range of rows, or of queries of one KV head, and threads take slices of it: no
 sum is shared between threads, so their number cannot change a bit. Called by the engine's CPU
@@ -21,7 +21,7 @@ from baton.kernels.cpu_library import CpuLibrary
 from baton.kernels.cpu_shapes import LOG2_E, NO_WINDOW, ROWS, WIDTH, padded, scratch_floats
 from baton.kernels.cpu_threads import CpuThreads
 
-# Measured on a Zen 5 core; a guess that is off costs balance, never a bit.
+# Measured on a Zen 5 core. Where they are off, threads share the work unevenly; no bit changes.
 NS_PER_NUMBER = 0.25  # of a row
 NS_PER_KEY_NUMBER = 0.13  # to unpack it
 NS_PER_SCORE_NUMBER = 0.025  # for each query and head that sees the key
@@ -30,95 +30,104 @@ MIN_SLICE_NS = 100_000  # waking a thread takes about half of this
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Queries of one step, cut into items small enough for one thread's scratch memory."""
+    """The queries of one step, in items that fit one thread's scratch memory."""
 
     tables: NDArray[np.int32]  # the block tables one after the other
     items: NDArray[np.int64]  # [num_items, 4]: first row, tokens, first position, start of a table
-    ends: NDArray[np.float64]  # ns until the end of each item of each KV head
-
-
-def attention_work(
-    tables: NDArray[np.int32],
-    spans: NDArray[np.int64],  # [num_spans, 4]: the fields of an item, of any length
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-) -> AttentionWork:
-    """Cut whatever is longer than an item. What is cut together never decides a bit."""
-    longest = max(1, ROWS // group)
-    lengths = spans[:, 1]
-    pieces = -(-lengths // longest)
-    span = np.repeat(np.arange(len(spans)), pieces)
-    skipped = (np.arange(len(span)) - np.repeat(pieces.cumsum() - pieces, pieces)) * longest
-    items = spans[span]
-    items[:, 0] += skipped
-    items[:, 1] = np.minimum(longest, lengths[span] - skipped)
-    items[:, 2] += skipped
-    keys = (items[:, 1] + items[:, 2]) * head_dim
-    costs = keys * (NS_PER_KEY_NUMBER + NS_PER_SCORE_NUMBER * group * items[:, 1])
-    return AttentionWork(tables, items, np.repeat(costs, kv_heads).cumsum())
+    addresses: tuple[int, int]  # of the two
+    cuts: tuple[int, ...]  # between the threads' slices of all items and KV heads
 
 
 class CpuKernels:
-    """One rank's kernels, and the memory and threads they work with. One caller at a time."""
+    """One rank's kernels, and the memory and threads that they work with. One caller at a time."""
 
-    def __init__(self, library: CpuLibrary) -> None:
-        self._library = library
+    def __init__(
+        self,
+        library: CpuLibrary,
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        num_heads: int,
+    ) -> None:
+        _, self.kv_heads, _, _, self.block_size, self.head_dim = pool.shape
+        self.num_heads, self.group = num_heads, num_heads // self.kv_heads
+        self._library = library  # the code is gone when it is
+        self._pool = pool
+        self._strides = (pool.stride(0), pool.stride(1))
+        self._layers = [
+            pool.data_ptr() + layer * pool.stride(2) * pool.element_size()
+            for layer in range(pool.shape[2])
+        ]
         self._threads = CpuThreads()
         self._scratch = torch.empty(0)
+        self._staging_bytes = scratch_floats(self.group, self.head_dim) * 4
+        self._scratch_bytes = self._staging_bytes + WIDTH * padded(self.head_dim) * 4
+
+    def attention_work(
+        self,
+        tables: NDArray[np.int32],
+        spans: NDArray[np.int64],  # [num_spans, 4]: the fields of an item, of any length
+    ) -> AttentionWork:
+        """Cut spans into items. What is computed in one item never decides a bit."""
+        longest = max(1, ROWS // self.group)
+        lengths = spans[:, 1]
+        pieces = -(-lengths // longest)
+        span = np.repeat(np.arange(len(spans)), pieces)
+        skipped = (np.arange(len(span)) - np.repeat(pieces.cumsum() - pieces, pieces)) * longest
+        items = spans[span]
+        items[:, 0] += skipped
+        items[:, 1] = np.minimum(longest, lengths[span] - skipped)
+        items[:, 2] += skipped
+        keys = (items[:, 1] + items[:, 2]) * self.head_dim
+        costs = keys * (NS_PER_KEY_NUMBER + NS_PER_SCORE_NUMBER * self.group * items[:, 1])
+        ends = np.repeat(costs, self.kv_heads).cumsum()
+        count = max(1, min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), len(ends)))
+        inner = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count)
+        addresses = (tables.ctypes.data, items.ctypes.data)
+        return AttentionWork(tables, items, addresses, (0, *inner.tolist(), len(ends)))
 
     def attend(
         self,
         q: Tensor,  # [num_tokens, num_heads, head_dim], contiguous
-        pool: Tensor,
         layer: int,
         work: AttentionWork,
         window: int | None,
         scale: float,
-        out: Tensor,  # as q
+        out: Tensor,  # as q; rows of no span stay as they are
     ) -> None:
         """Causal attention of ragged chunks, or single tokens, over their paged contexts."""
-        _, kv_heads, _, _, block_size, head_dim = pool.shape
-        group = q.shape[1] // kv_heads
-        cuts = _cuts(work)
-        staging = scratch_floats(group, head_dim)
-        size = (staging + WIDTH * padded(head_dim)) * 4
-        if self._scratch.numel() * 4 < size * (len(cuts) - 1):
-            self._scratch = torch.empty(size // 4 * (len(cuts) - 1))
-        scratch = self._scratch.data_ptr()
+        size = self._scratch_bytes
+        if self._scratch.nbytes < size * (len(work.cuts) - 1):
+            self._scratch = torch.empty(size // 4 * (len(work.cuts) - 1))
         arguments = (
-            q.data_ptr(), _of_layer(pool, layer), work.tables.ctypes.data, work.items.ctypes.data,
-            kv_heads, group, head_dim, block_size, pool.stride(0), pool.stride(1),
-            window or NO_WINDOW, scale * LOG2_E, out.data_ptr(),
+            q.data_ptr(), self._layers[layer], *work.addresses, self.kv_heads, self.group,
+            self.head_dim, self.block_size, *self._strides, window or NO_WINDOW, scale * LOG2_E,
+            out.data_ptr(),
         )  # fmt: skip
+        scratch = range(self._scratch.data_ptr(), 1 << 64, size)
         slices = [
-            (first, end, scratch + i * size, scratch + i * size + staging * 4, *arguments)
-            for i, (first, end) in enumerate(pairwise(cuts))
+            (first, end, scratch[i], scratch[i] + self._staging_bytes, *arguments)
+            for i, (first, end) in enumerate(pairwise(work.cuts))
         ]
         self._threads.run(self._library.kernels["attend"], slices)
 
     def rope_and_store(
         self,
-        qkv: Tensor,  # [num_rows, num_heads + 2 * kv_heads, head_dim], contiguous
-        positions: Tensor,  # [num_tokens] int64
-        cos_sin: Tensor,  # [max_position, head_dim] fp32: the cosines, then the sines
-        pool: Tensor,
+        qkv: Tensor,  # [num_rows, (num_heads + 2 * kv_heads) * head_dim], contiguous
         layer: int,
+        positions: Tensor,  # [num_tokens] int64
         slots: Tensor,  # [num_tokens] int64
+        cos_sin: Tensor,  # [max_position, head_dim] fp32: the cosines, then the sines
         head_norms: Tensor | None,  # [num_heads + kv_heads, head_dim]
         eps: float,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries of all tokens."""
         num_tokens = len(slots)
-        _, kv_heads, _, _, block_size, head_dim = pool.shape
-        num_heads = qkv.shape[1] - 2 * kv_heads
-        q = qkv.new_empty(num_tokens, num_heads, head_dim)
+        q = qkv.new_empty(num_tokens, self.num_heads, self.head_dim)
         self._run_rows(
-            "rope_and_store", num_tokens, qkv[0].numel(),
-            qkv.data_ptr(), num_heads, kv_heads, head_dim, positions.data_ptr(),
+            "rope_and_store", num_tokens, qkv.shape[1],
+            qkv.data_ptr(), self.num_heads, self.kv_heads, self.head_dim, positions.data_ptr(),
             cos_sin.data_ptr(), slots.data_ptr(),
             0 if head_norms is None else head_norms.data_ptr(), head_norms is not None, eps,
-            _of_layer(pool, layer), block_size, pool.stride(0), pool.stride(1), q.data_ptr(),
+            self._layers[layer], self.block_size, *self._strides, q.data_ptr(),
         )  # fmt: skip
         return q
 
@@ -151,21 +160,11 @@ class CpuKernels:
         return out
 
     def _run_rows(self, name: str, num_rows: int, row_numbers: int, *arguments: float) -> None:
+        kernel = self._library.kernels[name]
         most = int(num_rows * row_numbers * NS_PER_NUMBER) // MIN_SLICE_NS
-        count = max(1, min(most, torch.get_num_threads(), num_rows))
+        count = min(most, torch.get_num_threads(), num_rows) if most > 1 else 1
+        if count == 1:
+            kernel(0, num_rows, *arguments)
+            return
         cuts = [num_rows * i // count for i in range(count + 1)]
-        slices = [(first, end, *arguments) for first, end in pairwise(cuts)]
-        self._threads.run(self._library.kernels[name], slices)
-
-
-def _cuts(work: AttentionWork) -> list[int]:
-    """Where the items of all KV heads are cut into slices of about equal cost."""
-    total = work.ends[-1]
-    count = max(1, min(int(total) // MIN_SLICE_NS, torch.get_num_threads(), len(work.ends)))
-    inner = np.searchsorted(work.ends, total * np.arange(1, count) / count)
-    return [0, *inner.tolist(), len(work.ends)]
-
-
-def _of_layer(pool: Tensor, layer: int) -> int:
-    """Where the keys of a layer begin in the pool's first block."""
-    return pool.data_ptr() + layer * pool.stride(2) * pool.element_size()
+        self._threads.run(kernel, [(first, end, *arguments) for first, end in pairwise(cuts)])

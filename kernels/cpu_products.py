@@ -179,8 +179,7 @@ def transpose(
             index = builder.add(index, stride)
         columns = _transposed(builder, words)
         if element is HALF:
-            upper = constant(WORDS, 0xFFFF0000)
-            pairs = ((builder.shl(c, constant(WORDS, 16)), builder.and_(c, upper)) for c in columns)
+            pairs = (_split(builder, column) for column in columns)
             columns = [column for pair in pairs for column in pair]
         for number, column in enumerate(columns):
             at = place(builder, target, INT64(number * WIDTH), FLOAT)
@@ -188,6 +187,35 @@ def transpose(
         return NOTHING
 
     return instruction(types.none(target, rows, types.int64, types.int64), emit)
+
+
+@intrinsic
+def widen(context: object, target: types.Type, row: types.Type, index: types.Type) -> object:
+    """Bring the 64 bytes from `row[index]` on to fp32."""
+    element = element_of(row)
+
+    def emit(builder: ir.IRBuilder, target: ir.Value, row: ir.Value, index: ir.Value) -> ir.Value:
+        words = builder.load(place(builder, row, index, element), align=2, typ=WORDS)
+        parts = [words]
+        if element is HALF:
+            even, odd = _split(builder, words)
+            firsts = [lane // 2 + lane % 2 * WIDTH for lane in range(WIDTH)]
+            parts = [
+                builder.shuffle_vector(even, odd, ir.Constant(WORDS, [i + half for i in firsts]))
+                for half in (0, WIDTH // 2)
+            ]
+        for number, part in enumerate(parts):
+            at = place(builder, target, INT64(number * WIDTH), FLOAT)
+            builder.store(part, at, align=4)
+        return NOTHING
+
+    return instruction(types.none(target, row, types.int64), emit)
+
+
+def _split(builder: ir.IRBuilder, words: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The fp32 numbers, as words, of the lower and of the upper bf16 number of each word."""
+    lower = builder.shl(words, constant(WORDS, 16))
+    return lower, builder.and_(words, constant(WORDS, 0xFFFF0000))
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:

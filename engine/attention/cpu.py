@@ -14,8 +14,8 @@ from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch
 from baton.engine.attention.plain import PlainBackend
-from baton.kernels.cpu_kernels import CpuKernels, attention_work
-from baton.kernels.cpu_library import KernelsUnavailable, load_library
+from baton.kernels.cpu_kernels import CpuKernels
+from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from baton.runtime.log import logger
 
 log = logger("attention")
@@ -35,7 +35,7 @@ def make_cpu_backend(
     except KernelsUnavailable as error:
         log.warning("computing with plain torch, which is slower", reason=str(error))
         return PlainBackend(pool, num_heads, cos_sin, eps, window)
-    return CpuBackend(CpuKernels(library), pool, num_heads, cos_sin, eps, window)
+    return CpuBackend(library, pool, num_heads, cos_sin, eps, window)
 
 
 class CpuBackend:
@@ -46,19 +46,19 @@ class CpuBackend:
 
     def __init__(
         self,
-        kernels: CpuKernels,
+        library: CpuLibrary,
         pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
         num_heads: int,
         cos_sin: Tensor,  # [max_position, head_dim]
         eps: float,
         window: int | None,  # keys that a query sees, itself included
     ) -> None:
-        self.pool = pool
-        self.num_heads = num_heads
-        self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+        self.dtype = pool.dtype
+        self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
         self.window = window
-        self._kernels = kernels
+        self.scale = self.head_dim**-0.5
+        self._kernels = CpuKernels(library, pool, num_heads)
         self._cos_sin = cos_sin.contiguous()
 
     def begin(self, batch: Batch) -> None:
@@ -69,22 +69,19 @@ class CpuBackend:
             (span.row, span.length, span.start, start)
             for span, start in zip(batch.spans, starts, strict=False)
         ]
-        self._work = attention_work(
-            np.fromiter(chain.from_iterable(used), np.int32),
-            np.array(spans, np.int64),
-            self.kv_heads,
-            self.num_heads // self.kv_heads,
-            self.head_dim,
+        self._work = self._kernels.attention_work(
+            np.fromiter(chain.from_iterable(used), np.int32), np.array(spans, np.int64)
         )
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         q = self._kernels.rope_and_store(
-            qkv.view(len(qkv), -1, self.head_dim), self._positions, self._cos_sin, self.pool, layer,
-            self._slots, head_norms, self.eps,
-        )  # fmt: skip
-        out = qkv.new_empty(len(qkv), self.num_heads * self.head_dim)
-        out[len(q) :] = 0.0
-        self._kernels.attend(q, self.pool, layer, self._work, self.window, self.head_dim**-0.5, out)
+            qkv, layer, self._positions, self._slots, self._cos_sin, head_norms, self.eps
+        )
+        num_tokens, num_heads, head_dim = q.shape
+        out = qkv.new_empty(qkv.shape[0], num_heads * head_dim)
+        if len(out) > num_tokens:
+            out[num_tokens:] = 0.0
+        self._kernels.attend(q, layer, self._work, self.window, self.scale, out)
         return out
 
     def add_rms_norm(

@@ -102,15 +102,25 @@ def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> Non
     assert_same_bits(logits(runner, shared.chunk(128, 200))[0], expected[128:])
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_number_of_threads_leaves_no_trace(dtype: str) -> None:
+def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None:
     config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=20)
     one = text("one", 140)
     with loaded(config) as runner:
         needs_rules(runner)
         expected = chunked_logits(runner, one, [140])
-    with num_threads(2), loaded(config) as runner:
+    with num_threads(threads), loaded(config) as runner:
         assert_same_bits(chunked_logits(runner, one, [90, 1, 9, 40]), expected)
+
+
+def test_no_size_of_a_batch_leaves_a_trace(runner: Runner) -> None:
+    texts = [text(str(number), 1 + 11 * number % 48, 3 * number) for number in range(64)]
+    alone = [chunked_logits(runner, each, [len(each.tokens)])[-1:] for each in texts]
+    for batch in (2, 5, 31, 64):
+        steps = [each.chunk(len(each.tokens) - 1, len(each.tokens)) for each in texts[:batch]]
+        for ours, expected in zip(logits(runner, *steps), alone, strict=False):
+            assert_same_bits(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

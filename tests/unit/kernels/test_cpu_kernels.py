@@ -1,0 +1,225 @@
+"""The compiled CPU kernels against their torch twins, and bits that nothing beside a row decides.
+
+Slots that no sequence owns hold NaN, as does all of block 0, which unused table entries name.
+"""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels import reference
+from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
+from baton.kernels.cpu_library import CpuLibrary, load_library
+from tests.support.kernel_cases import (
+    LAYER,
+    AttentionShape,
+    Batch,
+    assert_equal_bits,
+    attention_batch,
+    rotation_table,
+)
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# The same sums in another order: fp32 to a few units in the last place, bf16 rounded once.
+TOLERANCE = {FP32: (2e-6, 2e-6), BF16: (8e-3, 1e-6)}
+RAGGED = AttentionShape(contexts=(200, 1, 64, 65, 33, 16), queries=(140, 1, 64, 1, 20, 3))
+
+
+def no_progress(done: int, total: int) -> None:
+    """For those who do not watch."""
+
+
+@cache
+def library(dtype: torch.dtype) -> CpuLibrary:
+    return load_library(is_bf16=dtype == BF16, progress=no_progress)
+
+
+def assert_close(ours: Tensor, twin: Tensor) -> None:
+    rtol, atol = TOLERANCE[twin.dtype]
+    torch.testing.assert_close(ours, twin, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def kernels(batch: Batch) -> CpuKernels:
+    return CpuKernels(library(batch.pool.dtype), batch.pool, batch.q.shape[1])
+
+
+def work(ours: CpuKernels, batch: Batch, spans: list[tuple[int, int, int, int]]) -> AttentionWork:
+    return ours.attention_work(batch.block_tables.flatten().numpy(), np.array(spans))
+
+
+def spans_of(batch: Batch) -> list[tuple[int, int, int, int]]:
+    """First row, tokens, first position, start of the block table, of each sequence."""
+    starts, width = batch.query_starts.tolist(), batch.block_tables.shape[1]
+    return [
+        (starts[i], starts[i + 1] - starts[i], end - starts[i + 1] + starts[i], i * width)
+        for i, end in enumerate(batch.context_lens.tolist())
+    ]
+
+
+def attended(batch: Batch, spans: list[tuple[int, int, int, int]], window: int | None) -> Tensor:
+    ours, q = kernels(batch), batch.q.contiguous()
+    out = torch.full_like(q, float("nan"))
+    ours.attend(q, LAYER, work(ours, batch, spans), window, batch.scale, out)
+    return out
+
+
+def check_attention(shape: AttentionShape, window: int | None = None) -> None:
+    batch = attention_batch(shape, "cpu")
+    twin = reference.paged_prefill_attention(
+        batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
+        batch.scale, window,
+    )  # fmt: skip
+    assert_close(attended(batch, spans_of(batch), window), twin)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 24, 64, 256, 1024])
+def test_attention_over_blocks_of_any_size(dtype: torch.dtype, block_size: int) -> None:
+    check_attention(dataclasses.replace(RAGGED, dtype=dtype, block_size=block_size))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("head_dim", [32, 48, 64, 80, 112, 128, 256])
+def test_attention_with_heads_of_any_size(dtype: torch.dtype, head_dim: int) -> None:
+    check_attention(dataclasses.replace(RAGGED, dtype=dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 16])
+def test_attention_with_groups_of_any_size(dtype: torch.dtype, group: int) -> None:
+    check_attention(dataclasses.replace(RAGGED, dtype=dtype, num_heads=2 * group))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("window", [1, 2, 15, 64, 65, 100, 199, 1000])
+def test_attention_through_a_window(dtype: torch.dtype, window: int) -> None:
+    check_attention(dataclasses.replace(RAGGED, dtype=dtype), window)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("group", [1, 4, 6])
+def test_chunks_and_single_tokens_get_the_bits_of_the_whole_prompt(
+    dtype: torch.dtype, group: int, window: int | None
+) -> None:
+    shape = AttentionShape(
+        contexts=(330,), queries=(330,), num_heads=2 * group, head_dim=64, dtype=dtype
+    )
+    batch = attention_batch(shape, "cpu")
+    whole = attended(batch, [(0, 330, 0, 0)], window)
+    for size in (1, 2, 3, 31, 64, 100, 329):
+        cuts = range(0, 330, size)
+        spans = [(first, min(size, 330 - first), first, 0) for first in cuts]
+        assert_equal_bits(attended(batch, spans, window), whole)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_token_gets_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    contexts = tuple(1 + 37 * i % 300 for i in range(64))
+    batch = attention_batch(AttentionShape(contexts, (1,) * 64, head_dim=64, dtype=dtype), "cpu")
+    spans = spans_of(batch)
+    together = attended(batch, spans, None)
+    for count in (1, 2, 7, 33):
+        assert_equal_bits(attended(batch, spans[:count], None)[:count], together[:count])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_threads_get_the_bits_of_one_thread(dtype: torch.dtype) -> None:
+    """Enough of everything that four threads have a slice each."""
+    shape = AttentionShape((1500, 700, 4000), (300, 700, 1), 8, 4, 64, dtype=dtype)
+    batch = attention_batch(shape, "cpu")
+    ours, q = kernels(batch), batch.q.contiguous()
+    generator = torch.Generator().manual_seed(7)
+    x, residual = torch.randn(2, 3000, 640, generator=generator).to(dtype).unbind()
+    qkv = torch.randn(1001, 16 * 64, generator=generator).to(dtype)
+    positions, slots = torch.arange(1001), torch.arange(1001)
+    table, norms = rotation_table(1001, 64), qkv[0, : 12 * 64]
+
+    def computed(num_threads: int) -> list[Tensor]:
+        torch.set_num_threads(num_threads)
+        plan = work(ours, batch, spans_of(batch))
+        assert len(plan.cuts) == num_threads + 1, "the work is too small to be shared"
+        out = torch.empty_like(q)
+        ours.attend(q, LAYER, plan, None, batch.scale, out)
+        rotated = ours.rope_and_store(qkv, 0, positions, slots, table, norms, 1e-6)
+        normed, stream = ours.add_rms_norm(x, residual, x[0], 1e-6)
+        return [out, rotated, batch.pool[:, :, 0].clone(), normed, stream, ours.silu_mul(x)]
+
+    before = torch.get_num_threads()
+    try:
+        expected = computed(1)
+        for num_threads in (2, 3, 4):
+            for got, alone in zip(computed(num_threads), expected, strict=True):
+                assert_equal_bits(got, alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 256])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotation_and_store(dtype: torch.dtype, head_dim: int, has_norms: bool) -> None:
+    """Scattered slots, rows of padding, and slots of others that must stay as they are."""
+    generator = torch.Generator().manual_seed(1)
+    packed = torch.randn(15, 6 + 2 * 2, head_dim, generator=generator).to(dtype)
+    positions = torch.randint(0, 500, (15,), generator=generator)
+    pool = torch.full((4, 2, 3, 2, 16, head_dim), float("nan"), dtype=dtype)
+    slots = torch.randperm(64, generator=generator)[:13]
+    table = rotation_table(500, head_dim)
+    q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(dtype).unbind()
+    norms = torch.cat((q_norm.expand(6, -1), k_norm.expand(2, -1))) if has_norms else None
+    ours, twins = pool.clone(), pool.clone()
+    got = CpuKernels(library(dtype), ours, 6).rope_and_store(
+        packed.flatten(1), LAYER, positions, slots, table, norms, 1e-5
+    )
+    expected = reference.rope_and_store(
+        packed[:13, :6], packed[:13, 6:8], packed[:13, 8:], positions[:13], table, twins, LAYER,
+        slots, q_norm if has_norms else None, k_norm if has_norms else None, 1e-5,
+    )  # fmt: skip
+    assert_close(got, expected)
+    assert_close(ours, twins)
+    assert_equal_bits(ours[:, :, LAYER, 1], twins[:, :, LAYER, 1])  # values are copied
+    assert torch.equal(ours.isnan(), twins.isnan()), "a slot that was not named was written"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("hidden", [8, 48, 64, 100, 512, 1000])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_residual_and_norm(dtype: torch.dtype, hidden: int, has_residual: bool) -> None:
+    """Rows with a gap between, and the rounded sum as the new residual."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 2 * hidden, generator=generator).to(dtype)[:, :hidden]
+    residual = torch.randn(5, hidden, generator=generator).to(dtype) if has_residual else None
+    weight = torch.randn(hidden, generator=generator).to(dtype)
+    ours = kernels(attention_batch(AttentionShape((1,), (1,), dtype=dtype), "cpu"))
+    normed, stream = ours.add_rms_norm(x, residual, weight, 1e-5)
+    twin, twin_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_equal_bits(stream, twin_stream)
+    assert_close(normed, twin)
+    assert_equal_bits(ours.add_rms_norm(stream[3:4], None, weight, 1e-5)[0], normed[3:4])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("features", [1, 16, 96, 344, 1023])
+def test_gate(dtype: torch.dtype, features: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(dtype)
+    gate_up[0, :features] = torch.linspace(-300, 300, features)
+    ours = kernels(attention_batch(AttentionShape((1,), (1,), dtype=dtype), "cpu"))
+    assert_close(ours.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays() -> None:
+    """The sum of a residual rounds whatever fp32 can hold, as torch rounds it."""
+    bits = torch.randint(-(2**15), 2**15, (64, 2048), dtype=torch.int16)
+    bits[0, :4] = torch.tensor([0x7F81, 0x7FFF, -1, 0x7F80], dtype=torch.int16)  # NaN, infinity
+    x, residual = bits.view(BF16), bits.roll(1, 0).view(BF16)
+    ours = kernels(attention_batch(AttentionShape((1,), (1,), dtype=BF16), "cpu"))
+    _, stream = ours.add_rms_norm(x, residual, x[0], 1e-6)
+    expected = x + residual
+    assert torch.equal(stream.isnan(), expected.isnan())
+    assert_equal_bits(stream[~stream.isnan()], expected[~expected.isnan()])

@@ -1,0 +1,136 @@
+"""Compiled kernels come from a cache that may be missing, damaged or read-only."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding
+import pytest
+
+from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
+
+NAMES = {"attend", "rope_and_store", "add_rms_norm", "silu_mul"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "baton" / "kernels"
+
+
+def loaded() -> tuple[CpuLibrary, list[tuple[int, int]]]:
+    """The library, and what was said while it was compiled."""
+    said: list[tuple[int, int]] = []
+    library = load_library(is_bf16=False, progress=lambda done, total: said.append((done, total)))
+    assert set(library.kernels) == NAMES
+    return library, said
+
+
+def test_kernels_are_compiled_once_and_said_so(cache: Path) -> None:
+    _, said = loaded()
+    assert said == [(done, 4) for done in range(5)]
+    (file,) = cache.iterdir()
+    assert file.name.startswith("fp32-")
+    assert cache.stat().st_mode & 0o077 == 0, "machine code that others may write"
+    assert loaded()[1] == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+def test_a_damaged_cache_is_made_anew(cache: Path, damage: str) -> None:
+    loaded()
+    (file,) = cache.iterdir()
+    whole = bytearray(file.read_bytes())
+    match damage:
+        case "flipped":
+            whole[len(whole) // 2] ^= 1
+        case "cut":
+            del whole[-100:]
+        case "empty":
+            whole.clear()
+        case "other":
+            whole[:] = b"\xff\x00" * 500
+    file.write_bytes(whole)
+    assert loaded()[1], "damaged code was used"
+    assert loaded()[1] == []
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert loaded()[1]
+    assert loaded()[1]
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(KernelsUnavailable, match="numba is not installed"):
+        loaded()
+
+
+def test_without_avx2_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", llvmlite.binding.FeatureMap)
+    with pytest.raises(KernelsUnavailable, match="no AVX2"):
+        loaded()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_compiler_that_fails_is_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "baton.kernels.cpu_compile", None)
+    with pytest.raises(KernelsUnavailable, match="cannot compile"):
+        loaded()
+
+
+# Computes something with every kernel and prints the bits' digest; "avx2" hides newer instructions.
+PROGRAM = """
+import hashlib, sys
+import llvmlite.binding as llvm
+if sys.argv[1] == "avx2":
+    old = "64bit avx avx2 bmi bmi2 cmov cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2"
+    known = {*old.split(), "sse3", "ssse3", "sse4.1", "sse4.2", "xsave"}
+    features = llvm.FeatureMap({name: name in known for name in llvm.get_host_cpu_features()})
+    llvm.get_host_cpu_features = lambda: features
+    llvm.get_host_cpu_name = lambda: "haswell"
+import numpy as np
+import torch
+from baton.kernels.cpu_kernels import CpuKernels
+from baton.kernels.cpu_library import load_library
+torch.set_num_threads(1)
+torch.manual_seed(0)
+library = load_library(is_bf16=True, progress=lambda done, total: None)
+pool = torch.randn(20, 2, 1, 2, 16, 64).bfloat16()
+kernels = CpuKernels(library, pool, 8)
+qkv, table = torch.randn(300, 12 * 64).bfloat16(), torch.randn(300, 64)
+at = torch.arange(300)
+q = kernels.rope_and_store(qkv, 0, at, at, table, qkv[0, : 10 * 64], 1e-6)
+work = kernels.attention_work(np.arange(19, dtype=np.int32), np.array([(0, 300, 0, 0)]))
+out = torch.empty_like(q)
+kernels.attend(q, 0, work, None, 0.125, out)
+normed, stream = kernels.add_rms_norm(out.flatten(1), q.flatten(1), out[0], 1e-6)
+results = (q, pool, out, normed, stream, kernels.silu_mul(stream))
+print(hashlib.sha256(b"".join(r.view(torch.int16).numpy().tobytes() for r in results)).hexdigest())
+"""
+
+
+def start(argument: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, argument], stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_processes_may_compile_at_once_and_every_cpu_computes_the_same_bits(cache: Path) -> None:
+    children = [start("native"), start("native"), start("avx2")]
+    digests = [child.communicate()[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert digests[0]
+    assert len(set(digests)) == 1
+    is_old = llvmlite.binding.get_host_cpu_name() == "haswell"
+    assert len(list(cache.iterdir())) == (1 if is_old else 2)
