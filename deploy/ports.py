@@ -9,8 +9,8 @@ import socket
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.endpoint import bindable
-from baton.runtime.keys import load_keys
+from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import logger
 
 PORT_HINT = "choose another with --port N (make serve PORT=N)"

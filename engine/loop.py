@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
+from baton.engine.event_ring import EventRing
 from baton.engine.executor import Executor
 from baton.engine.links import FromRouter, LinkEvent, Links, RouterLost
 from baton.engine.outputs import Origin
@@ -25,7 +26,6 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.errors import InvariantBroken, NodeError
 from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, ToNode
-from baton.runtime.event_ring import EventRing
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
@@ -27,10 +28,9 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
-from baton.runtime.beats import BeatThread, Vitals
+from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.keys import load_keys
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 

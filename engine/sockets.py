@@ -30,8 +30,9 @@ from baton.protocol.messages import (
     ToPrefill,
     ToRouter,
 )
-from baton.runtime.channel import Dialer, Disconnected, Listener
-from baton.runtime.keys import NO_KEYS, Keys
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Listener
 from baton.runtime.log import logger
 
 # Failed handshakes in a row before the log says so: one may fail because a router ends.

@@ -20,7 +20,7 @@ from baton.router.outputs import Merged, RequestOutput
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream
 from baton.router.text.text import Text
-from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
+from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.log import logger
 from baton.runtime.process import Exit

@@ -61,8 +61,8 @@ from baton.router.request.events import (
 from baton.router.request.leg import Request
 from baton.router.request.lifecycle import NO_NODE, Lifecycle
 from baton.router.stream import RequestStream
+from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
-from baton.runtime.keys import load_keys
 from baton.runtime.log import logger
 
 TICK_S = 0.25

@@ -6,8 +6,6 @@ never load torch.
 
 import asyncio
 import gc
-import os
-import signal
 import sys
 from urllib.parse import urlsplit
 
@@ -17,10 +15,11 @@ from baton.router.async_llm import AsyncLLM
 from baton.router.http.app import App, Server
 from baton.router.http.metrics import StatsLine
 from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
 from baton.runtime.port_pipe import tell_parent
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_FAILED = 1
 
 log = logger("router")
 
@@ -29,14 +28,16 @@ def run(config: ClusterConfig) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
     setup(config.log, "router")
     try:
-        return asyncio.run(_serve(config))
+        with Interrupts() as interrupts:
+            return asyncio.run(_serve(config, interrupts))
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return EXIT_FAILED
 
 
-async def _serve(config: ClusterConfig) -> int:
-    asked_to_end = _on_signal()
+async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
+    asked_to_end = asyncio.Event()
+    asyncio.get_running_loop().add_reader(interrupts.fileno(), asked_to_end.set)
     llm = AsyncLLM.from_config(config, start_nodes=False)
     app = App(llm, config, _chat_template(config.model.path))
     server = Server(app, config.router.host, config.router.port)
@@ -58,6 +59,7 @@ async def _serve(config: ClusterConfig) -> int:
         # This fails the answers that are under way while their clients can still be told.
         await llm.shutdown()
         await server.stop()
+        asyncio.get_running_loop().remove_reader(interrupts.fileno())
     return 0
 
 
@@ -68,20 +70,6 @@ def _chat_template(model_path: str) -> ChatTemplate | None:
     except ConfigError as error:
         log.warning("chats are not served", reason=error.message)
         return None
-
-
-def _on_signal() -> asyncio.Event:
-    """Return what the first SIGTERM or SIGINT sets. A second one ends the process at once."""
-    asked_to_end = asyncio.Event()
-
-    def caught() -> None:
-        if asked_to_end.is_set():
-            os._exit(EXIT_INTERRUPTED)
-        asked_to_end.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, caught)
-    return asked_to_end
 
 
 class _Stats:

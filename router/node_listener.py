@@ -15,8 +15,9 @@ from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Hello, Refused, ToNode, ToRouter
-from baton.runtime.channel import Listener, Received, name_of
-from baton.runtime.keys import Keys
+from baton.runtime.channels.identity import name_of
+from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.log import logger
 
 BEATS = b"beats:"

@@ -16,8 +16,8 @@ import msgspec
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
+from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
-from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.process import Command, Exit, Relay, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
 

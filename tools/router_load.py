@@ -35,7 +35,7 @@ from baton.protocol.messages import (
     ToNode,
     ToRouter,
 )
-from baton.runtime.channel import Dialer, Disconnected
+from baton.runtime.channels.dialer import Dialer, Disconnected
 
 STARTED, DONE = b"started\n", b"done\n"
 PROMPT = "The second runner never looks behind. "

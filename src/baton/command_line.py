@@ -141,7 +141,7 @@ def _keygen(rest: list[str]) -> int:
         return 0
     if len(rest) != 1 or rest[0].startswith("-"):
         raise ConfigError(f"name one file: baton {KEYGEN} FILE")
-    from baton.runtime.keys import write_key
+    from baton.runtime.channels.keys import write_key
 
     path = Path(rest[0])
     write_key(path)

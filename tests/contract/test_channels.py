@@ -17,10 +17,11 @@ import zmq
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
-from baton.runtime.channel import Dialer, Disconnected, Received
-from baton.runtime.framing import HEADER, RESET
-from baton.runtime.keys import Keys
-from baton.runtime.wire import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.framing import HEADER, RESET
+from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.listener import Received
+from baton.runtime.channels.wire import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
 from tests.support.channel_ends import Ends, answers, connect, ends, frame, note, wait
 from tests.support.sources import REPOSITORY
 

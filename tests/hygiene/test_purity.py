@@ -35,7 +35,7 @@ PURE = (
     "router/policy.py",
     "router/registry.py",
     "router/request/events.py",
-    "runtime/framing.py",
+    "runtime/channels/framing.py",
     *(
         name_of(path)
         for path in sorted((REPOSITORY / "kv_transfer").rglob("*.py"))

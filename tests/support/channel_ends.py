@@ -10,10 +10,12 @@ import zmq
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Starting, ToNode, ToRouter
-from baton.runtime.channel import Dialer, Disconnected, Listener, Received, name_of
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.framing import HEADER
+from baton.runtime.channels.identity import name_of
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
-from baton.runtime.framing import HEADER
-from baton.runtime.keys import NO_KEYS, Keys
 
 DEADLINE_S = 20.0
 

@@ -11,7 +11,8 @@ import time
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.runtime.channel import Dialer, Disconnected, Listener
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.listener import Listener
 from tests.support.channel_ends import frame, note
 
 FLOOD = 20_000

@@ -37,7 +37,7 @@ from baton.protocol.messages import (
     ToNode,
     ToRouter,
 )
-from baton.runtime.channel import Dialer, Disconnected
+from baton.runtime.channels.dialer import Dialer, Disconnected
 
 VOCAB_SIZE = 250
 BLOCK_SIZE = 4

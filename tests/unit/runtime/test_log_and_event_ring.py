@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.event_ring import EventRing
 from baton.protocol.config import LogConfig
 from baton.protocol.messages import Load
-from baton.runtime.event_ring import EventRing
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger, setup
 
 

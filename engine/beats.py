@@ -14,9 +14,9 @@ import zmq
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter
-from baton.runtime.channel import Dialer
+from baton.runtime.channels.dialer import Dialer
+from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.clock import Clock
-from baton.runtime.keys import NO_KEYS, Keys
 
 BEAT_INTERVAL_S = 1.0
 TICK_S = 0.1

@@ -1,11 +1,11 @@
-"""One ZMQ socket with what a channel needs around it: connection events and one descriptor for all.
+"""One ZMQ socket with what a channel needs around it: connection events, and one descriptor.
 
-Used by `channel` only. A monitor socket reports connections that came and went; an epoll instance
-joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an asyncio loop or
-a poller has a single thing to watch.
+Used by `listener` and `dialer` only. A monitor socket reports connections that came and went; an
+epoll instance joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an
+asyncio loop or a poller has a single thing to watch.
 
 The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process when a connection dies whose
-input it has stopped. Senders are bounded, by `QUEUED_MESSAGES` each.
+input it has stopped. Each sender is bounded, by `QUEUED_MESSAGES`.
 """
 
 import os
@@ -16,10 +16,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES
-from baton.runtime.alarm import Alarm
-from baton.runtime.framing import HEADER_BYTES
-from baton.runtime.gate import DOMAIN, Gate
-from baton.runtime.keys import Keys
+from baton.runtime.channels.alarm import Alarm
+from baton.runtime.channels.framing import HEADER_BYTES
+from baton.runtime.channels.gate import DOMAIN, Gate
+from baton.runtime.channels.keys import Keys
+from baton.runtime.log import logger
+
+log = logger("channel")
 
 # A silent peer is noticed after interval + timeout = 3.2 s, while a pause of 2 s ejects nobody:
 # the timeout alone is longer than that.
@@ -115,6 +118,11 @@ class Wire:
             self._alarm.set(wake_in_s)
             self._is_alarm_set = wake_in_s is not None
 
+    def skip_rest(self) -> None:
+        """Read what is left of a message of several parts."""
+        while self.socket.getsockopt(zmq.RCVMORE):
+            self.socket.recv(zmq.NOBLOCK)
+
     def close(self) -> None:
         if self.socket.closed:
             return
@@ -146,3 +154,11 @@ def _has_input(socket: "zmq.Socket[bytes]") -> bool:
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & _INPUT)
+
+
+def tell_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
+    """Log the first dropped message, the second, the fourth and so on: a peer may send many."""
+    if num_malformed.bit_count() == 1:
+        log.warning(
+            "dropped a malformed message", endpoint=endpoint, so_far=num_malformed, reason=reason
+        )

@@ -14,7 +14,7 @@ import zmq
 
 from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.endpoint import Endpoint
+from baton.runtime.channels.endpoint import Endpoint
 
 # The file is one line: this word, the secret half, the public half (Z85, 40 characters each).
 FORMAT = "baton-key-1"

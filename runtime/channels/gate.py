@@ -8,7 +8,7 @@ there is nothing to start or to join, and no socket of its context is without an
 import zmq
 from zmq.utils import z85
 
-from baton.runtime.keys import Keys
+from baton.runtime.channels.keys import Keys
 
 # One per context, so a context has one listener with a key.
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
