@@ -1,4 +1,4 @@
-"""Which row counts keep the bits of a model's linear layers on this machine, and what they cost.
+"""Show which row counts keep the bits of a model's linear layers on this machine, and their cost.
 
 `python -m tools.row_rules FOLDER` prints a line for each kind of layer: whether its weight is
 packed, the tiles that a node would use, the seconds of the search, and the time of some row counts
@@ -31,7 +31,7 @@ COPIES_BYTES, MAX_COPIES = 64 << 20, 16
 
 
 class KindFound(msgspec.Struct, frozen=True):
-    """`ratios`: seconds by the rule / seconds of one plain product, by row count."""
+    """All seconds are CPU time. `ratios`: by the rule / in one plain product, by row count."""
 
     outputs: int
     inputs: int
@@ -44,9 +44,9 @@ class KindFound(msgspec.Struct, frozen=True):
 
 
 def examine(kind: WeightKind, rows: Sequence[int]) -> KindFound:
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     is_packed, rule = find(kind)
-    search_s = time.perf_counter() - began_s
+    search_s = time.process_time() - began_s
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     copies = max(1, min(MAX_COPIES, COPIES_BYTES // weight.nbytes))
     plain = [Linear(weight.clone()) for _ in range(copies)]

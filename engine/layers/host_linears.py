@@ -1,4 +1,4 @@
-"""Makes the linear layers of one rank on a CPU, each with its weight packed and a row rule.
+"""Make the linear layers of one rank on a CPU, each with its weight packed and a row rule.
 
 The loader calls `make` for every layer. The first layer of each kind costs a search with trial
 data; all others of that kind share what it found. Whether weights are packed decides bits, so it
@@ -14,6 +14,9 @@ from baton.engine.executor import Progress
 from baton.engine.layers.linear import Linear, packed
 from baton.engine.layers.row_rule import TILES, RowRule, find_rule, tiles_for
 from baton.engine.layers.trial_data import trial_bias, trial_rows, trial_weight
+from baton.runtime.log import logger
+
+log = logger("linear")
 
 # Logits are computed for the tokens that are drawn, which are seldom more in one step.
 MAX_HEAD_ROWS = 64
@@ -37,7 +40,7 @@ class Found(NamedTuple):
 
 
 class HostLinears:
-    """`num_kinds` is how many kinds at most will be asked for, for the progress shown."""
+    """The layers of one rank, of at most `num_kinds` kinds (for the progress that is shown)."""
 
     def __init__(self, num_kinds: int, progress: Progress) -> None:
         self._num_kinds, self._progress = num_kinds, progress
@@ -55,6 +58,7 @@ class HostLinears:
         if kind not in self._found:
             self._progress("row rules", len(self._found), self._num_kinds)
             self._found[kind] = find(kind)
+            _warn(kind, self._found[kind].rule)
         is_packed, rule = self._found[kind]
         form = packed(weight) if is_packed else weight
         assert form is not None, "a weight of this kind was packed before"
@@ -73,3 +77,11 @@ def find(kind: WeightKind) -> Found:
         if rule is not None:
             return Found(form.is_mkldnn, rule)
     return Found(forms[0].is_mkldnn, None)
+
+
+def _warn(kind: Kind, rule: RowRule | None) -> None:
+    shape = f"{kind.outputs}x{kind.inputs}"
+    if rule is None:
+        log.warning("the bits of a linear layer depend on the rows beside them", shape=shape)
+    elif rule.is_single_threaded:
+        log.warning("a linear layer keeps its bits with one thread only, and uses one", shape=shape)

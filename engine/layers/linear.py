@@ -13,6 +13,8 @@ from torch import Tensor
 
 from baton.engine.layers.row_rule import RowRule
 
+PACKED_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+
 
 @dataclass(slots=True, frozen=True)
 class Linear:
@@ -35,10 +37,8 @@ class Linear:
 
 def packed(weight: Tensor) -> Tensor | None:
     """`weight` in the order in which oneDNN reads it; None where this machine cannot."""
-    if not torch.backends.mkldnn.is_available():
-        return None
     ops = torch.ops.mkldnn
-    if not hasattr(ops, "_reorder_linear_weight") or not hasattr(ops, "_linear_pointwise"):
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, op) for op in PACKED_OPS):
         return None
     if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
         return None

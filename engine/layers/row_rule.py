@@ -1,4 +1,4 @@
-"""How many rows of a linear layer may be computed at once, found by computing on this machine.
+"""Find how many rows of a linear layer may be computed at once, by trying it on this machine.
 
 A matrix library may give a row other bits when other numbers of rows are computed with it. Which
 numbers agree depends on the CPU, the dtype, the shape of the weight and the threads. `find_rule`

@@ -1,4 +1,4 @@
-"""Weights and rows whose products show in every output in which order a library adds.
+"""Make weights and rows whose products show in every output in which order a library adds.
 
 Used at load by `HostLinears`. Columns come in pairs of equal weights whose inputs cancel. The exact
 result is zero, so what a product returns is rounding alone: another order of the sum gives other
