@@ -79,7 +79,7 @@ def find(kind: WeightKind) -> Found:
     return Found(forms[0].is_mkldnn, None)
 
 
-def _warn(kind: Kind, rule: RowRule | None) -> None:
+def _warn(kind: WeightKind, rule: RowRule | None) -> None:
     shape = f"{kind.outputs}x{kind.inputs}"
     if rule is None:
         log.warning("the bits of a linear layer depend on the rows beside them", shape=shape)
