@@ -222,7 +222,9 @@ async def _connected(
     is_due = at_once or await session.until(due_s)
     sent_s = due_s if at_once else monotonic()
     is_early = not at_once and (opening is None or opening.done())
-    found = found or await opening  # type: ignore[misc]
+    if opening is not None:
+        found = await opening
+    assert found is not None
     if not is_due:
         if isinstance(found, Connection):
             session.give_back(found)
