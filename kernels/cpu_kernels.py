@@ -25,7 +25,7 @@ from baton.kernels.cpu_threads import CpuThreads
 NS_PER_NUMBER = 0.25  # of a row
 NS_PER_KEY_NUMBER = 0.13  # to unpack it
 NS_PER_SCORE_NUMBER = 0.025  # for each query and head that sees the key
-MIN_SLICE_NS = 100_000  # waking a thread takes about half of this
+MIN_SLICE_NS = 150_000  # waking a thread takes up to 100 µs
 
 
 @dataclass(frozen=True, slots=True)
