@@ -24,8 +24,9 @@ from tests.support.cluster import Cluster
 
 SEED = 1
 # A closed loop whose fault comes when so many were answered and the node has a stream in its first
-# half: there is something to compare with and to interrupt, however fast this machine is.
-NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 24, 7
+# half: there is something to compare with and to interrupt, however fast this machine is. The load
+# goes on long enough to be seen as steady again.
+NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 60, 7
 # A stream that goes on elsewhere begins with its whole prompt: long ones, so that this takes much
 # longer than anything that other processes do to a step.
 PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 300
