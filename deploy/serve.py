@@ -130,6 +130,7 @@ class LocalServer:
         if self._router is not None:
             self._router.kill()
         self._nodes.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _check_router(self) -> None:
         assert self._router is not None

@@ -95,8 +95,10 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Do everything that can be done now, then wait for the next event."""
+        events = self.links.receive()
+        # A time before the messages came would end leases early that they renew.
         now_s = self._clock()
-        for event in self.links.receive(now_s):
+        for event in events:
             self.ring.record(now_s, event)
             self._hear(now_s, event)
         self._settle(now_s)
@@ -127,7 +129,8 @@ class EngineLoop:
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
             case Refused(failure=failure):
-                raise NodeError(f"the router refused this node: {failure.message}")
+                text = f"the router refused this node: {failure.message}"
+                raise NodeError(text, code=failure.code)
             case _:
                 assert_never(message)
 

@@ -97,7 +97,7 @@ class EngineSockets:
         for dialer in self._routers:
             dialer.send(self._ready)
 
-    def receive(self, now_s: float) -> list[LinkEvent]:
+    def receive(self) -> list[LinkEvent]:
         events: list[LinkEvent] = [*self._lost]
         self._lost.clear()
         for origin, dialer in enumerate(self._routers):

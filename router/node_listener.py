@@ -133,13 +133,14 @@ class NodeListener:
     def _meet(self, node: NodeId, peer: bytes, hello: Hello) -> None:
         session = self._sessions.get(node)
         if session is not None and session.peer != peer:
-            if session.epoch != hello.epoch:
+            # The end of the old session may not have been read yet.
+            if session.epoch != hello.epoch and self._listener.is_connected(session.peer):
                 text = f"another process is {node} here: give each node an id of its own (--id)"
-                self._listener.send(
-                    peer, Refused(NodeError(text, code="duplicate_node").to_failure())
-                )
+                log.warning("node refused", node=node, reason=text)
+                failure = NodeError(text, code="duplicate_node").to_failure()
+                self._listener.send(peer, Refused(failure))
                 return
-            # The same process over a new connection; the old one is not yet known to be dead.
+            # The same process over a new connection, or the successor of a dead one.
             del self._sessions[node]
             self._gone(node)
         self._sessions[node] = NodeSession(peer, hello.epoch)

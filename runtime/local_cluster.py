@@ -70,6 +70,8 @@ class LocalCluster:
         """Ends every node by force, without waiting; safe in a signal handler."""
         if self._supervisor is not None:
             self._supervisor.kill()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _commands(self, folder: Path) -> list[Command]:
         counts: tuple[tuple[Role, int], ...] = (

@@ -74,7 +74,9 @@ class Dialer(Generic[Out, In]):
         return self._wire.fileno()
 
     def send(self, message: Out) -> bool:
-        """Queues a message. False: the queue is full; `receive` will say Disconnected."""
+        """Queue a message. False means that the queue was full: `receive` returns Disconnected."""
+        if self._lost is not None:
+            return False  # this session has lost a message, so no later one may arrive
         frame = self._session.frame(self._encode(message))
         try:
             self.socket.send(frame, zmq.NOBLOCK)

@@ -128,6 +128,21 @@ class Listener(Generic[Out, In]):
         self._wire.wake_if_readable(anything_else=True)
         return None
 
+    def is_connected(self, peer: bytes) -> bool:
+        """Try the connection of a peer's session, and end the session if the connection is gone."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return False
+        try:
+            self.socket.send_multipart((peer, probe_frame(session.id)), zmq.NOBLOCK)
+        except zmq.Again:  # a full queue is a connection
+            return True
+        except zmq.ZMQError:
+            self.end(peer)
+            return False
+        self._wire.wake_if_readable()
+        return True
+
     def end(self, peer: bytes) -> None:
         """End a peer's session, if it has one: a disconnect event follows, and its dialer hears of
         it as soon as its queue has room."""
@@ -179,15 +194,10 @@ class Listener(Generic[Out, In]):
             self._events.append(Received(peer, message))
 
     def _probe(self) -> None:
-        """End the sessions whose connections are gone. A full queue is a connection."""
+        """End the sessions whose connections are gone."""
         self._tell_unaware()
-        for peer, session in list(self._sessions.items()):
-            try:
-                self.socket.send_multipart((peer, probe_frame(session.id)), zmq.NOBLOCK)
-            except zmq.Again:
-                continue
-            except zmq.ZMQError:
-                self.end(peer)
+        for peer in list(self._sessions):
+            self.is_connected(peer)
 
     def _tell_unaware(self) -> None:
         """A dialer that has moved on ignores this, one that is gone needs no word."""

@@ -220,6 +220,19 @@ def test_a_full_queue_to_a_listener_is_a_disconnect(tmp_path: Path) -> None:
         assert answers(dialer, 1) == [Disconnected("the queue to the listener is full")]
 
 
+def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path: Path) -> None:
+    with ends(tmp_path) as pair, process("listen", f"ipc://{tmp_path}/frozen") as listener:
+        dialer = pair.dial(endpoint=f"ipc://{tmp_path}/frozen")
+        connect(dialer)
+        os.kill(listener.pid, signal.SIGSTOP)
+        assert any(not dialer.send(note(number, 100_000)) for number in range(20_000))
+        os.kill(listener.pid, signal.SIGCONT)
+        time.sleep(0.2)  # the queue has room again
+        assert not dialer.send(note(-1))
+        assert answers(dialer, 1) == [Disconnected("the queue to the listener is full")]
+        assert dialer.send(note(-1))
+
+
 @pytest.mark.slow
 def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_path: Path) -> None:
     """libzmq aborts a process at the next heartbeat if it stopped the input of such a dialer."""

@@ -1,6 +1,7 @@
 """Nodes that come, go, pause and do not fit, as the router sees them over real sockets."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -95,6 +96,20 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
     decode.die()
     await bench.until(lambda: not bench.core.registry.in_service("decode"))
     await bench.scripted(node_info("d0", "decode", epoch="another"))  # the name is free again
+
+
+@routed()
+async def test_a_successor_is_taken_in_although_the_router_reads_late(bench: RouterBench) -> None:
+    """The router reads its hello and the end of the predecessor's connection together."""
+    _, decode = await bench.pair()
+    decode.die()
+    successor = ScriptedNode(bench.endpoint, node_info("d0", "decode", epoch="another"))
+    bench.nodes.append(successor)
+    successor.join()
+    time.sleep(0.5)  # noqa: ASYNC251  (the router's loop stands still)
+    await bench.until(
+        lambda: [n.epoch for n in bench.core.registry.in_service("decode")] == ["another"]
+    )
 
 
 @routed()

@@ -103,7 +103,7 @@ class Wire:
         self.said: list[ToRouter] = []
         self.to_peers: list[ToPeer | DialPeer | DropPeer] = []
 
-    def receive(self, now_s: float) -> list[LinkEvent]:
+    def receive(self) -> list[LinkEvent]:
         coming, self.coming = self.coming, []
         return coming
 

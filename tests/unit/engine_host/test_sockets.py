@@ -77,7 +77,7 @@ def hear(sockets: EngineSockets, count: int) -> list[LinkEvent]:
     deadline_s = monotonic() + DEADLINE_S
     while len(heard) < count:
         assert monotonic() < deadline_s, f"only {heard} came"
-        heard += sockets.receive(0.0)
+        heard += sockets.receive()
         if len(heard) < count:
             sockets.wait(0.1)
     return heard
@@ -92,7 +92,7 @@ def test_a_peer_that_nobody_can_dial_is_lost_and_nothing_else(make: Make, endpoi
     prefill = dialled(make, "p0", info)
     tell(prefill, hello("p0"))
     assert hear(prefill, 1) == [PeerLost(*DECODE)]
-    assert prefill.receive(0.0) == []
+    assert prefill.receive() == []
 
 
 def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_of_two_that_claim_one_name_the_newer_is_believed(make: Make, tmp_path: 
     older.to_peer(DropPeer(*DECODE))
     tell(newer, OFFERED)
     assert hear(decode, 1) == [from_peer("p0", OFFERED)]
-    assert older.receive(0.0) == []
+    assert older.receive() == []
 
 
 def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(
