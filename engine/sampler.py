@@ -90,7 +90,7 @@ class Sampler:
         return _ids(torch.cat(tokens))
 
     def _exponentials(self, rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Tensor:
-        """Return exponential noise [rows, vocab], the splitmix64 of (row key, token id)."""
+        """Return standard exponential noise [rows, vocab], by splitmix64 of (row key, token id)."""
         keys = torch.tensor([[_signed(_row_key(row))] for row in rows], device=device)
         bits = keys + self._counter_steps(vocab, device)
         bits ^= (bits >> 30) & ((1 << 34) - 1)
@@ -197,6 +197,6 @@ def _log(value: float) -> float:
 
 
 def _ids(tokens: Tensor) -> list[int]:
-    """Copy the ids to the host, which streams and plans with them: a step's one synchronise."""
+    """Copy the ids, with which the host streams and plans: the one synchronisation of a step."""
     ids: list[int] = tokens.tolist()
     return ids

@@ -115,7 +115,7 @@ def _prefill_kernel(
     if tile * QUERIES >= query_len:
         return
     context_len = tl.load(len_ptr + sequence)
-    # The last tile of a chunk sees the most keys; it goes first, so no program waits for it last.
+    # The last tile of a chunk sees the most keys; it goes first, so as not to run on alone.
     first = (tl.cdiv(query_len, QUERIES) - 1 - tile) * QUERIES
     first_position = context_len - query_len + first
 

@@ -104,7 +104,7 @@ def run_load(
     on_start: Callable[[float], None] | None = None,
     stop: threading.Event | None = None,
 ) -> LoadResult:
-    """Run a load to its end; `stop` ends it early and keeps the records so far, Ctrl-C does not.
+    """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
 
     Requests under way at a stop are `STOPPED`, and later ones have no record. `on_start` gets the
     start of the schedule on the monotonic clock, shortly before. Raises `ConfigError` for a load
