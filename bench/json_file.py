@@ -10,8 +10,7 @@ from baton.protocol.errors import BatonError, ConfigError
 def json_file(name: str) -> Path | None:
     """Return the file, or None for no name.
 
-    It is tried now, so that nothing is measured for a file that cannot be written: that raises
-    `ConfigError`.
+    A trial write before the measurement raises `ConfigError` if the file cannot be written.
     """
     if not name:
         return None
@@ -20,14 +19,14 @@ def json_file(name: str) -> Path | None:
         is_new = not path.exists()
         path.open("ab").close()
         if is_new:
-            path.resolve().unlink()  # a link to it stays
+            path.resolve().unlink()  # a symbolic link to the file stays
     except OSError as error:
         raise ConfigError(f"--json {name}: {error.strerror}") from error
     return path
 
 
 def save(path: Path, report: msgspec.Struct) -> None:
-    """Write the report. Raises `BatonError` if that has become impossible since."""
+    """Write the report. Raises `BatonError` if the file can no longer be written."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The records of a load: what was to be sent, and what came of it.
+"""The records of a load: the planned requests, and the outcome of each.
 
 `plan/` makes `Planned` requests, the client fills one `Record` for each, figures and reports read
-them. Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request
-lies before zero. Counts are tokens, never text.
+the records. Times are seconds on one monotonic clock, from the start of the schedule: a warm-up
+request lies before zero. Counts are tokens, never text.
 """
 
 from enum import StrEnum
@@ -11,23 +11,23 @@ import msgspec
 
 
 class Outcome(StrEnum):
-    """What became of a request. Only `ANSWERED` can meet a bound; all but `STOPPED` are counted."""
+    """The outcome of a request. Only `ANSWERED` can meet a bound; all but `STOPPED` count."""
 
     ANSWERED = "answered"
     UNREACHABLE = "unreachable"  # no connection, TLS refused, name unknown
     NO_SOCKET = "no_socket"  # the client's machine had no file or port left for a connection
-    REFUSED = "refused"  # 429 or 503: the server said that it has no room
+    REFUSED = "refused"  # 429 or 503: the server has no room
     CLIENT_ERROR = "client_error"  # any other 4xx
     SERVER_ERROR = "server_error"  # any other 5xx
     ERROR_IN_STREAM = "error_in_stream"  # an error event after status 200
     TRUNCATED = "truncated"  # the connection ended, or no [DONE] came
     NOT_STREAMED = "not_streamed"  # one JSON body where a stream was asked for
-    MALFORMED = "malformed"  # an event that is no JSON, or not of this API
-    WRONG_LENGTH = "wrong_length"  # other than the forced number of output tokens
+    MALFORMED = "malformed"  # an event is not JSON, or not of this API
+    WRONG_LENGTH = "wrong_length"  # the number of output tokens is not the forced one
     WRONG_USAGE = "wrong_usage"  # the reported usage contradicts the tokens that arrived
     WRONG_TOKENS = "wrong_tokens"  # greedy output differs from the single-request run
     TIMED_OUT = "timed_out"
-    STOPPED = "stopped"  # the load was stopped before the answer ended, whatever it would have been
+    STOPPED = "stopped"  # the load was stopped before the answer ended
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -38,8 +38,8 @@ class Message(msgspec.Struct, frozen=True):
 class Planned(msgspec.Struct, frozen=True):
     """A request that is to be sent. Exactly one of `prompt_ids`, `prompt` and `messages` is given.
 
-    `at_s` is None in a closed loop, and for a later turn of a conversation: that is due `think_s`
-    after the turn before it (same `conversation`, `turn` less by one) was answered.
+    `at_s` is None in a closed loop, and for a later turn of a conversation: such a turn is due
+    `think_s` after the answer to the previous turn (same `conversation`, `turn - 1`).
     """
 
     index: int
@@ -55,29 +55,29 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes that carried tokens: when they came, and how many tokens."""
+    """The time at which bytes with tokens came, and the number of those tokens."""
 
     at_s: float
     num_tokens: int
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True):
-    """A named part of a request's time, in the order in which the parts follow each other."""
+    """A named part of a request's time; stages are listed in the order in which they follow."""
 
     name: str
     duration_s: float
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """What became of one planned request."""
+    """The outcome, times and counts of one planned request."""
 
     index: int
-    intended_s: float  # closed loop: the moment of sending
+    intended_s: float  # in a closed loop, the moment of sending
     sent_s: float
-    first_byte_s: float | None = None  # of the body, token or not
-    end_s: float  # last byte, or when the failure was seen
+    first_byte_s: float | None = None  # the body's first byte, token or not
+    end_s: float  # the time of the last byte, or of the failure
     outcome: Outcome
-    detail: str = ""  # of a failure: one line, at most 200 characters
+    detail: str = ""  # one line about a failure, at most 200 characters
     status: int | None = None
     arrivals: list[Arrival] = msgspec.field(default_factory=list)
     prompt_tokens: int | None = None  # the server's usage
@@ -94,24 +94,24 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that arrived, by the arrivals."""
+        """Return the number of tokens that arrived, by the arrivals."""
         return sum(arrival.num_tokens for arrival in self.arrivals)
 
 
 class ClientProcess(msgspec.Struct, frozen=True):
-    """What one client process cost."""
+    """The cost of one client process."""
 
     pid: int
     cpu_s: float
     wall_s: float
     num_requests: int
     num_tokens: int
-    max_loop_lag_s: float  # the longest its event loop was late for a 10 ms tick
-    busiest_cpu: float = 0.0  # of a core, in the busiest 5 s; 0 if it ran for less
+    max_loop_lag_s: float  # the longest delay of a 10 ms tick of its event loop
+    busiest_cpu: float = 0.0  # the share of a core in the busiest 5 s; 0 for a shorter run
 
 
 class LoadResult(msgspec.Struct):
-    """A load that ran: `wall_s` from the start of the schedule to the last end."""
+    """A load that ran; `wall_s` is the time from the start of the schedule to the last end."""
 
     records: list[Record]
     clients: list[ClientProcess]

@@ -1,10 +1,10 @@
-"""Whether the outputs under load are those of each request alone: greedy, token by token.
+"""Compare the outputs under load with those of each request alone: greedy, token by token.
 
 `reference` asks the planned requests one at a time, `compare_outputs` names every output that
 differs and how. Asking warms the server's prefix cache with the very prompts, so it comes *after*
-the load that is measured. Token ids are compared where the server returns them, and text. A server
-that is not batch-invariant may differ without having lost anything: its outputs part once and for
-good (`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery on any server.
+the measured load. Text is compared, and token ids where the server returns them. The outputs of a
+server that is not batch-invariant may differ without a loss: they part once and for good (`wrong`),
+while `lost`, `doubled` and `reordered` are faults of delivery on any server.
 """
 
 import threading
@@ -20,20 +20,20 @@ from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
 
-SHOWN = 6  # tokens or letters on either side, in a line about a mismatch
-# The tokens after a gap or a repetition must match for this long where nothing else tells it apart.
+SHOWN = 6  # tokens or letters shown on either side in a line about a mismatch
+# After a gap or a repetition this many tokens must match where no other sign tells it from chance.
 MIN_OVERLAP = 4
-# With other values an output is not a function of its prompt.
+# With other values, an output is not a function of its prompt.
 GREEDY = {"temperature": 0, "best_of": 1, "use_beam_search": False}
 
 Unit = Literal["token", "letter"]
 
 
 class MismatchKind(StrEnum):
-    LOST = "lost"  # some are missing, the others are right
-    DOUBLED = "doubled"  # some came twice, the others are right
-    REORDERED = "reordered"  # the right ones in another order
-    WRONG = "wrong"  # others
+    LOST = "lost"  # some tokens are missing, the others are right
+    DOUBLED = "doubled"  # some tokens came twice, the others are right
+    REORDERED = "reordered"  # the tokens are right, their order is not
+    WRONG = "wrong"  # the tokens are others
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -46,11 +46,11 @@ class Output(msgspec.Struct, frozen=True):
 class Mismatch(msgspec.Struct, frozen=True):
     """An output under load that differs from that of the request alone."""
 
-    index: int  # of the request
+    index: int  # the request's
     kind: MismatchKind
     at: int  # the first token (or letter) that differs
     unit: Unit
-    expected: str  # from there on
+    expected: str  # the output from there on
     got: str
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def check_greedy(target: Target) -> None:
     extra = target.extra
     for name, greedy in GREEDY.items():
         if extra.get(name, greedy) != greedy:
-            raise ConfigError(f"outputs can only be verified when greedy, not with {name} set")
+            raise ConfigError(f"only greedy outputs can be verified: leave out {name}")
 
 
 def reference(
@@ -76,8 +76,8 @@ def reference(
 ) -> dict[int, Output]:
     """Return the output of each request alone on the server, by its index.
 
-    Raises `BatonError` if the server does not answer one. Once `stop` is set, the result has those
-    that were answered by then.
+    Raises `BatonError` if the server does not answer one. Once `stop` is set, the result holds the
+    requests that were answered by then.
     """
     load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
     records = run_load(load, on_progress=on_progress, stop=stop).records
@@ -101,9 +101,9 @@ def outputs(records: Sequence[Record]) -> dict[int, Output]:
     for record in records:
         if record.outcome is not Outcome.ANSWERED:
             why = f"{record.outcome} {record.detail}".strip()
-            raise BatonError(f"alone, request {record.index} was not answered: {why}")
+            raise BatonError(f"request {record.index} was not answered when asked alone: {why}")
         if record.token_ids is None and record.text is None:
-            raise BatonError(f"neither token ids nor text of request {record.index} were kept")
+            raise BatonError(f"request {record.index} has neither token ids nor text to compare")
         ids = None if record.token_ids is None else tuple(record.token_ids)
         found[record.index] = Output(ids, record.text)
     return found
@@ -124,12 +124,12 @@ def compare_outputs(references: Mapping[int, Output], records: Sequence[Record])
             mismatch = _mismatch(references[record.index], record, is_whole)
             found += [mismatch] if mismatch else []
         elif is_whole:
-            raise BatonError(f"request {record.index} was not asked alone, nothing to compare with")
+            raise BatonError(f"request {record.index} was not asked alone: no output to compare")
     return found
 
 
 def _mismatch(expected: Output, record: Record, is_whole: bool) -> Mismatch | None:
-    """Compare token ids, and also text where both ends have it: that is detokenized under load."""
+    """Compare token ids, and text where both sides have it, which the load detokenized."""
     got_ids = None if record.token_ids is None else tuple(record.token_ids)
     pairs: tuple[tuple[Unit, Sequence[object] | None, Sequence[object] | None], ...] = (
         ("token", expected.token_ids, got_ids),
@@ -152,7 +152,7 @@ def _mismatch(expected: Output, record: Record, is_whole: bool) -> Mismatch | No
 
 
 def _shown(part: Sequence[object]) -> str:
-    """Return some tokens or letters as people read them, and nothing for none."""
+    """Return some tokens or letters as people read them, and an empty text for none."""
     if isinstance(part, str):
         return repr(part) if part else ""
     return " ".join(map(str, part))
@@ -161,8 +161,8 @@ def _shown(part: Sequence[object]) -> str:
 def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:
     """Name the way in which `got` differs from `expected`.
 
-    Tokens that are missing or came twice are told from wrong ones by those that follow: these must
-    be the expected ones, only shifted. So a gap is found although the forced length was kept.
+    The tokens that follow tell missing or doubled tokens from wrong ones: they must be the expected
+    tokens, only shifted. So a gap is found although the forced length was kept.
     """
     at = _first_difference(expected, got)
     if _is_within(got, expected):
@@ -182,13 +182,13 @@ def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:
 
 
 def _goes_on(expected: Sequence[object], got: Sequence[object]) -> bool:
-    """Whether the two agree as far as both go, and for too long to agree by chance."""
+    """Return whether the two agree as far as both go, and for too long to agree by chance."""
     length = min(len(expected), len(got))
     return length >= MIN_OVERLAP and expected[:length] == got[:length]
 
 
 def _is_within(part: Sequence[object], whole: Sequence[object]) -> bool:
-    """Whether `part` is `whole` with some entries left out."""
+    """Return whether `part` is `whole` with some entries left out."""
     rest = iter(whole)
     return len(part) < len(whole) and all(any(entry == one for one in rest) for entry in part)
 

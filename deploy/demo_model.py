@@ -1,8 +1,8 @@
 """The demo model that comes with baton, so that it runs without a download.
 
-It has about a million parameters and is trained by `tools/demo_model`; docs/demo-model.md says on
-what, and what it knows. `serve` uses it where it lies; `baton demo-model` copies it out. Needs
-neither torch nor transformers nor a network.
+It has about a million parameters and is trained by `tools/demo_model`; docs/demo-model.md describes
+the training text and what the model knows. `serve` uses the model where it lies; `baton demo-model`
+copies it out. This module needs neither torch nor transformers nor a network.
 """
 
 import os
@@ -29,7 +29,7 @@ def write_demo_model(folder: Path) -> None:
     """
     if (folder / "config.json").is_file():
         return
-    # Beside the target, so that the rename stays inside one file system.
+    # The draft lies beside the target, so that the rename stays inside one file system.
     draft = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
     try:
         draft.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Which model folder a command means, checked before any process is started.
+"""Find the model folder that a command means and check it before any process is started.
 
-The command line calls it for every command that has a model. Without a path it is the demo model
-that comes with baton. It never loads a model.
+The command line calls `with_model` for every command that has a model. Without a path, the folder
+is that of the demo model that comes with baton. This module never loads a model.
 """
 
 import os
@@ -17,9 +17,9 @@ DEMO_NAME = "demo"
 
 
 def with_model(config: ClusterConfig) -> ClusterConfig:
-    """`config` with an absolute `model.path` that can be read and a `model.name`.
+    """Return `config` with an absolute `model.path` that can be read and a `model.name`.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for a folder that cannot be served.
     """
     if not config.model.path:
         folder, name = CHECKPOINT, DEMO_NAME
@@ -35,10 +35,10 @@ def _check(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
             f"model {folder} does not exist: name a Hugging Face folder on this host with --model, "
-            "or none for the demo model"
+            "or leave --model out for the demo model"
         )
     config = folder / "config.json"
     if not config.is_file():
-        raise ConfigError(f"model {folder} is no Hugging Face folder: it has no config.json")
+        raise ConfigError(f"model {folder} is not a Hugging Face folder: it has no config.json")
     if not os.access(config, os.R_OK):
         raise ConfigError(f"model {folder} cannot be read: {config} is not readable by this user")

@@ -1,7 +1,7 @@
-"""Addresses, checked before anything is started: taken ports, and ports that others can reach.
+"""Check addresses before anything is started: ports that are taken or that other hosts can reach.
 
-The command line and `serve` call it. A check here is for the message's sake; who binds later
-still has to cope with an address that was taken in between.
+The command line and `serve` call these checks, which exist for the sake of a clear message: a
+process that binds later still has to cope with an address that was taken in between.
 """
 
 import errno
@@ -20,7 +20,7 @@ log = logger("ports")
 
 
 def check_router_ports(config: ClusterConfig) -> None:
-    """Raises `ConfigError` when the router could not listen where it is told to."""
+    """Raise `ConfigError` if the router could not listen on its configured addresses."""
     check_port(config.router.host, config.router.port, PORT_HINT)
     control = bindable(config.control)
     if not control.path:
@@ -29,9 +29,9 @@ def check_router_ports(config: ClusterConfig) -> None:
 
 
 def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
-    """Raises `ConfigError` where other hosts could be reached and trusted without a key.
+    """Raise `ConfigError` if other hosts could connect to the endpoints without a key.
 
-    Nodes and routers believe whoever they talk to.
+    Nodes and routers trust every process that they are connected to.
     """
     keys = load_keys(config.keys)
     for endpoint in endpoints:
@@ -40,21 +40,21 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
         if keys.secret or address.is_loopback:
             continue
         log.warning(
-            "whoever reaches this address is trusted: keep it on a private network",
+            "every process that can reach this address is trusted: keep it on a private network",
             setting=setting,
             address=endpoint,
         )
 
 
 def check_port(host: str, port: int, hint: str = PORT_HINT) -> None:
-    """Raises `ConfigError` when nobody could listen there; port 0 is always free."""
+    """Raise `ConfigError` if the port cannot be listened on; port 0 is always free."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(f"the host name {host!r} does not resolve: {error.strerror}") from error
     family, kind, protocol, _, address = infos[0]
     with socket.socket(family, kind, protocol) as probe:
-        # As servers do: what lingers of closed connections does not count as in use.
+        # Servers set this too: connections in TIME_WAIT do not count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -64,6 +64,6 @@ def check_port(host: str, port: int, hint: str = PORT_HINT) -> None:
                 raise ConfigError(f"port {port} is in use: {hint}") from error
             if error.errno == errno.EACCES:
                 raise ConfigError(
-                    f"port {port} needs privileges: one above 1023 does not; {hint}"
+                    f"port {port} needs privileges, a port above 1023 does not: {hint}"
                 ) from error
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,6 +1,6 @@
-"""What people see while a cluster starts: a spinner on a terminal, plain lines elsewhere.
+"""Show people how the start of a cluster goes: a spinner on a terminal, plain lines elsewhere.
 
-Used by `serve` alone. Lines of child processes pass through it too, so that they do not tear the
+Only `serve` uses it. Lines of child processes pass through it too, so that they do not tear the
 spinner apart. It decides nothing.
 """
 
@@ -16,7 +16,7 @@ from baton.runtime.process import to_stderr
 
 
 class StartProgress:
-    """`show` says where each process is; `relay` prints a child's line around the spinner."""
+    """Display the phase of each process, and the lines of children around the spinner."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -28,7 +28,7 @@ class StartProgress:
             self._status.start()
 
     def show(self, phases: Mapping[str, str]) -> None:
-        """`phases` are what each process is doing, by name."""
+        """Show `phases`: the name of each process, and its phase of the start."""
         with self._lock:
             if self._status is not None:
                 text = "   ".join(f"{name}: {phase}" for name, phase in phases.items())
@@ -46,12 +46,12 @@ class StartProgress:
             if self._status is None:
                 to_stderr(name, line)
             else:
-                # rich prints above the spinner whatever goes through its console.
+                # rich prints the lines that go through its console above the spinner.
                 named = line.startswith("{") or f" {name}: " in line
                 self._console.print(Text(line if named else f"{name} | {line}"), soft_wrap=True)
 
     def stop(self) -> None:
-        """Takes the spinner away; lines go on as they are. Idempotent."""
+        """Remove the spinner; later lines are printed as they are. Idempotent."""
         with self._lock:
             if self._status is not None:
                 self._status.stop()

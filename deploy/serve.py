@@ -1,8 +1,8 @@
 """`baton serve`: a router and its nodes on this host, from the port check to the last exit.
 
 The command line calls it. The router is a child like the nodes, so this process only starts, shows,
-watches and ends: it holds no model and no request. Nodes are restarted when they die; a router that
-dies takes everything with it.
+watches and ends its children: it holds no model and no request. Nodes are restarted when they die;
+when the router dies, everything ends.
 """
 
 import http.client
@@ -27,14 +27,17 @@ from baton.runtime.settings import to_yaml
 WATCH_S = 0.1
 ROUTER_GRACE_S = 2.0
 HEALTH_TIMEOUT_S = 1.0
-# On top of the nodes' own deadline: the interpreter's start, and the router's.
+# Added to the nodes' own deadline: the time for the interpreter and the router to start.
 EXTRA_START_S = 20.0
 
 log = logger("serve")
 
 
 def serve(config: ClusterConfig) -> int:
-    """Serve until Ctrl-C or SIGTERM; the exit code. Raises `ConfigError` and `NodeError`."""
+    """Serve until Ctrl-C or SIGTERM and return the exit code.
+
+    Raises `ConfigError` and `NodeError`.
+    """
     if config.router.control is not None:
         check_reach(config, "router.control", config.router.control)
     check_port(config.router.host, config.router.port)
@@ -51,7 +54,7 @@ def serve(config: ClusterConfig) -> int:
 
 
 class LocalServer:
-    """The processes behind `serve`. Not thread-safe but for `kill`."""
+    """The processes behind `serve`. Only `kill` is thread-safe."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._folder = private_folder()
@@ -60,7 +63,7 @@ class LocalServer:
             control = f"ipc://{self._folder}/control"
         router = msgspec.structs.replace(config.router, control=control)
         self._config = msgspec.structs.replace(config, router=router)
-        self._port = config.router.port  # 0 until the router has told which one it picked
+        self._port = config.router.port  # 0 until the router has reported the port that it picked
         self._port_pipe = PortPipe()
         self._progress = StartProgress()
         self._router: Child | None = None
@@ -85,14 +88,17 @@ class LocalServer:
         self._nodes.start()
 
     def wait_until_ready(self, interrupts: Interrupts) -> bool:
-        """False: stop was requested. Raises `NodeError` when something ended or takes too long."""
+        """Return True when all are ready, False when a stop was requested.
+
+        Raises `NodeError` when a process ended or the start takes too long.
+        """
         limit_s = self._config.node.start_timeout_s + EXTRA_START_S
         deadline_s = monotonic() + limit_s
         try:
             while not interrupts.wait(WATCH_S):
                 self._check_router()
                 for ended in self._nodes.poll():
-                    raise NodeError(f"{ended.name} ended while starting (code {ended.code})")
+                    raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
                 is_ready, phases = self._health()
                 self._progress.show(phases)
                 if is_ready:
@@ -104,7 +110,10 @@ class LocalServer:
             self._progress.stop()
 
     def watch(self, interrupts: Interrupts) -> None:
-        """Restart nodes that die, until stop is requested; raises `NodeError` for the router."""
+        """Restart nodes that die until a stop is requested.
+
+        Raises `NodeError` when the router ends.
+        """
         while not interrupts.wait(WATCH_S):
             self._check_router()
             for ended in self._nodes.poll():
@@ -117,7 +126,7 @@ class LocalServer:
                 )
 
     def stop(self) -> None:
-        """End everything within five seconds. The router first: it may finish what it has."""
+        """End everything within five seconds, the router first: it may finish its requests."""
         self._progress.stop()
         if self._router is not None:
             self._router.stop(ROUTER_GRACE_S)
@@ -139,7 +148,7 @@ class LocalServer:
             raise NodeError(f"the router ended (code {code})")
 
     def _health(self) -> tuple[bool, dict[str, str]]:
-        """Whether every node is ready, and what each is doing, as the router knows it."""
+        """Return whether every node is ready and the phase of each, as the router reports them."""
         self._port = self._port or self._port_pipe.poll()
         if not self._port:
             return False, {}
@@ -182,7 +191,7 @@ class _HealthReply(msgspec.Struct):
 
 
 def greeting(url: str, model: str) -> str:
-    """How to talk to it, to be pasted into a shell and into Python."""
+    """Return the text that shows how to call the server, ready to paste into shell and Python."""
     told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
     body = json.dumps({"model": model, "prompt": told, "max_tokens": 32, "temperature": 0})
     return f"""
@@ -199,7 +208,7 @@ print(answer.choices[0].text)
 
 
 def _dialled(host: str) -> str:
-    """What a client on this host calls the address `host`."""
+    """Return the address by which a client on this host reaches a server bound to `host`."""
     if host in ("0.0.0.0", "*", ""):
         return "127.0.0.1"
     if host == "::":

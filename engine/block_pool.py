@@ -1,8 +1,8 @@
 """The owners of this node's KV blocks: reference counts, generations, quarantine.
 
-Host-only; only schedulers call it. A block is free, owned (references > 0), idle in the prefix
-cache (evictable), or quarantined: bytes of a read may still land in it, so this pool never hands it
-out again.
+The pool lives on the host; only schedulers call it. A block is free, owned (references > 0), idle
+in the prefix cache (evictable), or quarantined: bytes of a read may still land in it, so this pool
+never hands it out again.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from baton.protocol.errors import InvariantBroken
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens. `cache_prefixes` False keeps nothing."""
+    """The `num_blocks` blocks of a node. Without `cache_prefixes` no released block is kept."""
 
     def __init__(self, num_blocks: int, block_size: int, *, cache_prefixes: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -29,7 +29,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, evictable cached ones included."""
+        """Return how many blocks `allocate` can hand out, evictable cached ones included."""
         return len(self._free) + self.cache.num_idle
 
     @property

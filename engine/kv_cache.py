@@ -1,7 +1,7 @@
 """One rank's KV pool as compute sees it: a tensor over the pool's memory.
 
-Made by the rank's loader; the runner copies blocks and writes generations through it, attention
-reads and writes the tensor. Which block belongs to whom is decided elsewhere, and nothing here
+The rank's loader makes it; the runner copies blocks and writes generations through it, attention
+reads and writes the tensor. `BlockPool` decides which sequence owns a block, and nothing here
 checks it.
 """
 
@@ -77,13 +77,13 @@ def kv_layout(
 
 
 def num_blocks_for(cache: CacheConfig, layout: KVLayout, num_ranks: int) -> int:
-    """Return the blocks that are configured or fit the memory; `ConfigError` when none do."""
+    """Return how many blocks are configured or fit the memory; `ConfigError` if none fits."""
     if cache.num_blocks:
         return cache.num_blocks
     num_blocks = (cache.memory_mib << 20) // (layout.block_bytes * num_ranks)
     if num_blocks == 0:
         needed = -(-layout.block_bytes * num_ranks >> 20)
-        raise ConfigError(f"cache.memory_mib: one KV block takes {needed} MiB")
+        raise ConfigError(f"cache.memory_mib is too small: one KV block takes {needed} MiB")
     return num_blocks
 
 

@@ -1,8 +1,8 @@
-"""What a Hugging Face folder says about its decoder, checked and completed.
+"""Read, check and complete the description of a decoder in a Hugging Face folder.
 
-`engine/models`, the KV cache and the executors read `DecoderConfig`; nobody else opens
-`config.json`. What baton cannot compute exactly is refused here, before any weight is loaded: an
-unknown activation or rotary scaling would run and give wrong text. Never imports torch.
+`engine/models`, the KV cache and the executors read `DecoderConfig`; no other module opens
+`config.json`. This module refuses what baton cannot compute exactly, before any weight is loaded:
+an unknown activation or rotary scaling would run and give wrong text. It never imports torch.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-# What transformers takes where a field is absent.
+# transformers uses this value where the field is absent.
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
@@ -33,7 +33,7 @@ ROPE_THETA = 10000.0
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary embedding: `factor` for linear and llama3, the other three for llama3 only."""
+    """Rotary embedding: linear and llama3 use `factor`, only llama3 uses the other three."""
 
     theta: float
     scaling: RopeScaling = "default"
@@ -46,8 +46,8 @@ class Rope(msgspec.Struct, frozen=True):
 class DecoderConfig(msgspec.Struct, frozen=True):
     """A Llama-family decoder.
 
-    `sliding_window` holds for every layer: a token sees itself and the window - 1 before it.
-    `dtype` is the checkpoint's (float16 is widened); a setting may overrule it.
+    `sliding_window` holds for every layer: a token sees itself and `sliding_window - 1` tokens
+    before it. `dtype` is the checkpoint's (float16 is widened); a setting may overrule it.
     """
 
     family: Family
@@ -72,7 +72,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:
-    """Raises `ConfigError` in one line that names the file and, if there is one, the field."""
+    """Return the decoder of a folder; raises a one-line `ConfigError` that names file and field."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a Hugging Face model folder is needed")
     file = folder / "config.json"
@@ -112,7 +112,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
 
 
 class _Kind(msgspec.Struct):
-    """Read first, so that another architecture is called that and not a missing field."""
+    """The fields read first, so that another architecture is not reported as a missing field."""
 
     architectures: tuple[str, ...] | None = None
     model_type: str = ""
@@ -229,7 +229,7 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
 
 
 def _sliding_window(file: Path, family: Family, raw: _RawConfig) -> int | None:
-    """One window for all layers, or none; a window as long as the model is none."""
+    """Return the one window of all layers, or None; a window as long as the model is none."""
     if family == "llama":
         return None
     window = SLIDING_WINDOW if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
@@ -263,7 +263,7 @@ def _dtype(file: Path, raw: _RawConfig) -> DecoderDtype:
 
 
 def _eos_token_ids(folder: Path, raw: _RawConfig) -> tuple[int, ...]:
-    """Every id that either file calls an end, ascending."""
+    """Return every id that either file calls an end, in ascending order."""
     given = [raw.eos_token_id]
     generation = folder / "generation_config.json"
     if generation.is_file():

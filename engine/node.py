@@ -1,7 +1,8 @@
 """An engine process from start to exit, wired alike for prefill and decode nodes.
 
-The two rooms' `main.run` call it. Beats start before anything heavy, so the router sees progress
-while weights load; one deadline covers start-up; a fatal error is one log line and a non-zero exit.
+The `main.run` of both rooms calls it. Beats start before anything heavy, so the router sees
+progress while weights load; one deadline covers start-up; a fatal error is one log line and a
+non-zero exit.
 """
 
 import os
@@ -41,7 +42,7 @@ log = logger("node")
 
 
 class NodeObserver:
-    """Passes what the loop reports on to the beat thread, the records and the stats line."""
+    """The observer that passes the loop's reports to the beat thread, records and stats line."""
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
         self._vitals = vitals
@@ -186,11 +187,11 @@ class EngineNode:
             path = Path(self.config.log.records or tempfile.gettempdir())
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
-            log.error("an invariant broke; what led to it was written", file=str(path))
+            log.error("an invariant broke; the events before it were written", file=str(path))
             raise
 
     def _start(self, executor: Executor) -> ExecutorInfo:
-        """Load under one deadline: a start that hangs ends the process."""
+        """Load under one deadline: end the process if its start hangs."""
         seconds = self.config.node.start_timeout_s
         watchdog = threading.Timer(seconds, self._too_late, (seconds,))
         watchdog.daemon = True

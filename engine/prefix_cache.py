@@ -1,6 +1,6 @@
 """The blocks that hold known prefixes, and those of them that are idle.
 
-Only `BlockPool` calls it. Idle blocks are evicted least recently used first. A block enters whole
+Only `BlockPool` calls it. The least recently used idle block is evicted first. A block enters whole
 and settled; when the same content is offered twice, the block that came first stays.
 """
 

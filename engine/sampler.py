@@ -1,4 +1,4 @@
-"""From logits to tokens: filters, then the Gumbel-max trick with noise that can be replayed.
+"""Draw tokens from logits: filters, then the Gumbel-max trick with noise that can be replayed.
 
 The runner calls it once a step. A row's token is a pure function of its own logits and of (seed,
 choice, position): the same in any batch, order, process or node, so a resumed sequence draws what
@@ -20,15 +20,15 @@ MASK_64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-MIN_TEMPERATURE = 1e-5  # below it, greedy
-WEIGHT_SCALE = float(1 << 36)  # of the largest weight; 2**27 of them still fit 63 bits
+MIN_TEMPERATURE = 1e-5  # a lower temperature means greedy
+WEIGHT_SCALE = float(1 << 36)  # the largest weight; the sum of 2**27 of them still fits 63 bits
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 NUCLEUS_CANDIDATES = 1024
-CHUNK_ELEMENTS = 1 << 18  # rows x vocabulary at a time on a CPU: what its caches hold
+CHUNK_ELEMENTS = 1 << 18  # rows x vocabulary at a time on a CPU: as many as its caches hold
 
 
 class SampleRow(msgspec.Struct, frozen=True):
-    """One draw. `position` is that of the token to be sampled, counted from the prompt's start."""
+    """One draw. `position` is the place of the sampled token, counted from the prompt's start."""
 
     sampling: Sampling
     choice: int
@@ -48,10 +48,10 @@ class Sampler:
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """`logits` is [len(rows), vocab] in float32 and may be written into; one id per row.
+        """Return one id per row; `logits` is [len(rows), vocab] in float32, may be overwritten.
 
-        Greedy takes the lowest id among equals. Otherwise: temperature, min_p (relative to the
-        likeliest token), top_k, then top_p of what is left; equals at an edge stay together.
+        Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
+        the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
         assert logits.shape[0] == len(rows), "one row per draw"
         if not rows:
@@ -90,7 +90,7 @@ class Sampler:
         return _ids(torch.cat(tokens))
 
     def _exponentials(self, rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Tensor:
-        """Standard exponential noise [rows, vocab]: splitmix64 of (row key, token id)."""
+        """Return standard exponential noise [rows, vocab], by splitmix64 of (row key, token id)."""
         keys = torch.tensor([[_signed(_row_key(row))] for row in rows], device=device)
         bits = keys + self._counter_steps(vocab, device)
         bits ^= (bits >> 30) & ((1 << 34) - 1)
@@ -99,7 +99,7 @@ class Sampler:
         bits *= _signed(MIX_2)
         bits ^= (bits >> 31) & ((1 << 33) - 1)
         bits = (bits >> 32).bitwise_and_((1 << 32) - 1)
-        # Into (0, 1). Small values, which win, keep the full precision of a float.
+        # Map into (0, 1). Small values, which win, keep the full precision of a float.
         uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32)
         return uniform.clamp_(max=LARGEST_UNIFORM).neg_().log1p_().neg_()
 
@@ -112,7 +112,7 @@ class Sampler:
 
 
 def _weights(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """exp(logit / temperature) of what the filters leave, 0 elsewhere; the largest is 1."""
+    """Return exp(logit / temperature) where the filters pass, 0 elsewhere; the largest is 1."""
     device = logits.device
     scale = torch.tensor([[row.sampling.temperature] for row in rows], device=device)
     scaled = logits / scale
@@ -154,7 +154,7 @@ def _keep_top_p(weights: Tensor, shares: Sequence[float]) -> None:
     vocab = weights.shape[1]
     count = min(NUCLEUS_CANDIDATES, vocab)
     largest, before = _descending(part, count)
-    # Nearly always a few hundred tokens hold the nucleus; a flat row needs the whole order.
+    # A few hundred tokens nearly always hold the nucleus; a flat row needs the whole order.
     if count < vocab and bool((before[:, -1:] < wanted).any()):
         largest, before = _descending(part, vocab)
     num_kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
@@ -163,7 +163,7 @@ def _keep_top_p(weights: Tensor, shares: Sequence[float]) -> None:
 
 
 def _descending(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, and what all before each of them add up to."""
+    """Return the `count` largest of each row, and for each the sum of all before it."""
     largest = weights.topk(count, dim=-1).values
     scaled = (largest * WEIGHT_SCALE).to(torch.int64)
     return largest, scaled.cumsum(dim=-1) - scaled
@@ -180,7 +180,7 @@ def _row_key(row: SampleRow) -> int:
 
 
 def _mix(value: int) -> int:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Apply the output function of splitmix64 (Steele, Lea, Flood 2014)."""
     value = (value + GOLDEN) & MASK_64
     value = ((value ^ value >> 30) * MIX_1) & MASK_64
     value = ((value ^ value >> 27) * MIX_2) & MASK_64
@@ -188,7 +188,7 @@ def _mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The 64-bit integer of torch with these bits."""
+    """Return torch's signed 64-bit integer with these bits."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -197,6 +197,6 @@ def _log(value: float) -> float:
 
 
 def _ids(tokens: Tensor) -> list[int]:
-    """The host needs the ids to stream and to plan: the one synchronisation of a step."""
+    """Copy the ids, with which the host streams and plans: the one synchronisation of a step."""
     ids: list[int] = tokens.tolist()
     return ids

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.protocol.errors import NodeError
 
-SLOT_BYTES = 4 << 20  # of one rank in one exchange; larger tensors go in pieces
+SLOT_BYTES = 4 << 20  # the limit for one rank in one exchange; larger tensors go in pieces
 
 
 class Ranks(Protocol):
@@ -29,11 +29,11 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place and returned; bit-equal on every rank."""
+        """Sum over ranks in place and return the tensor; bit-equal on every rank."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The ranks' tensors of equal shape, concatenated along the last dimension."""
+        """Return the ranks' tensors of equal shape, concatenated along the last dimension."""
         ...
 
 
@@ -51,7 +51,7 @@ class SingleRank:
 
 
 class SharedMemoryRanks:
-    """Processes of one host: CPU tensors through shared memory, a byte on a socket as the signal.
+    """Processes of one host: CPU tensors in shared memory, and a byte on a socket as the signal.
 
     Each element is summed in rank order in float32, so its bits depend neither on the rank that
     asks nor on what else is in the batch (a ring would cut a tensor at places that its size
@@ -62,12 +62,12 @@ class SharedMemoryRanks:
     """
 
     def __init__(self, rank: int, memory: int, peers: Sequence[socket.socket]) -> None:
-        """`memory` is the descriptor of an empty file that all share; `peers` are in rank order."""
+        """Map `memory`, an empty file's descriptor that all share; `peers` are in rank order."""
         self.rank = rank
         self.size = len(peers) + 1
         self._peers = peers
         num_bytes = 2 * self.size * SLOT_BYTES
-        os.ftruncate(memory, num_bytes)  # whoever comes second changes nothing
+        os.ftruncate(memory, num_bytes)  # the later ranks set the same size
         self._memory = mmap.mmap(memory, num_bytes)
         buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._slots = buffer.view(2, self.size, SLOT_BYTES)
@@ -89,7 +89,7 @@ class SharedMemoryRanks:
         return torch.cat(gathered).view(*tensor.shape[:-1], self.size * tensor.shape[-1])
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """Every rank's piece, in rank order; valid until the next exchange."""
+        """Return every rank's piece, in rank order; valid until the next exchange."""
         slots, self._half = self._slots[self._half], 1 - self._half
         num_bytes = piece.numel() * piece.element_size()
         parts = [slot[:num_bytes].view(piece.dtype).view(piece.shape) for slot in slots]
@@ -105,6 +105,6 @@ class SharedMemoryRanks:
 
 
 def _pieces(tensor: Tensor, row_bytes: int) -> Sequence[Tensor]:
-    """Views of consecutive rows, each of which fits a slot."""
+    """Return views of consecutive rows, each of which fits a slot."""
     assert row_bytes <= SLOT_BYTES, "one row must fit a slot"
     return torch.split(tensor, SLOT_BYTES // row_bytes)

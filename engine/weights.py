@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder: read by name, a slice at a time, and told apart.
+"""Read the tensors of a Hugging Face folder by name, a slice at a time, and fingerprint them.
 
-Model loaders ask a `Checkpoint` for what their rank needs; nothing else of a tensor is read from
-disk. `fingerprint` lets two nodes refuse to exchange blocks of different weights. Names, shapes
-and layout of a model are not known here, and nothing is ever written.
+Model loaders ask a `Checkpoint` for the slices that their rank needs; no other part of a tensor is
+read from disk. `fingerprint` lets two nodes refuse to exchange blocks of different weights. This
+module does not know names, shapes or layout of a model, and never writes a file.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Checkpoint:
         return frozenset(self._shard_of)
 
     def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor in the checkpoint's dtype; `columns` needs two dimensions.
+        """Return the tensor in the checkpoint's dtype; `columns` needs two dimensions.
 
         It may be a view of the memory map, shared with other processes: never write into it.
         Raises `ConfigError` if there is no such tensor or its file is damaged.
@@ -66,9 +66,9 @@ class Checkpoint:
 
 
 def fingerprint(folder: Path, dtype: str) -> str:
-    """Equal for equal models served in `dtype`, however their tensors are spread over files.
+    """Return a text that is equal for equal models in `dtype`, however files split the tensors.
 
-    Covers the configuration, all names, shapes and types, and bytes sampled from every tensor:
+    It covers the configuration, all names, shapes and types, and bytes sampled from every tensor:
     two trainings of one architecture differ, and a folder of any size takes well under a second.
     """
     digest = hashlib.blake2b(digest_size=16)
@@ -89,7 +89,7 @@ class _View(Protocol):
 
 
 class _OpenFile(Protocol):
-    """What is used of `safe_open`, which carries no types."""
+    """The part of `safe_open` that is used here; safetensors declares no types."""
 
     def get_tensor(self, name: str) -> Tensor: ...
 
@@ -125,7 +125,7 @@ def _shards_by_name(folder: Path) -> dict[str, Path]:
 
 
 def _header(file: Path) -> dict[str, _Entry]:
-    """The table at the head of a safetensors file: 8 bytes of length, then JSON."""
+    """Return the table at the head of a safetensors file: 8 bytes of length, then JSON."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -160,7 +160,7 @@ def _samples(file: Path, span: tuple[int, int]) -> Iterator[bytes]:
 
 
 def _significant_config(file: Path) -> bytes:
-    """config.json in one spelling, without what does not change the model."""
+    """Return config.json in one spelling, without the fields that do not change the model."""
     try:
         fields = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except FileNotFoundError:

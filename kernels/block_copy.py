@@ -1,8 +1,8 @@
 """Gather KV blocks into a staging buffer and scatter them back, bit for bit.
 
 A block of all layers is contiguous in the pool, so this is a copy of long rows picked by id, in
-accesses of 16 bytes. Called where a transport wants one contiguous region of GPU memory; it knows
-no layout. The meaning is `reference.gather_blocks`.
+accesses of 16 bytes. A transport that needs one contiguous region of GPU memory calls it; it knows
+no layout. `reference.gather_blocks` defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917

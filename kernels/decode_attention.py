@@ -3,8 +3,8 @@
 A context is cut into splits at absolute positions; each split of each KV head is one work item, for
 all query heads of that KV head at once, and a second kernel combines the splits. How a context is
 cut depends on its own length alone, and one compiled variant serves every batch: a sequence gets
-the same bits alone and in any batch. Called by the runner's attention layer, also under CUDA graph
-capture. The meaning is `reference.paged_decode_attention`.
+the same bits alone and in any batch. The runner's attention layer calls it, also under CUDA graph
+capture. `reference.paged_decode_attention` defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -35,7 +35,7 @@ MAX_SPLITS = 64  # per sequence: a longer context has longer splits, so the work
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """How the split kernel is compiled for a dtype and head size."""
+    """The compile-time choices of the split kernel for a dtype and head size."""
 
     tile: int
     num_warps: int
@@ -44,7 +44,7 @@ class DecodeTiling:
 
 
 def tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
-    """Tiles such that the programs of one multiprocessor keep some 100 KiB of loads in flight."""
+    """Return tiles with which one multiprocessor keeps some 100 KiB of loads in flight."""
     if dtype == torch.float32:
         return DecodeTiling(tile=32, num_warps=4, num_stages=2, per_multiprocessor=4)
     return DecodeTiling(
@@ -60,7 +60,7 @@ def paged_decode_attention(
     context_lens: Tensor,  # [batch] int32
     scale: float,
 ) -> Tensor:
-    """Attention of one new token per sequence over its paged context, shaped as `q`.
+    """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
     The workspace is `batch * num_heads * min(64, table width in splits) * (head_dim + 1)` floats:
     pass tables no wider than the batch may need.
@@ -97,9 +97,9 @@ def _split_size(context_len: tl.tensor, SPLIT: tl.constexpr, MAX_SPLITS: tl.cons
 
 @triton.jit
 def _locate(counts: tl.tensor, unit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The sequence that unit number `unit` belongs to, and the unit's number within it.
+    """Return the sequence that unit number `unit` belongs to, and the unit's number within it.
 
-    Sequence `s` has `counts[s]` units and units are numbered through. Every program works this out
+    Sequence `s` has `counts[s]` units, and units are numbered through. Every program computes this
     from the lengths on the device, so a captured graph serves any lengths and no program is
     launched in vain.
     """
@@ -149,7 +149,7 @@ def _split_kernel(
         start = split * split_size
         end = tl.minimum(start + split_size, context_len)
 
-        # tl.dot wants 16 rows at least; those past GROUP are zero and never stored.
+        # tl.dot needs at least 16 rows; those past GROUP are zero and never stored.
         head = tl.arange(0, 16)
         d = tl.arange(0, HEAD_DIM)
         heads = kv_head * GROUP + head

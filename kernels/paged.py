@@ -1,9 +1,9 @@
-"""What both attention kernels know of a paged pool: device functions and the checks at launch.
+"""The shared part of both attention kernels: device functions of a paged pool, checks at launch.
 
 A pool of rank 6 is addressed by three numbers, the element strides of a block and of a KV head and
 the offset of the layer; inside, the `[2, block_size, head_dim]` tile of one layer and head is
 contiguous. So a pool with another order of its first three axes runs through the same kernels.
-Called by the attention kernels; knows nothing of sequences or plans.
+Only the attention kernels call it; it knows nothing of sequences or plans.
 """
 
 # ruff: noqa: N803  (compile-time values are in capitals, as in Triton's own code)
@@ -38,12 +38,12 @@ def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, where `tl.dot` multiplies the *bits* of bf16."""
+    """Return whether Triton interprets kernels: `tl.dot` then multiplies the *bits* of bf16."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:
-    """How many programs fill a device of which each multiprocessor takes `per_multiprocessor`."""
+    """Return how many programs fill the device, at `per_multiprocessor` on each multiprocessor."""
     if device.type != "cuda":
         return 4  # the interpreter runs them one after the other
     return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
@@ -57,7 +57,7 @@ def load_blocks(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The blocks of positions `start:start + TILE`: one id if it holds the tile, else one each.
+    """Return the blocks of positions `start:start + TILE`: one id if one holds the tile, else each.
 
     Call it one tile ahead and carry the ids through the loop. Otherwise Triton's pipeliner copies
     the ids through shared memory as well, and leaves a single buffer to the keys and values that
@@ -76,6 +76,6 @@ def slot_rows(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Element offsets of the keys of positions `start:start + TILE` within their layer and head."""
+    """Return the element offsets of the keys of `start:start + TILE` within layer and head."""
     offsets = (start % BLOCK_SIZE + tl.arange(0, TILE)) % BLOCK_SIZE
     return blocks.to(tl.int64) * stride_block + offsets * HEAD_DIM

@@ -3,8 +3,8 @@
 A program takes a tile of queries of one head and walks the keys in tiles cut at absolute positions:
 first those that all its queries see, without a mask, then those on the diagonal. A query's bits
 therefore depend neither on how its prompt was cut into chunks nor on the rest of the batch. With
-chunks of one token it is the slower, equally exact way to decode. Called by the runner's attention
-layer. The meaning is `reference.paged_prefill_attention`.
+chunks of one token it is the slower, equally exact way to decode. The runner's attention layer
+calls it. `reference.paged_prefill_attention` defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -31,7 +31,7 @@ from baton.kernels.paged import (
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """How the kernel is compiled for a dtype: queries by keys, and the resources for a tile."""
+    """The kernel's compile-time choices for a dtype: queries by keys, and a tile's resources."""
 
     queries: int
     keys: int
@@ -40,7 +40,7 @@ class PrefillTiling:
 
 
 def tiling(dtype: torch.dtype) -> PrefillTiling:
-    """Tiles that fill a Hopper multiprocessor without a spill; fp32 is for parity only."""
+    """Return tiles that fill a Hopper multiprocessor without a spill; fp32 is for parity only."""
     if dtype == torch.float32:
         return PrefillTiling(queries=32, keys=32, num_warps=16, num_stages=2)
     return PrefillTiling(queries=128, keys=64, num_warps=8, num_stages=3)
@@ -55,16 +55,16 @@ def paged_prefill_attention(
     context_lens: Tensor,  # [batch] int32
     scale: float,
 ) -> Tensor:
-    """Attention of every new token over its own past, shaped as `q`; `scale` is positive.
+    """Return the attention of every new token over its own past, shaped as `q`; `scale` > 0.
 
-    Rows past `query_starts[-1]`, padding, are left unwritten.
+    The kernel leaves rows past `query_starts[-1]`, which are padding, unwritten.
     """
     check_pool(q, pool, block_tables)
     num_tokens, num_heads, head_dim = q.shape
     batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     tiles = tiling(q.dtype)
-    # The lengths are on the device: launch for the most tiles there can be; the surplus returns.
+    # The lengths are on the device: launch the largest possible number; surplus programs return.
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](
         q, pool, block_tables, query_starts, context_lens, out,
@@ -103,8 +103,8 @@ def _prefill_kernel(
     MAX_BATCH: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    # Sequence `s` owns the units from `query_starts[s] // QUERIES + s` on: at times one more than
-    # it needs, but found without a prefix sum.
+    # Sequence `s` owns the units from `query_starts[s] // QUERIES + s` on: sometimes one unit more
+    # than it needs, but no prefix sum is needed to find them.
     row = tl.arange(0, MAX_BATCH)
     starts = tl.load(start_ptr + row, mask=row < batch, other=0)
     unit = tl.program_id(1)
@@ -115,7 +115,7 @@ def _prefill_kernel(
     if tile * QUERIES >= query_len:
         return
     context_len = tl.load(len_ptr + sequence)
-    # The last tile of a chunk sees the most keys. It goes first: nobody waits for it at the end.
+    # The last tile of a chunk sees the most keys; it goes first, so as not to run on alone.
     first = (tl.cdiv(query_len, QUERIES) - 1 - tile) * QUERIES
     first_position = context_len - query_len + first
 
@@ -176,8 +176,8 @@ def _attend(
     """Fold the keys `start:end` into the maximum, sum and output of a tile of queries.
 
     This is the online softmax. Both phases run the same arithmetic, and a tile that a query does
-    not see leaves its row as it was: on which side of the boundary between the phases a key falls
-    cannot change a bit.
+    not see leaves its row as it was: the place of the boundary between the phases cannot change a
+    bit.
     """
     d = tl.arange(0, HEAD_DIM)
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)

@@ -1,8 +1,8 @@
-"""The plain-torch twin of every kernel in this room: what each one means, in fp32.
+"""The plain-torch twin of every kernel in this room, which defines its meaning in fp32.
 
-The tests hold each kernel to its twin, on GPUs and on CPUs, and the engine runs the twins where it
-can have neither. A twin states the meaning as plainly as torch allows; the kernels are for speed.
-Nothing here may import Triton or numba.
+The tests hold each kernel to its twin, on GPUs and on CPUs, and the engine runs the twins where
+neither kind of kernel works. A twin states the meaning as plainly as torch allows; the kernels are
+for speed. Nothing here may import Triton or numba.
 
 The pool of a rank is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]` with
 keys at 0 and values at 1 of the fourth axis. A slot is `block_id * block_size + offset`.
@@ -25,7 +25,7 @@ def paged_decode_attention(
     context_lens: Tensor,  # [batch]
     scale: float,
 ) -> Tensor:
-    """Attention of one new token per sequence over its paged context, shaped as `q`.
+    """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
     `context_lens` counts the new token, whose keys and values are already in the pool. A row of
     length 0, padding of a captured graph, gives zeros.
@@ -47,11 +47,11 @@ def paged_prefill_attention(
     scale: float,
     window: int | None = None,  # keys that a query sees, itself included
 ) -> Tensor:
-    """Causal attention of a ragged batch of chunks over their prefixes and selves, shaped as `q`.
+    """Return the causal attention of a ragged batch of chunks over their contexts, shaped as `q`.
 
     Sequence `s` owns the tokens `query_starts[s]:query_starts[s + 1]`, the last of
-    `context_lens[s]` positions. Tokens past `query_starts[-1]` belong to nobody; what is returned
-    for them is undefined (zeros here).
+    `context_lens[s]` positions. Tokens past `query_starts[-1]` belong to no sequence; their results
+    are undefined (zeros here).
     """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
@@ -79,7 +79,7 @@ def rope_and_store(
 
     With norm weights, each head is RMS-normalised before its rotation (Qwen3). The rotation pairs
     element `i` with `i + head_dim / 2` (Llama and Qwen checkpoints as Hugging Face lays them out).
-    All in fp32, rounded once.
+    The arithmetic is fp32; results are rounded once.
     """
     block_size = pool.shape[4]
     kept = slot_mapping >= 0
@@ -97,9 +97,9 @@ def add_rms_norm(
     weight: Tensor,  # [hidden]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream `x + residual` and its RMS norm, as `(normed, new_residual)`.
+    """Return the RMS norm of `x + residual` and the sum itself, as `(normed, new_residual)`.
 
-    The norm is of the *rounded* sum, the value that the next layer adds to. Without a residual, `x`
+    The norm is that of the *rounded* sum, to which the next layer adds. Without a residual, `x`
     starts the stream.
     """
     stream = x if residual is None else (x.float() + residual.float()).to(x.dtype)
@@ -108,7 +108,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[num_tokens, 2 * features]`, gates first: `[num_tokens, features]`."""
+    """Return `silu(gate) * up`, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -126,9 +126,9 @@ def scatter_blocks(blocks: Tensor, block_ids: Tensor, pool: Tensor) -> None:
 def _visible_kv(
     pool: Tensor, layer: int, block_table: Tensor, context_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a context in fp32, each `[kv_heads, context_len, head_dim]`.
+    """Return keys and values of a context in fp32, each `[kv_heads, context_len, head_dim]`.
 
-    Cut, not masked: whatever a slot beyond the context holds, NaN included, cannot reach a result.
+    Slots beyond the context are cut off, not masked, so a NaN in them cannot reach a result.
     """
     _, kv_heads, _, _, block_size, head_dim = pool.shape
     num_blocks = -(-context_len // block_size)
@@ -141,7 +141,7 @@ def _visible_kv(
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attention of the last `len(q)` positions of one sequence, shaped as `q`."""
+    """Return the attention of the last `len(q)` positions of one sequence, shaped as `q`."""
     q_len, num_heads, head_dim = q.shape
     kv_heads, context_len, _ = k.shape
     if context_len == 0:

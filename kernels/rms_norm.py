@@ -1,8 +1,8 @@
-"""Residual addition and RMS norm in one pass over the hidden states.
+"""Add the residual and apply the RMS norm in one pass over the hidden states.
 
-One program per token, its row in registers: each value is read once and written once, and the
-reduction order of a row depends on the hidden size alone. Called by the decoder layers. The meaning
-is `reference.add_rms_norm`.
+One program per token keeps its row in registers: each value is read once and written once, and the
+reduction order of a row depends on the hidden size alone. The decoder layers call it.
+`reference.add_rms_norm` defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -22,7 +22,7 @@ def add_rms_norm(
     weight: Tensor,  # [hidden]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream `x + residual` and its RMS norm, as `(normed, new_residual)`.
+    """Return the RMS norm of `x + residual` and the sum itself, as `(normed, new_residual)`.
 
     Both are new tensors; without a residual the stream is `x` itself.
     """
@@ -63,7 +63,7 @@ def _add_rms_norm_kernel(
         x += tl.load(residual_ptr + token * HIDDEN + d, mask=live, other=0.0).to(tl.float32)
         stream = x.to(stream_ptr.dtype.element_ty)
         tl.store(stream_ptr + token * HIDDEN + d, stream, mask=live)
-        # The next layer adds to the rounded sum, so that is what is normed.
+        # The next layer adds to the rounded sum, so the norm uses the rounded sum too.
         x = stream.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
     weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)

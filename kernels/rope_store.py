@@ -1,9 +1,9 @@
-"""One pass from the QKV projection to attention: QK norm, rotation, keys and values to the pool.
+"""Normalise and rotate queries and keys and store keys and values in the pool, in one pass.
 
 A program takes a tile of (token, head) rows of queries, keys or values, so a batch of one token and
-a long chunk use the same code. Called by the runner's attention layer before attention reads the
-pool, also under CUDA graph capture; padding tokens carry slot -1. The meaning is
-`reference.rope_and_store`.
+a long chunk use the same code. The runner's attention layer calls it before attention reads the
+pool, also under CUDA graph capture; padding tokens carry slot -1. `reference.rope_and_store`
+defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917

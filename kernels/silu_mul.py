@@ -1,6 +1,6 @@
 """The gate of the MLP, `silu(gate) * up`, over the packed output of one projection.
 
-Called by the decoder layers. The meaning is `reference.silu_mul`.
+The decoder layers call it. `reference.silu_mul` defines the meaning.
 """
 
 # ruff: noqa: N803  (compile-time values are in capitals, as in Triton's own code)
@@ -15,7 +15,7 @@ BLOCK = 2048  # two 16-byte accesses per thread and operand in bf16
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[num_tokens, 2 * features]`, gates first: `[num_tokens, features]`."""
+    """Return `silu(gate) * up`, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     num_tokens, width = gate_up.shape
     assert gate_up.is_contiguous()
     assert width % 2 == 0

@@ -1,7 +1,7 @@
-"""Time as a value that is passed in, so that a test can own it.
+"""The clock that is passed in as a value, so that a test can set the time.
 
 Shells hand a `Clock` to the parts that need one; pure parts get `now_s` as an argument instead.
-Seconds are this host's monotonic ones and mean nothing to another host.
+Seconds are those of this host's monotonic clock and mean nothing to another host.
 """
 
 import time
@@ -11,5 +11,5 @@ Clock = Callable[[], float]
 
 
 def monotonic() -> float:
-    """Seconds on this host's monotonic clock."""
+    """Return the seconds on this host's monotonic clock."""
     return time.monotonic()

@@ -1,7 +1,7 @@
 """The settings as a flat list: name, type, default, unit and help of each leaf of a config tree.
 
-`flag_parser` makes flags of the list, for the server as for the benchmark, `with_values` puts what
-was given back into the tree, and the generator of docs/config.md prints the list.
+`flag_parser` makes flags of the list, for the server as for the benchmark, `with_values` puts the
+given values back into the tree, and the generator of docs/config.md prints the list.
 """
 
 import functools
@@ -20,8 +20,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 class Field(msgspec.Struct, frozen=True):
     """One setting. `name` is dotted, `section` empty at the top level.
 
-    `extra` of its Meta may hold a `unit`, and `repeated` for a list whose flag is given once per
-    entry.
+    The `extra` of its Meta may hold a `unit`, and `repeated` for a list whose flag is given once
+    per entry.
     """
 
     section: str
@@ -35,10 +35,10 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def plain_type(self) -> object:
-        """The type without its annotations."""
+        """Return the type without its annotations."""
         is_annotated = get_origin(self.annotation) is Annotated
         plain = get_args(self.annotation)[0] if is_annotated else self.annotation
-        # What may be unset is set as its type.
+        # A value given for an optional text is text.
         return str if plain == str | None else plain
 
     @property
@@ -58,7 +58,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts that a setting, or an entry of a list, may have; empty if it may have any."""
+        """Return the texts that a setting or an entry of a list may have; empty if any will do."""
         kind = get_args(self.plain_type)[0] if self.is_list else self.plain_type
         return tuple(get_args(kind)) if get_origin(kind) is Literal else ()
 
@@ -72,7 +72,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the flag of a list is given once per entry, which may then hold commas."""
+        """Return whether the flag is given once per entry, which may then hold commas."""
         return bool((self.meta.extra or {}).get("repeated"))
 
     @property
@@ -81,7 +81,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def flag(self) -> str:
-        """The flag that does not name the section."""
+        """Return the flag that does not name the section."""
         return "--" + self.key.replace("_", "-")
 
     @property
@@ -100,7 +100,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def meaning(self) -> str:
-        """Description and choices."""
+        """Return the description and the choices."""
         text = self.meta.description or ""
         return f"{text} ({', '.join(self.choices)})" if self.choices else text
 
@@ -116,7 +116,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        """For argparse, which gives the percent sign a meaning."""
+        """Return the help for argparse, to which a percent sign has a meaning."""
         text = self.meta.description or ""
         if self.default not in ("", ()):
             is_float = isinstance(self.default, float)
@@ -147,12 +147,12 @@ class Field(msgspec.Struct, frozen=True):
         except msgspec.ValidationError as error:
             why = _in_words(str(error))
         if self.choices:
-            why = f"it is one of {', '.join(filter(None, self.choices))}"
+            why = f"choose one of {', '.join(filter(None, self.choices))}"
         raise ConfigError(f"{shown or f'setting {self.name}'} cannot be {written!r}: {why}")
 
 
 def _in_words(error: str) -> str:
-    """msgspec's message for people who do not know Python's types."""
+    """Return msgspec's message in words for people who do not know Python's types."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
     for kind, word in words.items():
         error = error.replace(f", got `{kind}`", "").replace(f"`{kind}`", word)
@@ -161,7 +161,7 @@ def _in_words(error: str) -> str:
 
 @functools.cache
 def fields_of(config: type[msgspec.Struct]) -> tuple[Field, ...]:
-    """Every leaf of `config`, top level first, then section by section."""
+    """Return every leaf of `config`, the top level first, then section by section."""
     return _fields("", config())
 
 

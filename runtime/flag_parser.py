@@ -1,6 +1,6 @@
-"""An argument parser whose mistakes are a `ConfigError` in one line, with the nearest known flag.
+"""An argument parser that answers a mistake with a one-line `ConfigError` and the nearest flag.
 
-Used by every command line of baton, which gives it the settings of its Structs: one flag for each,
+Every command line of baton uses it and gives it the settings of its Structs: each becomes one flag
 with its help. It knows nothing about any single flag, and prints and exits for `--help` only.
 """
 
@@ -16,7 +16,7 @@ _UNKNOWN = "unrecognized arguments: "
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Flags are never abbreviated: what a short form means would change with a new flag."""
+    """A parser without abbreviated flags: a new flag would change the meaning of a short form."""
 
     def __init__(self, prog: str, **how: object) -> None:
         how.setdefault("formatter_class", _HelpFormatter)
@@ -52,15 +52,15 @@ class FlagParser(argparse.ArgumentParser):
         unknown = message.removeprefix(_UNKNOWN)
         word = (unknown.split() or [unknown])[0].partition("=")[0]
         if not word.startswith("-"):
-            raise ConfigError(f"{self.prog} takes no word like {word!r}; see {self.prog} --help")
+            raise ConfigError(f"{self.prog} does not take {word!r}; see {self.prog} --help")
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = did_you_mean(word, known) or f"; see {self.prog} --help"
         raise ConfigError(f"unknown flag {word}{hint}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown `word`; empty if nothing is near."""
-    # Without their dashes, which make any two flags look alike.
+    """Return the end of a message about an unknown `word`; empty if no name is near."""
+    # Leave the dashes out, because they make any two flags look alike.
     bare = {name.lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=1)
     return f"; did you mean {bare[near[0]]}?" if near else ""
@@ -71,7 +71,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32, width=100)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`--port, --router-port N`: the value once, not after each name."""
+        """Return `--port, --router-port N`, with the value once and not after each name."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM as a request to stop; the second one as an order.
+"""Treat the first Ctrl-C or SIGTERM as a request to stop, the second one as an order.
 
-Used by every main: a plain loop waits on it or asks `requested`, an asyncio loop watches its
+Every main uses it: a plain loop waits on it or asks `requested`, an asyncio loop watches its
 descriptor.
 """
 
@@ -23,7 +23,7 @@ class Interrupts:
         on_first: Callable[[], object] | None = None,
         on_second: Callable[[], object] | None = None,
     ) -> None:
-        """Both run in the signal handler; the process ends with 130 right after `on_second`."""
+        """Take two callbacks that run in the handler; exit with 130 right after `on_second`."""
         self.requested = False
         self._on_first, self._on_second = on_first, on_second
         self._previous: list[tuple[signal.Signals, Handler]] = []
@@ -47,11 +47,11 @@ class Interrupts:
         os.close(self._write_end)
 
     def fileno(self) -> int:
-        """Readable once a stop was requested."""
+        """Return a descriptor that becomes readable once a stop was requested."""
         return self._read_end
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps up to `timeout_s`; True as soon as a stop was requested."""
+        """Sleep up to `timeout_s`; return True as soon as a stop was requested."""
         # Not threading.Event: setting one in a handler can deadlock with the thread waiting on it.
         select.select([self._read_end], [], [], timeout_s)
         return self.requested

@@ -1,9 +1,9 @@
-"""The engine processes of one host: started, supervised, ended.
+"""Start, supervise and end the engine processes of one host.
 
 `serve` and `AsyncLLM` call it. Nodes meet each other and their router over sockets in a folder that
-only this user can enter. A node that ends by itself is started again, later each time; whether that
-is worth it while none was ever ready is for the caller to decide. It never speaks to a node: what
-they are up to is known to the router they dial.
+only this user can enter. A node that ends by itself is started again, later each time; the caller
+decides whether to go on while no node was ever ready. It never speaks to a node: the router that
+the nodes dial knows their state.
 """
 
 import shutil
@@ -21,7 +21,7 @@ from baton.runtime.clock import monotonic
 from baton.runtime.process import Command, Exit, Relay, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
 
-# Nodes end within this, by themselves or by force, so that a Ctrl-C is over in five seconds.
+# Nodes end within this time, by themselves or by force, so a Ctrl-C is over in five seconds.
 NODE_GRACE_S = 2.5
 # The longest name of a socket in a private folder.
 LONGEST_NAME = "/peers-decode-9999"
@@ -33,7 +33,7 @@ class LocalCluster:
     def __init__(
         self, config: ClusterConfig, control_endpoint: str, relay: Relay = to_stderr
     ) -> None:
-        """Starts nothing yet. `relay` gets every line that a node prints, from threads."""
+        """Start nothing yet. Reader threads call `relay` with every line that a node prints."""
         self._config = config
         self._control = control_endpoint
         self._relay = relay
@@ -41,7 +41,7 @@ class LocalCluster:
         self._supervisor: Supervisor | None = None
 
     def start(self) -> None:
-        """Spawns all nodes and returns; raises `NodeError` when the system refuses."""
+        """Spawn all nodes and return; raises `NodeError` when the system refuses."""
         assert self._supervisor is None, "a LocalCluster starts once"
         self._folder = private_folder()
         self._supervisor = Supervisor(tuple(self._commands(self._folder)), monotonic, self._relay)
@@ -52,22 +52,22 @@ class LocalCluster:
             raise
 
     def poll(self) -> Sequence[Exit]:
-        """Nodes that ended since the last call; starts again those that are due. Never blocks."""
+        """Restart the nodes that are due; return the exits since the last call. Never blocks."""
         return self._supervisor.poll() if self._supervisor is not None else ()
 
     def pid_of(self, name: str) -> int | None:
-        """The process of `prefill-0`, `decode-1`, ...; None while it is down."""
+        """Return the process id of `prefill-0`, `decode-1`, ...; None while the node is down."""
         return self._supervisor.pid_of(name) if self._supervisor is not None else None
 
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
-        """Ends every node, by force after `grace_s`. Idempotent."""
+        """End every node, by force after `grace_s`. Idempotent."""
         if self._supervisor is not None:
             self._supervisor.stop(grace_s)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Ends every node by force, without waiting; safe in a signal handler."""
+        """End every node by force, without waiting; safe in a signal handler."""
         if self._supervisor is not None:
             self._supervisor.kill()
         if self._folder is not None:
@@ -96,7 +96,7 @@ class LocalCluster:
 
 
 def private_folder() -> Path:
-    """A new folder of mode 0700 whose path is short enough for sockets in it."""
+    """Return a new folder of mode 0700 whose path is short enough for sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="baton-"))
     if len(bytes(folder)) + len(LONGEST_NAME) <= MAX_IPC_PATH_BYTES:
         return folder

@@ -1,6 +1,6 @@
 """Structured log lines: for people by default, one JSON object a line on request.
 
-`setup` is called once per process by its main; everybody else asks `logger` for a `Log` and passes
+The main of each process calls `setup` once; all other modules ask `logger` for a `Log` and pass
 fields by name. Prompts are never logged unless `log.prompts` asks for it, and then only through
 `clip`.
 """
@@ -36,7 +36,7 @@ class Log:
         self._log(logging.ERROR, message, fields)
 
     def exception(self, message: str, **fields: object) -> None:
-        """An error with the traceback of the exception being handled."""
+        """Log an error with the traceback of the exception being handled."""
         self._logger.error(message, exc_info=True, extra={"fields": fields})
 
     def _log(self, level: int, message: str, fields: dict[str, object]) -> None:
@@ -49,12 +49,12 @@ def logger(name: str) -> Log:
 
 
 def clip(text: str) -> str:
-    """A prompt or an answer, short enough to be logged."""
+    """Return a prompt or an answer, cut short enough to be logged."""
     return text if len(text) <= MAX_PROMPT_CHARS else text[:MAX_PROMPT_CHARS] + "…"
 
 
 def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
-    """Sends every line of this process, named `name`, to `stream` (stderr)."""
+    """Send every line of this process, named `name`, to `stream` (default: stderr)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(name) if config.json else TextFormatter(name))
     root = logging.getLogger(ROOT)
@@ -112,7 +112,7 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    # Quoting also keeps text that others sent from forging a line of its own.
+    # Quoting also keeps text that a client sent from forging a line of its own.
     plain = text and text.isprintable() and not any(char in ' "=' for char in text)
     return text if plain else json.dumps(text)
 

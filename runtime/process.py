@@ -1,7 +1,7 @@
 """Child processes that never outlive their parent, and one that is restarted when it dies.
 
-Used by the launcher, by `LocalCluster` and by the worker executor. A child leads a process group
-of its own, so Ctrl-C reaches the parent alone, which then ends everybody in order. Nothing here
+The launcher, `LocalCluster` and the worker executor use it. A child leads a process group of its
+own, so Ctrl-C reaches the parent alone, which then ends its children in order. Nothing here
 searches processes by name: only ids of children that are not yet reaped are ever signalled.
 """
 
@@ -44,9 +44,9 @@ class Command(msgspec.Struct, frozen=True):
 
 
 def die_with_parent() -> None:
-    """Ends this process by SIGKILL as soon as the one that spawned it through `Child` is gone.
+    """End this process by SIGKILL as soon as the process that spawned it through `Child` is gone.
 
-    To be called first thing in a child's main; does nothing in a process that no `Child` spawned.
+    Call it first in a child's main; it does nothing in a process that no `Child` spawned.
     """
     inherited = os.environ.pop(DEATH_FD_VARIABLE, "")
     by_signal = os.environ.pop(DEATH_SIGNAL_VARIABLE, "")
@@ -66,17 +66,17 @@ def _watch(descriptor: int) -> None:
 
 
 def to_stderr(name: str, line: str) -> None:
-    """The usual relay: lines that do not name their process get a prefix."""
+    """Write a child's line to stderr; a line that does not name its process gets a prefix."""
     named = line.startswith("{") or f" {name}: " in line
     sys.stderr.write(line + "\n" if named else f"{name} | {line}\n")
     sys.stderr.flush()
 
 
 class Child:
-    """One spawned process. Use it from one thread; its output is read by another."""
+    """One spawned process. Use it from one thread; another thread reads the output."""
 
     def __init__(self, command: Command, relay: Relay = to_stderr) -> None:
-        """Spawns at once; raises `NodeError` when the system refuses."""
+        """Spawn the process at once; raises `NodeError` when the system refuses."""
         self.name = command.name
         self.exit_code: int | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -114,11 +114,11 @@ class Child:
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines it wrote."""
+        """Return the last lines that the child wrote."""
         return tuple(self._tail)
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal that ended it), or None while it runs."""
+        """Return the exit code (negative: the signal that ended the child), None while it runs."""
         if self.exit_code is None:
             # Looking without reaping keeps the id taken while its group is cleared of leftovers.
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -130,17 +130,17 @@ class Child:
         return self.exit_code
 
     def terminate(self) -> None:
-        """Asks it to end (SIGTERM)."""
+        """Ask the child to end (SIGTERM)."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it and everything in its group (SIGKILL), without waiting."""
+        """End the child and everything in its group (SIGKILL), without waiting."""
         if self.exit_code is None:
             self._kill_group()
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether it is gone by `deadline_s` on the monotonic clock."""
+        """Return whether the child is gone by `deadline_s` on the monotonic clock."""
         while self.poll() is None:
             if monotonic() >= deadline_s:
                 return False
@@ -148,7 +148,7 @@ class Child:
         return True
 
     def stop(self, grace_s: float = GRACE_S) -> int:
-        """Asks, waits, and kills what is left; returns the exit code. Idempotent."""
+        """Ask the child to end, wait, kill its group, return the exit code. Idempotent."""
         self.terminate()
         if not self.wait(monotonic() + grace_s):
             self.kill()
@@ -178,7 +178,7 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 class Backoff:
-    """How long to wait before a restart: doubling, forgotten after a good run."""
+    """The delay before a restart: it doubles each time and starts anew after a good run."""
 
     def __init__(
         self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0
@@ -187,7 +187,7 @@ class Backoff:
         self._next_s = first_s
 
     def after(self, ran_s: float) -> float:
-        """The delay after a run of `ran_s`."""
+        """Return the delay after a run of `ran_s`."""
         if ran_s >= self._good_run_s:
             self._next_s = self._first_s
         delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
@@ -209,7 +209,7 @@ class Supervisor:
             post.spawn(self._clock(), self._relay)
 
     def poll(self) -> list[Exit]:
-        """Notices exits and restarts what is due; returns the exits since the last call."""
+        """Note exits, restart the children that are due, return the exits since the last call."""
         exits = []
         for post in self._posts:
             now_s = self._clock()
@@ -220,14 +220,14 @@ class Supervisor:
         return exits
 
     def pid_of(self, name: str) -> int | None:
-        """The process id of a child, None while it is down."""
+        """Return the process id of a child, None while it is down."""
         for post in self._posts:
             if post.command.name == name:
                 return post.child.pid if post.child is not None else None
         return None
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """Ends all at once, by force after `grace_s`. Idempotent."""
+        """End all children at once, by force after `grace_s`. Idempotent."""
         children = [post.child for post in self._posts if post.child is not None]
         for child in children:
             child.terminate()
@@ -239,7 +239,7 @@ class Supervisor:
             child.wait(monotonic() + 1.0)
 
     def kill(self) -> None:
-        """Ends all by force without waiting; safe in a signal handler."""
+        """End all children by force without waiting; safe in a signal handler."""
         for post in self._posts:
             if post.child is not None:
                 post.child.kill()

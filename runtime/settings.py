@@ -1,8 +1,8 @@
 """Settings of a command: defaults, then a YAML file, then flags, then `--set a.b=c`.
 
-The command line is generated from `protocol.config`, as is docs/config.md; nothing about a single
-setting is written here but the short flags of the common ones. Used by `command_line` and the
-launcher. Every mistake is a `ConfigError` that names the setting and says what to do.
+The command line and docs/config.md are generated from `protocol.config`; of single settings, this
+file holds only the short flags of the common ones. `command_line` and the launcher use it. Every
+mistake is a `ConfigError` that names the setting and says what to do.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHORT_FLAGS = {
 
 
 class Subcommand(msgspec.Struct, frozen=True):
-    """A subcommand that takes settings: those of `sections` as flags, all by `--set` and file.
+    """A subcommand: the settings of `sections` have flags, all others take `--set` or the file.
 
     The section "" holds the settings of the top level.
     """
@@ -52,7 +52,7 @@ class Subcommand(msgspec.Struct, frozen=True):
 
 
 def load(command: "Subcommand", arguments: Sequence[str]) -> ClusterConfig:
-    """The settings that `arguments` ask for; `--help` prints and exits."""
+    """Return the settings that `arguments` ask for; `--help` prints and exits."""
     parsed = parser(command).parse_args(arguments)
     known = {field.name: field for field in fields_of(ClusterConfig)}
     values = {} if parsed.config is None else _of_file(Path(parsed.config))
@@ -70,15 +70,15 @@ def load(command: "Subcommand", arguments: Sequence[str]) -> ClusterConfig:
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    """A file that `--config` reads back as `config`."""
+    """Return the text of a file that `--config` reads back as `config`."""
     return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
 
 
 def checked(config: ClusterConfig) -> ClusterConfig:
-    """`config`, if its settings can work together."""
+    """Return `config` if its settings can work together; raises `ConfigError` if not."""
     if config.prefill == 0 and config.router.local_prefill == "never":
         raise ConfigError(
-            "prefill is 0 and router.local_prefill is never, so nobody could compute a prompt: "
+            "prefill is 0 and router.local_prefill is never, so no node could compute a prompt: "
             "start a prefill node or use --local-prefill always"
         )
     if not config.node.routers:
@@ -87,7 +87,7 @@ def checked(config: ClusterConfig) -> ClusterConfig:
 
 
 def parser(command: Subcommand) -> argparse.ArgumentParser:
-    """The parser of `baton command`, with a flag per setting of its sections."""
+    """Return the parser of `baton command`, with a flag per setting of its sections."""
     built = FlagParser(
         prog=f"baton {command.name}",
         usage=f"baton {command.name} [--config FILE] [flags] [--set A.B=C ...]",
@@ -99,7 +99,7 @@ def parser(command: Subcommand) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="A.B=C",
-        help="any setting by its dotted name; overrides flags; may be repeated",
+        help="set any setting by its dotted name; overrides flags; may be repeated",
     )
     fields = [field for field in fields_of(ClusterConfig) if field.section in command.sections]
     built.add_settings(fields, flags_of, lambda field: field.section or "cluster")
@@ -107,13 +107,13 @@ def parser(command: Subcommand) -> argparse.ArgumentParser:
 
 
 def flags_of(field: Field) -> tuple[str, ...]:
-    """The flags of a setting, the short one first."""
+    """Return the flags of a setting, the short one first."""
     short = [f"--{flag}" for flag, name in SHORT_FLAGS.items() if name == field.name]
     return (*short, "--" + field.name.replace(".", "-").replace("_", "-"))
 
 
 def _of_file(path: Path) -> dict[str, object]:
-    """The settings of a YAML file, by their dotted names."""
+    """Return the settings of a YAML file, by their dotted names."""
     try:
         content: object = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -128,7 +128,7 @@ def _of_file(path: Path) -> dict[str, object]:
 
 
 def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tuple[str, object]]:
-    """(dotted name, value) of a parsed file, every name checked."""
+    """Return (dotted name, value) for each setting of a parsed file, every name checked."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected settings as `name: value`, got {content!r}")
     sections = {field.section for field in known.values()} - {""}

@@ -1,7 +1,7 @@
-"""What the linear layers of a model cost alone: the floor under any engine's step on this machine.
+"""Time the linear layers of a model alone: the floor under any engine's step on this machine.
 
-Times plain torch matrix products with the model's shapes and nothing else: no attention, no norms,
-no sampling. Printed beside serving figures, because absolute times of shared machines mean little.
+It times plain torch matrix products with the model's shapes and nothing else: no attention, norms
+or sampling. Print it beside serving figures: absolute times of shared machines mean little.
 """
 
 import argparse
@@ -20,8 +20,10 @@ REPEATS = 9
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """Milliseconds for one pass of `rows` tokens through all linear layers, LM head excluded for
-    prompts (one row of it is needed) and included for decode steps."""
+    """The milliseconds for one pass of `rows` tokens through all linear layers.
+
+    The LM head counts for decode steps only; a prompt needs one row of it.
+    """
 
     rows: int
     threads: int
@@ -30,7 +32,7 @@ class Floor(msgspec.Struct, frozen=True):
 
 
 def shapes(config: DecoderConfig) -> list[tuple[int, int]]:
-    """(in, out) of every linear layer of one decoder layer, fused where engines fuse them."""
+    """Return (in, out) of each linear layer of a decoder layer, fused where engines fuse them."""
     heads = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size

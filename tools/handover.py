@@ -1,8 +1,8 @@
-"""How a prompt changes hands, from the step and read records of a cluster (`log.records`).
+"""Measure the hand-over of prompts from the step and read records of a cluster (`log.records`).
 
-Reads the JSON lines that prefill and decode nodes of one host wrote while one request after another
-was served (concurrency 1), and says how long nobody computed and how much of the transfer was
-hidden behind the next chunk.
+It reads the JSON lines that prefill and decode nodes of one host wrote while they served one
+request after another (concurrency 1), and prints how long no node computed and how much of the
+transfer was hidden behind the next chunk.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from baton.engine.records import ReadRecord, StepRecord, read_records
 class Handover(msgspec.Struct, frozen=True):
     """One request, in milliseconds.
 
-    `overhead_ms`: its last prompt step ended -> its first decode step started. `exposed_ms`: the
-    part of reading that lies after the last chunk. `last_share`: bytes of the last read over all.
+    `overhead_ms` is the time from the end of its last prompt step to the start of its first decode
+    step, `exposed_ms` the reading after the last chunk, `last_share` the last read's share of the
+    bytes.
     """
 
     num_chunks: int
@@ -32,7 +33,7 @@ class Handover(msgspec.Struct, frozen=True):
 
 
 def handovers(folder: Path) -> list[Handover]:
-    """One per request that was computed on one node and continued on another."""
+    """Return one per request that was computed on one node and continued on another."""
     steps: dict[str, list[StepRecord]] = {}
     reads: list[ReadRecord] = []
     for path in sorted(folder.glob("*.jsonl")):

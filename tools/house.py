@@ -1,7 +1,7 @@
 """The house in figures: `python -m tools.house [FOLDER]`, a Markdown table of a checkout's rooms.
 
 Lines count everything in a Python file. An import counts once per importing file and imported
-module, between two different rooms. Settings are fields of Structs whose help says what they mean.
+module, between two different rooms. Settings are fields of Structs that have a help text.
 """
 
 import ast
@@ -22,7 +22,7 @@ OTHERS = ("tools", "tests")
 
 
 class RoomFigures(msgspec.Struct, frozen=True):
-    """One room. `settings` counts what a user may set there."""
+    """The figures of one room. `settings` counts the settings that a user has there."""
 
     name: str
     lengths: tuple[int, ...]  # lines of each file that has any
@@ -52,7 +52,7 @@ def figures(root: Path, room: str) -> RoomFigures:
 
 
 def imports_between(root: Path) -> Counter[tuple[str, str]]:
-    """How many imports lead from one shipped room to another."""
+    """Return how many imports lead from one shipped room to another."""
     found: Counter[tuple[str, str]] = Counter()
     for room in SHIPPED:
         for path in files_of(root, room):
@@ -74,7 +74,7 @@ def _modules(tree: ast.Module) -> set[str]:
 
 
 def _settings(tree: ast.Module) -> int:
-    """Annotated fields of Structs that say what they mean: `says(...)`, `Meta(description=...)`."""
+    """Count the annotated fields with a help text: `says(...)` or `Meta(description=...)`."""
     fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
     return sum(any(map(_is_meaning, ast.walk(field.annotation))) for field in fields)
 

@@ -1,4 +1,4 @@
-"""Folders with random Qwen3 models, for whoever measures and does not read the answers.
+"""Write folders with random Qwen3 models, for measurements that do not look at the answers.
 
 `python -m tools.random_model FOLDER` writes one that any server of Hugging Face folders can
 load; the benchmarks that start servers call `write_model`. Equal shapes give equal folders, so two
@@ -32,9 +32,9 @@ SIZES = {
 
 
 def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
-    """The whole folder; weights are drawn on `device`. Raises `ConfigError` where one lies."""
+    """Write a folder; weights are drawn on `device`. Raises `ConfigError` if the folder exists."""
     if folder.exists():
-        raise ConfigError(f"{folder} is there already")
+        raise ConfigError(f"{folder} exists already: name a new folder")
     folder.mkdir(parents=True)
     save_file(weights(shape, device), folder / "model.safetensors", metadata={"format": "pt"})
     config = {
@@ -56,7 +56,7 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
 
 
 def tokenizer(vocab_size: int) -> Tokenizer:
-    """A token per byte, and words up to the size of the vocabulary that only ids can name."""
+    """Return a tokenizer with a token per byte, filled up with words that only ids can name."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [END, *alphabet]
     words += [f"w{number}" for number in range(len(words), vocab_size)]
@@ -68,7 +68,7 @@ def tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """By their Hugging Face names, in bf16, on the CPU."""
+    """Return random weights by their Hugging Face names, in bf16, on the CPU."""
     torch.manual_seed(0)
     hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim

@@ -1,8 +1,8 @@
-"""What the router's process costs: CPU time per streamed token and per short request.
+"""Measure the CPU time of the router's process per streamed token and per short request.
 
-Runs the real router, its HTTP side and its sockets in this process. A child process plays one
-prefill node, one decode node and all clients, so that none of their work is counted here. Needs a
-model folder with a tokenizer.json and nothing else.
+It runs the real router, its HTTP side and its sockets in this process. A child process plays one
+prefill node, one decode node and all clients, so that none of their work is counted here. It needs
+a model folder with a tokenizer.json and nothing else.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from baton.router.http.app import App, Server
 from baton.runtime.log import setup
 from tools.router_load import DONE, STARTED, Traffic
 
-# Steps follow one another so fast that no cache gets cold, which makes for a steady figure.
+# Steps follow one another so fast that no cache gets cold, which makes the figure steady.
 NUM_HOT_STREAMS, HOT_STEP_S = 32, 0.0002
 STOPS = ["\n\nQuestion:", "<|never|>", "hexagonal"]
 RUNNING = b'"finish_reason":null'
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Microseconds of CPU time per token or per request.
+    """The microseconds of CPU time per token or per request.
 
-    `path_us` is spent by the event loop's thread on what nodes send, `process_us` by the whole
-    process on everything.
+    The event loop's thread spends `path_us` on the messages of nodes, the whole process spends
+    `process_us` on everything.
     """
 
     path_us: float
@@ -41,10 +41,10 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
-    """Counts the CPU time of reading what nodes send, with all that it causes at once.
+    """An event loop that counts the CPU time of reading nodes' messages and acting on them.
 
-    As long as `is_dropping` is set, transports drop the events of tokens, so that the kernel's part
-    of sending is not in it.
+    As long as `is_dropping` is set, transports drop the events of tokens, so that the time does not
+    include the kernel's part of sending.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class TimedLoop(asyncio.SelectorEventLoop):
         self.is_dropping = False
 
     def add_reader(self, fd: object, callback: Callable[[], object]) -> None:  # type: ignore[override]
-        """The one caller is the socket that nodes dial: asyncio's own transports do not use it."""
+        """Time the reader of the socket that nodes dial; asyncio's transports do not call this."""
 
         def timed() -> None:
             before_s = time.thread_time()
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=256, help="streams that run side by side")
     parser.add_argument("--tokens", type=int, default=80, help="tokens of each stream")
     parser.add_argument("--requests", type=int, default=1000, help="short requests")
-    parser.add_argument("--rounds", type=int, default=3, help="the median of so many is printed")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; their median is printed")
     parser.add_argument("--json", action="store_true", help="print every round as JSON instead")
     given = parser.parse_args(arguments)
     num_tokens = given.tokens * given.streams // NUM_HOT_STREAMS
@@ -133,10 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "streamed token": streams,
         "short request": Traffic(given.requests, 2),
     }
-    # The first, small ones only warm everything up.
+    # The first, small loads only warm everything up.
     warm = [msgspec.structs.replace(load, num_requests=8) for load in loads.values()]
     setup(LogConfig(level="error"), "router")
-    # As `baton serve` does before it serves.
+    # `baton serve` does the same before it serves.
     gc.collect()
     gc.freeze()
     loop = TimedLoop()

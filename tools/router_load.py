@@ -1,6 +1,6 @@
 """The other side of `router_cost`: the nodes and the clients of a router, in a process of its own.
 
-It reads one `Traffic` per line from its input, and prints when the streams run and when all
+It reads one `Traffic` per line from its input, and prints a line when the streams run and when all
 requests have ended. The nodes compute nothing: they send the tokens of the prompt over and over.
 """
 
@@ -39,7 +39,7 @@ from baton.runtime.channels.dialer import Dialer, Disconnected
 
 STARTED, DONE = b"started\n", b"done\n"
 PROMPT = "The second runner never looks behind. "
-NUM_CONNECTIONS = 8  # that short requests are sent over, one at a time on each
+NUM_CONNECTIONS = 8  # for short requests, sent one at a time on each connection
 BEAT_S = 1.0
 LAYOUT = KVLayout(block_size=16, block_bytes=1024, fingerprint="layout")
 
@@ -47,8 +47,8 @@ LAYOUT = KVLayout(block_size=16, block_bytes=1024, fingerprint="layout")
 class Traffic(msgspec.Struct, frozen=True):
     """Requests of `num_tokens` tokens each.
 
-    With `step_s`, all are streamed side by side and get a token each that often; without, they are
-    whole answers, sent for as fast as the connections allow.
+    With `step_s`, all are streamed side by side and get a token at that interval; without it, they
+    are whole answers, requested as fast as the connections allow.
     """
 
     num_requests: int
@@ -58,7 +58,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class PlayedNode:
-    """Answers like a node, but `steps` says when tokens come."""
+    """A node whose tokens come when `step` is called."""
 
     def __init__(self, endpoint: str, name: str, role: Role) -> None:
         self.info = NodeInfo(
@@ -84,7 +84,7 @@ class PlayedNode:
             await self._came.wait()
 
     def step(self, index: int) -> None:
-        """The token with this number of everything that runs; 1 repeats 0, as of every handoff."""
+        """Send token number `index` of every request; 1 repeats 0, as after every handoff."""
         entries: list[TokenEntry] = []
         for key, order in list(self.running.items()):
             prompt, first = order.token_ids, 0 if index == 1 else index

@@ -1,7 +1,7 @@
-"""Show which row counts keep the bits of a model's linear layers on this machine, and their cost.
+"""Find the row counts that keep the bits of a model's linear layers here, and their cost.
 
 `python -m tools.row_rules FOLDER` prints a line for each kind of layer: whether its weight is
-packed, the tiles that a node would use, the seconds of the search, and the time of some row counts
+packed, the tiles that a node would use, the time of the search, and the time of some row counts
 as a multiple of one plain product with as many rows. It reads the shapes and not the weights.
 """
 
@@ -25,13 +25,13 @@ from baton.protocol.errors import BatonError
 from tools.floor import shapes
 
 ROUNDS = 7
-ROUND_ROWS = 512  # computed in each round, so that few rows are repeated often
-# So many copies of a weight that they do not stay in a core's cache, as a model's layers do not.
+ROUND_ROWS = 512  # rows computed in each round, so that few rows are repeated often
+# The copies of a weight are too many for a core's cache, as a model's layers are.
 COPIES_BYTES, MAX_COPIES = 64 << 20, 16
 
 
 class KindFound(msgspec.Struct, frozen=True):
-    """All seconds are CPU time. `ratios`: by the rule / in one plain product, by row count."""
+    """The findings for a kind, in CPU seconds. `ratios`: by the rule / one product, by rows."""
 
     outputs: int
     inputs: int
@@ -66,7 +66,7 @@ def examine(kind: WeightKind, rows: Sequence[int]) -> KindFound:
 
 
 def _ratio(ruled: Sequence[Linear], plain: Sequence[Linear], x: Tensor) -> float:
-    """Median over rounds of CPU time, both measured in turn in each."""
+    """Return the median ratio of CPU time over rounds that measure both in turn."""
     calls = max(len(plain), ROUND_ROWS // len(x))
     found = []
     for number in range(ROUNDS + 1):

@@ -1,9 +1,9 @@
-"""One streamed answer, read as it arrives: its tokens, its usage, and what is wrong with it. Pure.
+"""Read one streamed answer as it arrives: its tokens, its usage and its faults. Pure.
 
-The client feeds bytes with the stamp of the read that brought them. Token ids say how many tokens a
-chunk carries; without them the running usage does; without both, each chunk with text counts as one
-and the final usage has to agree. An answer is `ANSWERED` only if nothing about it is in doubt, and
-no token is counted that no report of the server speaks for.
+The client feeds bytes with the stamp of the read that brought them. Token ids give the number of
+tokens in a chunk; without them the running usage does; without both, each chunk with text counts as
+one and the final usage has to agree. An answer is `ANSWERED` only if nothing about it is in doubt,
+and a token is counted only if a report of the server supports it.
 """
 
 import re
@@ -54,17 +54,17 @@ class _Chunk(msgspec.Struct):
     usage: _Usage | None = None
     timeline: msgspec.Raw = _NOTHING
     error: msgspec.Raw = _NOTHING
-    message: str | None = None  # beside "object": "error", as some servers write errors
+    message: str | None = None  # some servers write errors with it and "object": "error"
 
 
 class _Piece(NamedTuple):
-    """An event with a choice. None: the server does not say."""
+    """An event with a choice. None stands for a value that the server did not send."""
 
     at_s: float
     has_text: bool
-    is_end: bool  # carries the finish reason
+    is_end: bool  # it carries the finish reason
     num_ids: int | None
-    total: int | None  # tokens so far, by the usage of this very event
+    total: int | None  # the tokens so far, by the usage of this event
 
 
 class Problem(NamedTuple):
@@ -77,19 +77,19 @@ class OversizedEvent(ValueError):
 
 
 class EventParser:
-    """Server-sent events out of bytes that arrive in any pieces.
+    """The parser of server-sent events from bytes that arrive in any pieces.
 
-    Lines end in LF or CRLF. Comments, ids and names of events carry nothing here. An event is
-    complete with its empty line, and `feed` never waits for bytes beyond that.
+    Lines end in LF or CRLF. Comments, ids and names of events are ignored. An empty line completes
+    an event, and `feed` never waits for bytes beyond that line.
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # of the event that is not complete
+        self._rest = b""  # the bytes of the event that is not complete
         self._has_begun = False
 
     @property
     def in_event(self) -> bool:
-        """Whether an event began and is not complete."""
+        """Return whether an event began and is not complete."""
         return bool(self._rest.strip(b"\r\n"))
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -110,13 +110,13 @@ class EventParser:
 
 
 class AnswerReader:
-    """`feed` it until it says that the answer ended, then `fill` a record."""
+    """The reader of one answer: `feed` it until the answer ended, then `fill` a record."""
 
     def __init__(self, is_chat: bool) -> None:
         self.done = False  # [DONE] came
         self.problem: Problem | None = None
         self.token_ids: list[int] | None = None
-        self.timeline: msgspec.Raw | None = None  # the server's own, as it came
+        self.timeline: msgspec.Raw | None = None  # the server's own timeline, as it came
         self._is_chat = is_chat
         self._events = EventParser()
         self._pieces: list[_Piece] = []
@@ -130,23 +130,23 @@ class AnswerReader:
 
     @property
     def has_running_usage(self) -> bool:
-        """Whether each event with text said how many tokens there were so far.
+        """Return whether each event with text reported the number of tokens so far.
 
-        Some servers put the usage of the whole answer into the last of them, and only there.
+        Some servers put the usage of the whole answer into the last such event, and only there.
         """
         told = [bool(piece.total) for piece in self._pieces if piece.has_text]
         return all(told) if told else any(piece.total for piece in self._pieces)
 
     @property
     def _has_ids_in_time(self) -> bool:
-        """Whether token ids came with the text, not all of them after it."""
+        """Return whether token ids came with the text, not all of them after it."""
         for piece in self._pieces:
             if piece.num_ids or piece.has_text:
                 return bool(piece.num_ids)
         return self.token_ids is not None
 
     def feed(self, data: bytes, at_s: float) -> bool:
-        """Return whether the answer ended, well or not; what follows is not read."""
+        """Take in bytes; return whether the answer ended, well or not. Later bytes are not read."""
         try:
             events = self._events.feed(data)
         except OversizedEvent as error:
@@ -169,7 +169,7 @@ class AnswerReader:
             self.problem = Problem(Outcome.TRUNCATED, text)
 
     def fill(self, record: Record, *, num_asked: int) -> None:
-        """Set all that the stream said, and the outcome; `forced_tokens` has to be set before."""
+        """Set the record's outcome and contents; set `forced_tokens` before the call."""
         if (usage := self._usage) is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.output_tokens = usage.completion_tokens
@@ -187,13 +187,13 @@ class AnswerReader:
         record.outcome, record.detail = problem or (Outcome.ANSWERED, note)
 
     def _on_event(self, event: bytes, at_s: float) -> Problem | None:
-        """Take in one event; return what is wrong with it."""
+        """Take in one event; return its fault, or None."""
         try:
             chunk = _decode(event)
         except msgspec.ValidationError as error:
             return _malformed(f"an event is not of this API: {error}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return _malformed(f"an event is no JSON: {event[:80].decode(errors='replace')}")
+            return _malformed(f"an event is not JSON: {event[:80].decode(errors='replace')}")
         if chunk.usage is not None:
             self._usage = chunk.usage
         if _says(chunk.timeline):
@@ -211,7 +211,7 @@ class AnswerReader:
     ) -> Problem | None:
         choice, ids = choices[0], choices[0].token_ids
         if len(choices) > 1 or choice.index != 0:
-            return _malformed("an event is of a choice that was not asked for")
+            return _malformed("an event belongs to a choice that was not asked for")
         text = choice.text
         if self._is_chat:
             if (delta := choice.delta) is None:
@@ -233,7 +233,7 @@ class AnswerReader:
         return None
 
     def _count(self, num_forced: int) -> tuple[list[int], Problem | None, str]:
-        """Return each piece's tokens, how the server contradicts itself, and a note on counting."""
+        """Return each piece's tokens, a contradiction of the server, and a note on counting."""
         pieces, usage = self._pieces, self._usage
         reported = None if usage is None else usage.completion_tokens
         if self._has_ids_in_time:
@@ -278,7 +278,7 @@ class AnswerReader:
 
 
 def message_of(body: bytes) -> str:
-    """Return what an error says: by OpenAI's shape and its relatives, else its first characters."""
+    """Return an error's message, in OpenAI's shape and its relatives, else its first characters."""
     try:
         found: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -292,7 +292,7 @@ def message_of(body: bytes) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `text` in one line of at most `MAX_DETAIL` characters that print."""
+    """Return `text` as one line of at most `MAX_DETAIL` printable characters."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 1] + "…"
 

@@ -1,8 +1,8 @@
-"""One request of a load: sent at its moment, read to its end, and told what became of it.
+"""Send one request of a load at its moment, read the answer to its end, and record the outcome.
 
-`worker.py` has many of these at once, `probe.py` single ones. Everything that takes time happens
+`worker.py` asks many requests at once, `probe.py` single ones. Everything that takes time happens
 before the moment of sending: the body is encoded and a connection is open by then, as in a client
-with a pool. `ask` never raises for what a server does: that is an `Outcome`.
+with a pool. `ask` never raises for the behaviour of a server: that is an `Outcome`.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 
-LEAD_S = 0.05  # before its moment a request is made ready
-# Servers close idle connections after 5 s and more; a request must not cross that on the way.
+LEAD_S = 0.05  # a request is made ready this long before its moment
+# Servers close idle connections after 5 s or more; a request must not meet that on the way.
 IDLE_LIMIT_S = 2.0
-DRAIN_S = 0.004  # from [DONE] to the end of the body; longer costs the connection
+DRAIN_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
 
 
 class Stopped(BatonError):
@@ -31,10 +31,10 @@ class Stopped(BatonError):
 
 
 class Session:
-    """A server, and the connections to it. An async context manager, for one event loop."""
+    """The connections to one server. An async context manager, for one event loop."""
 
     def __init__(self, target: Target) -> None:
-        """Raises `ConfigError`."""
+        """Open no connection yet; raises `ConfigError` for an unusable target."""
         place = place_of(target.url)
         self.stopped = False
         self.base_path = place.base_path
@@ -43,7 +43,7 @@ class Session:
         self._connections: set[Connection] = set()
         self._idle: list[Connection] = []
         self._loop = asyncio.get_running_loop()
-        self._under_way: set[Callable[[], object]] = set()  # what ends it when the session stops
+        self._under_way: set[Callable[[], object]] = set()  # calls that end requests on a stop
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,7 +60,7 @@ class Session:
         await asyncio.sleep(0)  # transports that were aborted close in the next turn of the loop
 
     def stop(self) -> None:
-        """Send nothing more, and give up what is under way. Idempotent."""
+        """Send nothing more and give up the requests under way. Idempotent."""
         self.stopped = True
         for end in tuple(self._under_way):
             end()
@@ -85,7 +85,7 @@ class Session:
         return not self.stopped
 
     async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
-        """Open idle connections; what fails is tried again, and judged, when it is needed."""
+        """Open idle connections; a failed one is tried again, and judged, when it is needed."""
         opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
         for connection in opened:
             if isinstance(connection, Connection):
@@ -127,7 +127,7 @@ class Session:
         return "\r\n".join([*head, "", ""]).encode() + body
 
     async def open(self, timeout_s: float) -> Connection | Problem:
-        """Return a new connection, for the caller alone, or why there is none."""
+        """Return a new connection, for the caller alone, or the reason why there is none."""
         place = self._place
         opening = asyncio.ensure_future(
             self._loop.create_connection(Connection, place.host, place.port, ssl=self._tls)
@@ -152,7 +152,7 @@ class Session:
     async def exchange(
         self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
     ) -> None:
-        """Send, and return when `exchange` ended. The connection is the session's from then on."""
+        """Send, and return when `exchange` ended. From then on the session owns the connection."""
 
         def give_up(outcome: Outcome, why: str) -> None:
             exchange.end(monotonic(), Problem(outcome, why))
@@ -160,7 +160,7 @@ class Session:
         def stop() -> None:
             give_up(Outcome.STOPPED, "the load was stopped before the answer ended")
 
-        late = f"no end of the answer within {timeout_s:g} s"
+        late = f"the answer did not end within {timeout_s:g} s"
         timer = self._loop.call_later(timeout_s, give_up, Outcome.TIMED_OUT, late)
         self._under_way.add(stop)
         try:
@@ -170,7 +170,7 @@ class Session:
             timer.cancel()
             self._under_way.discard(stop)
             if exchange.reader.done and connection.is_open and not connection.is_idle:
-                # The end of the body is still to come, most likely at once.
+                # The end of the body most likely comes at once.
                 exchange.drained = self._loop.create_future()
                 await asyncio.wait({exchange.drained}, timeout=DRAIN_S)
             self.give_back(connection)
@@ -181,8 +181,8 @@ async def ask(
 ) -> Record:
     """Send `planned` at `due_s` on the monotonic clock (None: at once) and read the answer.
 
-    All stamps of the record are on that clock; `planned.at_s` is not read. The whole prompt is in
-    `planned`: a later turn of a conversation brings the turns before. Raises `Stopped` if the
+    All stamps of the record are on that clock; `planned.at_s` is not read. `planned` holds the
+    whole prompt: a later turn of a conversation includes the turns before. Raises `Stopped` if the
     session ended before the moment came.
     """
     request = session.request("POST", session.base_path + target.path, body_of(target, planned))
@@ -212,10 +212,10 @@ async def ask(
 async def _connected(
     session: Session, timeout_s: float, due_s: float, at_once: bool
 ) -> tuple[float, Connection | Problem]:
-    """Wait until `due_s`; return the moment of sending, and a connection or why there is none.
+    """Wait until `due_s`; return the moment of sending, and a connection or a `Problem`.
 
-    Opening starts before. If it takes beyond the moment, that is the server's time and not a lag
-    of the client; if it failed before, the moment itself decides.
+    Opening starts earlier. If it lasts beyond the moment, the delay is the server's time and not a
+    lag of the client; if it failed before the moment, a second try at the moment decides.
     """
     found: Connection | Problem | None = session.take()
     opening = None if found else asyncio.ensure_future(session.open(timeout_s))
@@ -238,7 +238,7 @@ async def _connected(
 
 
 def _fill(record: Record, exchange: Exchange, planned: Planned) -> None:
-    """Set what the exchange saw."""
+    """Copy the results of the exchange into the record."""
     reader = exchange.reader
     reader.fill(record, num_asked=planned.output_tokens)
     if exchange.problem is not None:
@@ -251,7 +251,7 @@ def _fill(record: Record, exchange: Exchange, planned: Planned) -> None:
 
 
 def _retry_after_s(headers: dict[str, str]) -> float | None:
-    """Read the milliseconds of OpenAI's clients, or HTTP's seconds; dates are not read."""
+    """Return the wait by `retry-after-ms` of OpenAI's clients or HTTP's seconds; ignore dates."""
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", value := headers.get(name, "")):
             return float(value) * unit_s

@@ -1,8 +1,8 @@
-"""A connection that stamps what arrives.
+"""A connection that stamps arriving bytes.
 
-The client sends one request at a time on each. The stamp is taken first thing when the event loop
-hands the bytes over, before anything is parsed; an HTTP library would hand them on to a task that
-runs later, after the reads of all other connections. Nothing is ever sent twice.
+The client sends one request at a time on each connection. The stamp is taken as soon as the event
+loop hands the bytes over, before anything is parsed; an HTTP library would pass the bytes to a task
+that runs later, after the reads of all other connections. Nothing is ever sent twice.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from baton.bench.records import Outcome
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 
-# This machine had nothing left for a connection.
+# With these errors, this machine had no resources left for a connection.
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        """Close the connection at once: what is on its way is not wanted any more."""
+        """Close the connection at once and drop the bytes that are on their way."""
         self.is_open, self._exchange, self._parser = False, None, None
         if self._transport is not None:
             self._transport.abort()
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         at_s = monotonic()
         exchange, parser = self._exchange, self._parser
         if exchange is None or parser is None:
-            self.close()  # the server sends what no request asked for
+            self.close()  # the server sent bytes that no request asked for
             return
         exchange.feed(parser, data, at_s)
         if exchange.is_complete and self._exchange is exchange:
@@ -76,12 +76,12 @@ class Connection(asyncio.Protocol):
 
 
 def reason_of(error: BaseException) -> Problem:
-    """Return why there is no connection, and what to do if it is the certificate."""
+    """Return the reason for a failed connection, with advice if the certificate is the reason."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "certificate not trusted"
         text = (
             f"TLS: the server's certificate is refused ({why}): name its authority with "
-            "--ca-file FILE, or do not check it (--insecure)"
+            "--ca-file FILE, or skip the check with --insecure"
         )
     elif isinstance(error, ssl.SSLError):
         why = (error.reason or str(error)).replace("_", " ").lower()
@@ -97,7 +97,7 @@ def reason_of(error: BaseException) -> Problem:
 
 
 def tls_of(target: Target) -> ssl.SSLContext:
-    """Raises `ConfigError` for an unusable `ca_file`."""
+    """Return the TLS settings; raises `ConfigError` for an unusable `ca_file`."""
     try:
         context = ssl.create_default_context(cafile=target.ca_file or None)
     except (OSError, ssl.SSLError) as error:

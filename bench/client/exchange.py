@@ -1,8 +1,8 @@
-"""A request under way: what its connection makes of the bytes of the answer.
+"""A request under way: turn the bytes of the answer into events, a body or a `Problem`.
 
 `connection.py` feeds each read with its stamp; httptools parses HTTP, and every piece of the body
 goes to the answer's reader at once, under the stamp of the read that brought it. An exchange
-decompresses nothing and follows no redirect: what it cannot read is a `Problem` in one line.
+decompresses nothing and follows no redirect: an unreadable answer is a `Problem` in one line.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import msgspec
 from baton.bench.client.answer_reader import AnswerReader, Problem, message_of, one_line
 from baton.bench.records import Outcome
 
-MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
-# Heads, chunk sizes and trailers: more than this without a byte of the body is no answer.
+MAX_BODY_BYTES = 1 << 20  # the limit for an answer that is not a stream
+# More heads, chunk sizes and trailers than this without a byte of the body are not an answer.
 MAX_OTHER_BYTES = 64 << 10
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
 _TLS_ALERT = b"\x15\x03"
@@ -29,14 +29,14 @@ class Exchange:
         self.problem: Problem | None = None
         self.status: int | None = None
         self.headers: dict[str, str] = {}  # names in lower case
-        self.body = bytearray()  # of an answer that is no stream
+        self.body = bytearray()  # the body of an answer that is not a stream
         self.first_byte_s: float | None = None
         self.end_s = 0.0
         self.is_complete = False  # the whole body is there; a stream may have ended before
         self.keep_alive = False
-        self.drained: asyncio.Future[None] | None = None  # wait for it to use the connection again
+        self.drained: asyncio.Future[None] | None = None  # done: the connection can be used again
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Only within `feed`: the parser refers to this, and the client collects no cycles.
+        # Set only within `feed`: the parser refers to this, and the client collects no cycles.
         self._parser: httptools.HttpResponseParser | None = None
         self._read_s = 0.0  # the stamp of the read that is being parsed
         self._num_other_bytes = 0
@@ -46,19 +46,19 @@ class Exchange:
         await self._ended
 
     def end(self, at_s: float, problem: Problem | None = None) -> None:
-        """End the request; nothing that comes later counts."""
+        """End the request; later bytes do not count."""
         if not self._ended.done():
             self.end_s, self.problem = at_s, problem
             self._ended.set_result(None)
 
     def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
-        """Take in what one read brought; the parser is the one that was made for this."""
+        """Take in the bytes of one read; `parser` is the one that was made for this exchange."""
         self._read_s, self._parser = at_s, parser
         self._num_other_bytes += len(data)
         try:
             parser.feed_data(data)
         except httptools.HttpParserCallbackError:
-            raise  # a mistake of this file
+            raise  # a bug in this file
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.keep_alive = False  # bytes after the end spoil the connection and nothing else
             if not self.is_complete:
@@ -71,7 +71,7 @@ class Exchange:
             self._refuse("the answer is not HTTP/1.1: its head or its chunks have no end")
 
     def lost(self, why: str, at_s: float) -> None:
-        """Take in that the connection is gone, which is the end of a body without a length."""
+        """Note that the connection is gone, which ends a body without a length."""
         self._read_s = at_s
         if self.status is None:
             self.end(at_s, Problem(Outcome.TRUNCATED, f"{why} before an answer came"))
@@ -81,7 +81,7 @@ class Exchange:
             self._finish(why)
 
     def on_message_begin(self) -> None:
-        # A second answer to one request.
+        # A second answer to one request began.
         self.keep_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -146,7 +146,7 @@ class Exchange:
             self.end(self._read_s, self._judge(why))
 
     def _judge(self, why: str) -> Problem:
-        """Return what an answer is that is no stream of events."""
+        """Return the problem of an answer that is not a stream of events."""
         status, text = self.status or 0, message_of(bytes(self.body))
         if status in (429, 503):
             return Problem(Outcome.REFUSED, text)

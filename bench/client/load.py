@@ -1,8 +1,8 @@
-"""One load: client processes that each send a share of the requests, and the records of all.
+"""Run one load: client processes that each send a share of the requests and return the records.
 
 The experiments call `run_load`. All processes count from one start on the host's monotonic clock;
-this one only sleeps meanwhile, so that it takes no time from them. Records travel when the load is
-over. What ends without its records is an error, never a smaller number.
+this process only sleeps meanwhile, so that it takes no CPU from them. Records travel when the load
+is over. A process that ends without its records is an error, never a smaller number.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from baton.runtime.process import Child, Command
 SHOW_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1
 START_DELAY_S = 0.1
-# From a stop to the last record.
+# The longest time from a stop to the last record.
 STOP_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 2.0
 MODULE = "baton.bench.client.worker"
@@ -37,8 +37,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Requests for a target.
 
     In a closed loop (`closed`) each of `concurrency` clients sends when it has its last answer, and
-    none after `stop_after_s`. In an open loop requests have their moments, and `concurrency` is how
-    many may be under way at once (None: any number); waiting for that counts into latencies.
+    none after `stop_after_s`. In an open loop requests have their moments, and `concurrency` limits
+    those under way at once (None: no limit); the wait for a free place counts into latencies.
     """
 
     target: Target
@@ -57,7 +57,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Send nothing more, give up what is under way, and report."""
+    """The order to send nothing more, give up the requests under way, and report."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Counts so far, warm-up included."""
+    """The counts so far, warm-up included."""
 
     sent: int = 0
     ended: int = 0
@@ -78,7 +78,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last message of a client process; its records have stamps of the monotonic clock."""
+    """The last message of a client process; the stamps of its records are monotonic."""
 
     client: ClientProcess
     records: list[msgspec.Raw]
@@ -104,11 +104,11 @@ def run_load(
     on_start: Callable[[float], None] | None = None,
     stop: threading.Event | None = None,
 ) -> LoadResult:
-    """Run a load to its end; `stop` ends it early with what there is by then, Ctrl-C with nothing.
+    """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
 
-    Requests under way then are `STOPPED`, and later ones are not there. `on_start` is told
-    when the schedule starts, on the monotonic clock, shortly before. Raises `ConfigError` for a
-    load that cannot be, and `BatonError` when a client process fails.
+    Requests under way at a stop are `STOPPED`, and later ones have no record. `on_start` gets the
+    start of the schedule on the monotonic clock, shortly before. Raises `ConfigError` for a load
+    that cannot run, and `BatonError` when a client process fails.
     """
     show = on_progress or (lambda _: None)
     with Workers(deal(load), show, stop or threading.Event()) as workers:
@@ -136,7 +136,7 @@ def deal(load: Load) -> list[Load]:
     if not load.requests:
         raise ConfigError("the load has no request")
     if load.processes < 1 or (load.concurrency is not None and load.concurrency < 1):
-        raise ConfigError("a load needs at least one process and room for one request")
+        raise ConfigError("a load needs at least one process and a concurrency of at least 1")
     if load.closed and load.concurrency is None:
         raise ConfigError("a closed loop needs a concurrency")
     check(load.target, load.requests)
@@ -158,7 +158,7 @@ def deal(load: Load) -> list[Load]:
 
 
 class Workers:
-    """The client processes and what came from them. A context manager; all are gone after it."""
+    """The client processes and their messages. A context manager; at its end all are gone."""
 
     def __init__(
         self, shares: list[Load], show: Callable[[Progress], None], stop: threading.Event
@@ -180,7 +180,7 @@ class Workers:
 
     def __enter__(self) -> Self:
         try:
-            # All of them first, because each takes a moment to start.
+            # Start all of them first, because each takes a moment.
             for number in range(self.num_processes):
                 self._ends.append(_End(f"client-{number}"))
             for end, share in zip(self._ends, self._shares, strict=True):
@@ -204,7 +204,7 @@ class Workers:
             end.send(message)
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Show how the processes do, and stop them once `stop` is set."""
+        """Show the progress of the processes, and stop them once `stop` is set."""
         while not is_over():
             self.poll(LOOK_EVERY_S)
             now_s = monotonic()
@@ -218,7 +218,7 @@ class Workers:
                 self._show(self.progress)
 
     def poll(self, timeout_s: float) -> None:
-        """Take in what comes within `timeout_s`; raises `BatonError` if a process failed."""
+        """Take in the messages of `timeout_s`; raises `BatonError` if a process failed."""
         listening = [end for end in self._ends if not end.is_finished]
         heard = wait([end.pipe for end in listening], timeout_s)
         for end in listening:
@@ -237,7 +237,7 @@ class Workers:
                 end.is_finished = True
 
     def _tell_to_stop(self) -> None:
-        """Tell those that still listen; `poll` finds out how the others ended."""
+        """Tell the processes that still listen; `poll` finds out how the others ended."""
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.pipe.send_bytes(encode(Stop()))
@@ -253,7 +253,7 @@ class _End:
         descriptor = theirs.fileno()
         command = Command(name, (str(descriptor),), MODULE, pass_fds=(descriptor,))
         try:
-            # Its last lines are kept by the child, for the error that they belong to.
+            # The child keeps its last lines for the error message.
             self._child = Child(command, relay=lambda *_: None)
         except BaseException:
             self.pipe.close()
@@ -268,7 +268,7 @@ class _End:
             raise self._gone(str(error)) from None
 
     def receive(self) -> FromWorker:
-        """Return the next message, of which there is a part."""
+        """Return the next message, of which a part has arrived."""
         try:
             return _from_worker.decode(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -290,7 +290,7 @@ class _End:
 
 
 def _warm_up_s(load: Load) -> float:
-    """Return how long before the start the first request is due."""
+    """Return how many seconds before the start the first request is due."""
     moments = [planned.at_s for planned in load.requests if planned.at_s is not None]
     return 0.0 if load.closed else max(0.0, -min(moments, default=0.0))
 

@@ -1,7 +1,7 @@
-"""What a server is and what it can return, asked before any load: a few requests of two tokens.
+"""Find out what a server is and can return, before any load, with a few requests of two tokens.
 
-The experiments call `probe` once per target. A server that would spoil every request of a load is
-refused here in one line that says what to do; `Probed.fit` leaves out of the requests what the
+The experiments call `probe` once per target. It refuses a server that would spoil every request of
+a load, in one line that says what to do; `Probed.fit` removes from the requests the fields that the
 server does not know.
 """
 
@@ -25,21 +25,21 @@ EXTENSIONS = ("ignore_eos", "token_ids", "timeline", "continuous_usage")
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """A server that answers streams. The flags say what it returned when asked for it."""
+    """A server that answers streams. A flag is set if the server returned what was asked for."""
 
     model: str
     server: str  # the header `Server`
-    version: str  # empty if it does not say
+    version: str  # empty if the server does not report it
     usage: bool
-    ignore_eos: bool  # accepted; whether it is obeyed is verified with every length
+    ignore_eos: bool  # the server accepts it; the check of each length shows whether it obeys
     token_ids: bool
     timeline: bool
     continuous_usage: bool
 
     def fit(self, target: Target) -> Target:
-        """Return `target` with the model's name, without what this server would refuse or ignore.
+        """Return `target` with the model's name, without fields that the server refuses or ignores.
 
-        Running usage is asked for where there are no token ids to count.
+        It asks for running usage where there are no token ids to count.
         """
         token_ids = target.token_ids and self.token_ids
         return msgspec.structs.replace(
@@ -67,7 +67,7 @@ class _Said(msgspec.Struct):
 def probe(target: Target, stop_fd: int | None = None) -> Probed:
     """Ask the server, and give up when `stop_fd` becomes readable.
 
-    Raises `ConfigError` for what the user can mend, `BatonError` for a server that fails.
+    Raises `ConfigError` for a fault that the user can mend, `BatonError` for a server that fails.
     """
     check(target, [])
     return asyncio.run(_probe(target) if stop_fd is None else _until(stop_fd, target))
@@ -88,7 +88,7 @@ async def _until(stop_fd: int, target: Target) -> Probed:
 async def _probe(target: Target) -> Probed:
     async with Session(target) as session:
         listed = await _send(session, target, "GET", session.base_path + "/models")
-        # The bare request first: it has to work, and then a refusal is about the extension.
+        # The bare request goes first: once it works, a refusal is about the extension.
         bare = msgspec.structs.replace(
             target, model=_model(target, listed), usage=True, **dict.fromkeys(EXTENSIONS, False)
         )
@@ -138,13 +138,13 @@ def _model(target: Target, listed: Exchange) -> str:
     url, wanted, status = target.url, target.model, listed.status
     if status is None:
         why = listed.problem.detail if listed.problem is not None else ""
-        hint = "" if url.startswith("https:") else "; https:// instead of http://?"
+        hint = "" if url.startswith("https:") else "; should it be https:// instead of http://?"
         raise ConfigError(f"{url} gives no answer: {why}{hint}")
     if status in (401, 403):
         why = "wrong" if target.api_key else "missing"
         raise ConfigError(f"{url} wants an API key, and it is {why} (status {status})")
     if status == 404 and wanted:
-        return wanted  # a server without the list; the first request will tell
+        return wanted  # the server has no such list; the first request will show the mistake
     if status == 404:
         path = f"{place_of(url).base_path}/models"
         raise ConfigError(f"{url} has no {path} (status 404): {PATH_OR_MODEL}")
@@ -153,7 +153,7 @@ def _model(target: Target, listed: Exchange) -> str:
         raise BatonError(f"{url} does not list its models (status {status}): {why}")
     said = _said(listed)
     if said is None or said.data is None:
-        text = "is no server with OpenAI's API: its list of models is not JSON of that form"
+        text = "is not a server with OpenAI's API: its list of models is not JSON of that form"
         raise ConfigError(f"{url} {text}")
     names = [model.id for model in said.data]
     shown = ", ".join(map(one_line, names[:MAX_NAMES])) + (", ..." if names[MAX_NAMES:] else "")
@@ -163,7 +163,7 @@ def _model(target: Target, listed: Exchange) -> str:
     if not wanted and len(names) != 1:
         raise ConfigError(f"{url} serves {shown or 'no model'}: name one with --model")
     if not wanted and not names[0].isprintable():
-        raise ConfigError(f"{url} serves {shown!r}, which is no name to print")
+        raise ConfigError(f"{url} serves {shown!r}, which is not a printable name")
     return wanted or names[0]
 
 
@@ -179,7 +179,7 @@ def _is_refused(exchange: Exchange) -> bool:
 
 
 def _check_streams(target: Target, plain: Exchange) -> None:
-    """Raise what is wrong with a plain stream."""
+    """Raise an error if the answer to a plain request is not a good stream."""
     if (problem := plain.problem) is None:
         return
     status = "" if plain.status in (None, 200) else f" (status {plain.status})"
@@ -192,7 +192,7 @@ def _check_streams(target: Target, plain: Exchange) -> None:
 
 
 def _has(name: str, extended: Exchange) -> bool:
-    """Whether the answer shows the extension that it was asked for."""
+    """Return whether the answer shows the extension that was asked for."""
     reader = extended.reader
     shown = {
         "token_ids": bool(reader.token_ids),

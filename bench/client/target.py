@@ -1,8 +1,8 @@
-"""The server that a load is put on, and what is asked of it: plain data, with checks.
+"""The server under load and the fields of every request to it: plain data, with checks.
 
-`Target` is a group of the user's settings. `settled` fills in what they leave open, the probe what
-the server can do, and the client turns a target and a planned request into bytes. A target holds
-the key for the server, so it leaves this process only through the redaction of reports.
+`Target` is a group of the user's settings. `settled` fills in the fields that they leave open, the
+probe adds the abilities of the server, and the client turns a target and a planned request into
+bytes. A target holds the server's key, so it leaves this process only redacted, in reports.
 """
 
 import os
@@ -18,7 +18,7 @@ from baton.protocol.errors import ConfigError
 
 Api = Literal["completions", "chat"]
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
-# The client decides about these, and reads the answer accordingly.
+# The client sets these fields itself and reads the answer accordingly.
 OWN_FIELDS = (
     "model", "prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens",
 )  # fmt: skip
@@ -28,8 +28,8 @@ class Target(msgspec.Struct, frozen=True):
     """A server, a model on it, and the fields that every request carries.
 
     `token_ids`, `timeline` and `continuous_usage` ask for extensions; `Probed.fit` turns off those
-    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced. The last
-    two fields are the probe's; the user has no flags for them.
+    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced. The probe
+    sets the last two fields; the user has no flags for them.
     """
 
     url: Annotated[str, Meta(description="address of the server, without /v1")] = (
@@ -90,25 +90,25 @@ class Target(msgspec.Struct, frozen=True):
         try:
             return msgspec.json.decode(self.extra_body, type=dict[str, object])
         except msgspec.DecodeError as error:
-            text = f"--extra-body {self.extra_body!r} is no JSON object: {error}"
+            text = f"--extra-body {self.extra_body!r} is not a JSON object: {error}"
             raise ConfigError(text) from error
 
 
 def settled(target: Target, requests: Sequence[Planned]) -> Target:
     """Return `target` with its API chosen for `requests`, and by default the environment's key.
 
-    The model may still be open: the probe finds out which one the server has. Raises `ConfigError`.
+    The model may stay open: the probe finds out which one the server has. Raises `ConfigError`.
     """
     api = target.api
     if api == "auto":
         api = "chat" if any(planned.messages for planned in requests) else "completions"
-    target.extra  # noqa: B018  raises for what is no JSON object
+    target.extra  # noqa: B018  it raises if the text is not a JSON object
     api_key = target.api_key or os.environ.get(API_KEY_VARIABLE, "")
     return msgspec.structs.replace(target, api=api, api_key=api_key)
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where requests go: what a URL says."""
+    """The parts of a URL to which requests go."""
 
     host: str
     port: int
@@ -124,17 +124,17 @@ class Place(msgspec.Struct, frozen=True):
 
 def place_of(url: str) -> Place:
     """Return the place of a URL, whose path may end in /v1 or not; raises `ConfigError`."""
-    shown = repr(url.rpartition("@")[2])  # what stands before it may be a password
+    shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"the server's address {shown} is no URL: {error}") from None
+        raise ConfigError(f"the server's address {shown} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
         text = f"the server's address {shown} must be http://host:port or https://host:port"
         raise ConfigError(text)
     if parts.username is not None or parts.query or parts.fragment:
-        # Not shown: it may hold a password.
+        # The address may hold a password, so it is not shown.
         raise ConfigError("the server's address is host, port and path only; keys have a flag")
     path = parts.path.rstrip("/")
     if not all(33 <= ord(letter) < 127 for letter in path):
@@ -145,7 +145,7 @@ def place_of(url: str) -> Place:
 
 
 def check(target: Target, requests: Sequence[Planned]) -> None:
-    """Raise `ConfigError` where these requests cannot be put to this target."""
+    """Raise `ConfigError` if these requests cannot be sent to this target."""
     place_of(target.url)
     if taken := [name for name in OWN_FIELDS if name in target.extra]:
         raise ConfigError(f"the extra body must not set {', '.join(taken)}: the load does")
@@ -183,7 +183,7 @@ def body_of(target: Target, planned: Planned) -> bytes:
         if target.continuous_usage:
             options["continuous_usage_stats"] = True
         body["stream_options"] = options
-    # `min_tokens` is not needed beside it, and some servers pay for it in every step.
+    # With `ignore_eos`, `min_tokens` is not needed, and it costs some servers time in every step.
     if target.ignore_eos:
         body["ignore_eos"] = True
     if target.token_ids:

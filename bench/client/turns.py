@@ -1,7 +1,7 @@
-"""Requests that belong together: how a conversation goes on after an answer, or after a failure.
+"""Requests that belong together: the next turn of a conversation after an answer or a failure.
 
 `load.py` deals units out to client processes, `worker.py` follows each from turn to turn. Pure. A
-turn is never dropped: one that the failure of an earlier turn took away counts as failed.
+turn is never dropped: if an earlier turn failed, the later ones count as failed.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def units_of(requests: Sequence[Planned]) -> list[Unit]:
 
 
 def next_turn(planned: Planned, before: Planned, answer: Record) -> Planned:
-    """Return `planned` with everything that was said before it."""
+    """Return `planned` with the whole conversation before it."""
     said = answer.text or ""
     if planned.messages:
         told = (*before.messages, Message("assistant", said), *planned.messages)

@@ -1,7 +1,7 @@
-"""Find out which token ids a server takes in prompts, where the user did not say.
+"""Find out which token ids a server accepts in prompts, if the user did not set a range.
 
 The experiments ask once per target, before the plan is made. Ids are tried from above, one prompt
-of one token each; a server that does not list its vocabulary answers 4xx to ids that it lacks.
+of one token each; a server answers 4xx to ids that it lacks.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
 
 
 def accepted(target: Target) -> Vocabulary:
-    """Return the widest range of which the server takes the highest id."""
+    """Return the widest known range whose highest id the server accepts."""
     return asyncio.run(_accepted(target))
 
 
@@ -32,6 +32,6 @@ async def _accepted(target: Target) -> Vocabulary:
             if record.outcome is not Outcome.CLIENT_ERROR:
                 return LOWEST_ID, highest
     raise ConfigError(
-        f"{target.url} takes no prompt of token ids ({record.detail}): name ids that the model has "
-        "with --vocabulary LOW-HIGH, or choose --workload text or chat"
+        f"{target.url} takes no prompt of token ids ({record.detail}): name ids of the model with "
+        "--vocabulary LOW-HIGH, or choose --workload text or chat"
     )

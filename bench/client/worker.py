@@ -1,8 +1,8 @@
-"""A client process of a load: sends its share on schedule, and does little else meanwhile.
+"""A client process of a load: send a share of the requests on schedule, and do little else.
 
-Started by `load.py` with one end of a pipe. Garbage collection is frozen, records are encoded as
-requests end and leave when all have ended. The schedule is absolute: a request that is late does
-not delay the ones after it.
+`load.py` starts it with one end of a pipe. Garbage collection is frozen; records are encoded as
+requests end, and sent when all have ended. The schedule is absolute: a late request does not delay
+the ones after it.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ CPU_EVERY_S = 0.5
 CPU_SPAN_S = 5.0
 # epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
 COARSE_S = 0.003
-# How long a client of a closed loop leaves a server alone that turned it away.
+# The pauses of a client of a closed loop after the server turned it away.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 LONGEST_RETRY_AFTER_S = 10.0
-# Without a token, that is. Proxies accept for a server that is not there, and close.
+# These outcomes count only without a token. A proxy may accept for an absent server, then close.
 TURNED_AWAY = (
     Outcome.UNREACHABLE,
     Outcome.NO_SOCKET,
@@ -73,7 +73,7 @@ async def _work(pipe: Connection) -> None:
 
 
 class Worker:
-    """Sends the units of a share. All moments and stamps are on the monotonic clock."""
+    """The sender of the units of a share. All moments and stamps are on the monotonic clock."""
 
     def __init__(self, pipe: Connection, share: Load) -> None:
         self._pipe, self._share = pipe, share
@@ -87,7 +87,7 @@ class Worker:
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def run(self) -> None:
-        """Warm up, wait for the start, send what is to be measured, and report it."""
+        """Warm up, wait for the start, send the measured requests, and report the records."""
         self._loop.add_reader(self._pipe.fileno(), self._hear)
         self._count()
         async with self._session:
@@ -98,7 +98,7 @@ class Worker:
         self._tell(Finished(client, [msgspec.Raw(data) for data in self._records]))
 
     def add(self, record: Record) -> None:
-        """Count a record and encode it, without its text if the load does not want that."""
+        """Count a record and encode it, without its text if the load does not keep texts."""
         self._ended += 1
         self._failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
         self._tokens += record.num_tokens
@@ -106,10 +106,10 @@ class Worker:
         if not self._share.keep_text:
             record.text = None
         self._records.append(self._encode(record))
-        record.text = text  # for the next turn
+        record.text = text  # the next turn needs it
 
     def _hear(self) -> None:
-        """Take in one message; the end of the load's process is a stop, too."""
+        """Take in one message; the end of the load's process is also a stop."""
         with contextlib.suppress(EOFError, ConnectionError):
             if isinstance(message := decode_to_worker(self._pipe.recv_bytes()), Go):
                 self._start.set_result(message.start_s)
@@ -135,7 +135,7 @@ class Worker:
         if share.closed:
             await self._closed_loop([unit for unit in units if unit[0].warm_up], monotonic())
             units = [unit for unit in units if not unit[0].warm_up]
-            # All clients start at once, and that is crowded enough without opening connections.
+            # All clients start at once, so connections are opened before that crowded moment.
             timeout_s = min(share.target.timeout_s, OPEN_AHEAD_S)
             await self._session.open_ahead(min(num_clients, len(units)), timeout_s)
         gc.collect()
@@ -174,8 +174,8 @@ class Worker:
     async def _closed_loop(self, units: Sequence[Unit], start_s: float) -> None:
         """Run the clients; each takes the next unit when it has the last answer.
 
-        A client that was turned away pauses first: else it would have asked everything of a server
-        that is away for a moment.
+        A client that was turned away pauses first: otherwise it would spend all its requests on a
+        server that is away for a moment.
         """
         waiting, session = deque(units), self._session
         stop_after_s = self._share.stop_after_s
@@ -195,7 +195,7 @@ class Worker:
     async def _follow(self, unit: Unit, due_s: float | None) -> Record | None:
         """Ask the turns of a unit, each after the answer to the one before.
 
-        Return the last answer that came, or None if the load was stopped before the moment of one.
+        Return the last answer, or None if the load was stopped before the moment of a turn.
         """
         answer = last = None
         before = unit[0]
@@ -217,7 +217,7 @@ class Worker:
         return last
 
     async def _ask(self, planned: Planned, due_s: float | None) -> Record | None:
-        """Return None if the load was stopped before the moment came."""
+        """Return the answer, or None if the load was stopped before the moment came."""
         if not await self._session.until(0.0 if due_s is None else due_s - LEAD_S):
             return None
         async with self._room:
@@ -230,13 +230,13 @@ class Worker:
 
 
 class Pauses:
-    """How long one client waits after an answer before it asks again."""
+    """The pauses of one client between an answer and its next request."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_PAUSE_S
 
     def after(self, answer: Record) -> float:
-        """Return 0 unless it was turned away: else what the server says, or longer each time."""
+        """Return 0 unless the client was turned away: then the server's wait, or a growing one."""
         if answer.outcome not in TURNED_AWAY or answer.arrivals:
             self._next_s = FIRST_PAUSE_S
             return 0.0
@@ -247,11 +247,11 @@ class Pauses:
 
 
 class Strain:
-    """What a running event loop had to bear, from its creation to `stop`."""
+    """The delays and CPU time of a running event loop, from its creation to `stop`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.max_lag_s = 0.0  # the longest that the loop was late for a tick
-        self.busiest_cpu = 0.0  # of a core, in the busiest `CPU_SPAN_S`; 0 before a whole span
+        self.max_lag_s = 0.0  # the longest delay of a tick of the loop
+        self.busiest_cpu = 0.0  # share of a core in the busiest `CPU_SPAN_S`; 0 before a whole span
         self._loop = loop
         self._samples: deque[tuple[float, float]] = deque()  # clock, CPU time of the process
         self._next_sample_s = 0.0
@@ -262,7 +262,7 @@ class Strain:
 
     def sample(self, now_s: float, cpu_s: float) -> None:
         self._samples.append((now_s, cpu_s))
-        # The newest one that is a whole span old, and all after it.
+        # Keep the newest sample that is a whole span old, and all after it.
         while len(self._samples) > 1 and now_s - self._samples[1][0] >= CPU_SPAN_S:
             self._samples.popleft()
         first_s, first_cpu_s = self._samples[0]
@@ -288,7 +288,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
 
     class FineSelector(selectors.EpollSelector):
-        """Sleeps in microseconds: select on epoll's own descriptor takes such timeouts."""
+        """A selector with timeouts in microseconds, by select on epoll's own descriptor."""
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
             if timeout is None or timeout <= 0:

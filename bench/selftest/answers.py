@@ -1,7 +1,7 @@
 """The bytes of answers in OpenAI's API, event by event, for the scripted server and for tests.
 
-Written apart from the client's parser and from the router's answers, so that no mistake of theirs
-can hide here. Pure.
+This file shares nothing with the client's parser or with the router's answers, so that no mistake
+of theirs can hide here. Pure.
 """
 
 import json
@@ -17,14 +17,14 @@ def event(body: object) -> bytes:
 def token(
     text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
 ) -> bytes:
-    """Return a chunk of a completion; `more` are fields of the event."""
+    """Return a chunk of a completion; `more` holds further fields of the event."""
     return _chunk("text_completion", {"text": text}, token_ids, end, more)
 
 
 def delta(
     text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
 ) -> bytes:
-    """Return a chunk of a chat; one without text opens it with a role."""
+    """Return a chunk of a chat; a chunk without text opens the chat with a role."""
     said = {"content": text} if text else {"role": "assistant", "content": ""}
     return _chunk("chat.completion.chunk", {"delta": said}, token_ids, end, more)
 

@@ -1,7 +1,7 @@
-"""What the self-test plays: good answers of every shape, and every way to fail, with its outcome.
+"""The cases of the self-test: good answers of every shape, and every way to fail, with its outcome.
 
-`selftest` holds the client to them. Each fault comes a number of times that tells it from its
-neighbours. All is drawn from a seed, so a deviation can be had again. Pure.
+`selftest` holds the client to them. The number of times that a fault comes tells it from its
+neighbours. All cases are drawn from a seed, so a deviation can be reproduced. Pure.
 """
 
 import random
@@ -15,8 +15,8 @@ from baton.bench.records import Message, Outcome, Planned
 from baton.bench.selftest.answers import DONE, error, event
 from baton.bench.selftest.scripts import Chunk, Script, answer_ids, paced, steady
 
-FIRST_NUMBER = 10_000  # of the scripts; warm-up prompts lie below
-# What a server returns: the ids, or usage in every chunk, or text alone and usage at the end.
+FIRST_NUMBER = 10_000  # the number of the first script; warm-up prompts have lower ones
+# A server returns the ids, or usage in every chunk, or text alone and usage at the end.
 Counting = Literal["token_ids", "running_usage", "text"]
 TIMEOUT_S = 4.0  # far above every good answer; a silent one lasts so long
 FILLER_IDS = 24
@@ -24,7 +24,7 @@ NUM_WARM_UP = 4  # prompts without a script
 
 
 class Mix(msgspec.Struct, frozen=True):
-    """How one load asks, and by what the client can count tokens."""
+    """The requests of one load, and the means by which the client can count tokens."""
 
     api: Api
     counting: Counting
@@ -32,15 +32,15 @@ class Mix(msgspec.Struct, frozen=True):
     rate: float
     seed: int
     timeout_s: float = TIMEOUT_S
-    concurrency: int | None = None  # as many at once; others wait, and that is their latency
+    concurrency: int | None = None  # requests at once; others wait, and the wait is latency
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One request, its answer, and what the client has to make of it."""
+    """One request, its answer, and the outcome that the client has to record."""
 
     name: str
     script: Script
-    output_tokens: int  # as many are asked for
+    output_tokens: int  # the number of tokens asked for
     outcome: Outcome = Outcome.ANSWERED
 
     def expected(self, number: int, counting: Counting) -> dict[str, object]:
@@ -89,21 +89,21 @@ def _late_end(dice: random.Random) -> Script:
 
 
 def _uneven(dice: random.Random) -> Script:
-    """Return chunks of several sizes, which text could not tell."""
+    """Return chunks of several sizes, which a count of texts would miss."""
     sizes = [dice.choice((1, 1, 2, 5)) for _ in range(dice.randint(4, 12))]
     return Script(_paced(dice, sizes), cached_tokens=dice.randint(1, FILLER_IDS))
 
 
 SHAPES: dict[str, Shape] = {
     "plain": lambda dice: Script(_paced(dice, [1] * dice.randint(8, 40))),
-    # Chunks of several tokens, the first one too. All of one size, so that text tells as much.
+    # Every chunk, the first too, has several tokens. All have one size, so that text suffices.
     "merged": lambda dice: Script(_paced(dice, [dice.randint(2, 6)] * dice.randint(3, 10))),
     "burst": _burst,
     "stall": lambda dice: Script(_paced(dice, [1] * 20, stall_ms=dice.uniform(150, 400))),
     "empty first delta": _empty_first,
     "late end": _late_end,
     "single token": lambda dice: Script((Chunk(dice.uniform(20, 120)),)),
-    # There is no gap and no TPOT.
+    # This answer has no gap and no TPOT.
     "all at once": lambda dice: Script((Chunk(dice.uniform(20, 120), 6),)),
     "no usage": lambda dice: Script(_paced(dice, [1] * dice.randint(8, 40)), usage=False),
     "uneven": _uneven,
@@ -155,7 +155,7 @@ def make_cases(mix: Mix) -> list[Case]:
 
 
 def plan(cases: list[Case], mix: Mix) -> list[Planned]:
-    """Return Poisson arrivals; request `index` is case `index`. Warm-up comes before zero."""
+    """Return Poisson arrivals; request `index` is case `index`. The warm-up comes before zero."""
     planned = [
         _planned(len(cases) + place, -0.1 * (place + 1), place, len(SOME), mix)
         for place in range(NUM_WARM_UP)

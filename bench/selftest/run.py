@@ -1,9 +1,9 @@
 """`baton bench selftest`: the client and its metrics against a server whose token times are known.
 
-Plays good answers of every shape and every kind of failure, open loop, from real client processes
-over real sockets, and holds each percentile to what the server wrote and each outcome to what was
-scripted. Without a deviation the exit code is 0. Meant for a machine that has nothing else to do:
-a client that the kernel keeps waiting is late, and this says so.
+It plays good answers of every shape and every kind of failure, open loop, from real client
+processes over real sockets, and holds each percentile to the server's writes and each outcome to
+the script. Without a deviation the exit code is 0. Run it on an idle machine: a client that the
+kernel keeps waiting is late, and the report says so.
 """
 
 import gc
@@ -34,7 +34,7 @@ from baton.bench.selftest.verdict import Count, Played, Verdict, judge
 from baton.protocol.errors import ConfigError
 from baton.runtime.flag_parser import FlagParser
 
-# (API, what tokens are counted by, client processes, requests at once)
+# (API, the means of counting tokens, client processes, requests at once)
 LOADS: tuple[tuple[Api, Counting, int, int | None], ...] = (
     ("completions", "token_ids", 2, None),
     ("chat", "text", 1, None),
@@ -44,8 +44,8 @@ LOADS: tuple[tuple[Api, Counting, int, int | None], ...] = (
 NUM_UNREACHABLE = 3
 MAX_LINES = 20
 BUSY = (
-    "Every answer was counted right. If few reads were late, that was the machine: try again when "
-    "it has nothing else to do, or with real-time priority (chrt -f 10 baton bench selftest)."
+    "Every answer was counted right. If few reads were late, the machine was busy: try again when "
+    "it is idle, or with real-time priority (chrt -f 10 baton bench selftest)."
 )
 DESCRIPTION = "Measure a scripted server whose token times are known, and compare."
 
@@ -53,7 +53,7 @@ Say = Callable[[str], object]
 
 
 class SelfTest(msgspec.Struct, frozen=True):
-    """What is played, and how exact it must be."""
+    """The size of the loads, and the exactness that is demanded."""
 
     num_good: int = 300  # answers without a fault, per load
     rate: float = 25.0  # requests per second
@@ -64,8 +64,8 @@ class SelfTest(msgspec.Struct, frozen=True):
 class SelfTestReport(msgspec.Struct, frozen=True):
     settings: SelfTest
     verdicts: list[Verdict]
-    others: list[Count]  # of loads without figures
-    provenance: Provenance | None = None  # of one from the command line
+    others: list[Count]  # the counts of loads without figures
+    provenance: Provenance | None = None  # set for a report from the command line
 
     @property
     def ok(self) -> bool:
@@ -73,7 +73,7 @@ class SelfTestReport(msgspec.Struct, frozen=True):
 
 
 def selftest(settings: SelfTest, say: Say = lambda _: None) -> SelfTestReport:
-    """Play all loads, one after the other; `say` hears what is going on."""
+    """Play all loads, one after the other; `say` gets a line about each."""
     verdicts = []
     with served() as (server, stage):
         for offset, (api, counting, processes, concurrency) in enumerate(LOADS):
@@ -92,7 +92,7 @@ def selftest(settings: SelfTest, say: Say = lambda _: None) -> SelfTestReport:
 
 @contextmanager
 def served() -> Iterator[tuple[ScriptedServer, Stage]]:
-    """Run a server; the collector has little to do meanwhile, which else would stall answers."""
+    """Run a server with the heap frozen, because a long garbage collection would stall answers."""
     stage = Stage()
     gc.collect()
     gc.freeze()
@@ -104,7 +104,7 @@ def served() -> Iterator[tuple[ScriptedServer, Stage]]:
 
 
 def play(server: ScriptedServer, stage: Stage, name: str, processes: int, mix: Mix) -> Played:
-    """Run one load, and return everything that is known about it."""
+    """Run one load, and return its cases, answers and records."""
     cases = make_cases(mix)
     stage.prepare({FIRST_NUMBER + index: [case.script] for index, case in enumerate(cases)})
     target = Target(
@@ -181,8 +181,8 @@ def main(arguments: list[str]) -> int:
     flags: dict[str, tuple[str, int | float, str]] = {
         "--requests": ("num_good", default.num_good, "good answers per load, of four loads"),
         "--rate": ("rate", default.rate, "requests per second"),
-        "--tolerance-ms": ("tolerance_ms", default.tolerance_ms, "what a percentile may be off"),
-        "--seed": ("seed", default.seed, "of arrivals and scripts"),
+        "--tolerance-ms": ("tolerance_ms", default.tolerance_ms, "largest error of a percentile"),
+        "--seed": ("seed", default.seed, "seed of arrivals and scripts"),
     }
     parser = FlagParser("baton bench selftest", description=DESCRIPTION)
     for flag, (name, value, text) in flags.items():

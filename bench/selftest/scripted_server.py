@@ -1,9 +1,9 @@
-"""A server with OpenAI's API on 127.0.0.1, in a thread of its own, that answers as it is told.
+"""A server with OpenAI's API on 127.0.0.1, in a thread of its own, that plays scripted answers.
 
 The self-test and tests of clients start it. A `Play` gets each request and answers it byte by byte
-if need be; `Stage` is the one that plays scripts and keeps when it really wrote what, so that the
-truth is what was written, not what was planned. Nothing here may be shared with the client or the
-metrics that are held against it. By hand: `python -m baton.bench.selftest.scripted_server`.
+if need be; `Stage` plays scripts and keeps the time of each real write, so that the truth is what
+was written, not what was planned. The client and the metrics that are held against it may share
+nothing with this file. By hand, run `python -m baton.bench.selftest.scripted_server`.
 """
 
 import argparse
@@ -32,13 +32,13 @@ HOST = "127.0.0.1"
 MODEL = "scripted"
 MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 START_TIMEOUT_S = 30.0
-# How long a silent answer waits for its client to leave.
+# A silent answer waits this long for its client to leave.
 SILENCE_LIMIT_S = 120.0
 MAX_HEADER_BYTES = 1 << 16
 MAX_TOKENS = 100_000
-MAX_CALLS = 1_000  # that are kept
-# Between the writes of an answer, however late they are: the kernel hands closer ones to the reader
-# as one, and then it cannot be told when the first of them came.
+MAX_CALLS = 1_000  # the number of calls that are kept
+# The least time between the writes of an answer, even of late ones: the kernel would hand closer
+# writes to the reader as one, and then the arrival of the first of them would be unknown.
 SPACING_S = 0.002
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
@@ -55,7 +55,7 @@ class Call:
         fields = [line.partition(":") for line in lines]
         self.headers = {name: value.strip() for name, _, value in fields}
         self.data = data
-        self.keep_alive = True  # the connection, after the answer; to be set before it begins
+        self.keep_alive = True  # keep the connection after the answer; set it before the answer
         self.transport = writer.transport
         self._reader, self._writer = reader, writer
         self._has_begun = False
@@ -89,7 +89,7 @@ class Call:
         return found if isinstance(found, list) else str(found)
 
     async def write(self, *pieces: bytes) -> None:
-        """Send bytes of a stream, each piece as a chunk of its own."""
+        """Send the bytes of a stream, each piece as a chunk of its own."""
         close = () if self.keep_alive else ("Connection: close",)
         wire = b"" if self._has_begun else head_of(200, *STREAM, *close)
         self._has_begun = True
@@ -108,7 +108,7 @@ class Call:
     async def reply(
         self, status: int, body: bytes, kind: str = "application/json", **fields: str
     ) -> None:
-        """Send an answer that is no stream; in the names of `fields` a _ is a dash."""
+        """Send an answer that is not a stream; in the names of `fields` a _ is a dash."""
         more = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
         length = f"Content-Length: {len(body)}"
         await self.put(head_of(status, f"Content-Type: {kind}", length, *more) + body)
@@ -123,8 +123,8 @@ class Call:
         await self._writer.drain()
 
     async def until(self, due_s: float) -> bool:
-        """Wait; return whether the client is still there."""
-        # In steps, because nothing wakes this when the client leaves.
+        """Wait until `due_s`; return whether the client is still there."""
+        # Sleep in steps, because nothing wakes this coroutine when the client leaves.
         while (rest_s := due_s - monotonic()) > 0 and not self.client_left:  # noqa: ASYNC110
             await asyncio.sleep(min(rest_s, 0.5))
         return not self.client_left
@@ -144,12 +144,12 @@ def head_of(status: int, *fields: str) -> bytes:
 
 
 def framed(data: bytes) -> bytes:
-    """Return one chunk of a chunked body; an empty one would end it."""
+    """Return one chunk of a chunked body; an empty chunk would end the body."""
     return data and b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class ScriptedServer:
-    """The server, from any thread. A context manager; `calls` are the last ones, in order."""
+    """The server, for any thread. A context manager; `calls` holds the last calls, in order."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ScriptedServer:
         keep_alive_s: float = 30.0,
         port: int = 0,
     ) -> None:
-        """An answer without `play` has as many tokens as are wanted; `models` may be a `Play`."""
+        """Answer by `play`, or with all wanted tokens without it; `models` may be a `Play`."""
         self.play = play or Stage().play
         self.calls: deque[Call] = deque(maxlen=MAX_CALLS)
         self.num_connections = 0
@@ -179,7 +179,7 @@ class ScriptedServer:
         self._thread.join()
 
     async def asked(self) -> None:
-        """Return once a request came; from any loop."""
+        """Return once a request came; any event loop may await it."""
         assert await asyncio.to_thread(self._was_asked.wait, 20.0), "no request came"
 
     async def _serve(self) -> None:
@@ -199,7 +199,7 @@ class ScriptedServer:
             while True:
                 async with asyncio.timeout(self._keep_alive_s):
                     head = await reader.readexactly(1)
-                    if not head.isalpha():  # a client of TLS
+                    if not head.isalpha():  # the client speaks TLS
                         writer.write(head_of(400))
                         break
                     head += await reader.readuntil(b"\r\n\r\n")
@@ -232,23 +232,23 @@ class ScriptedServer:
 class Write(msgspec.Struct, frozen=True, array_like=True):
     """One call that handed bytes to the kernel. Seconds on CLOCK_MONOTONIC."""
 
-    at_s: float  # before the call
-    took_s: float  # until it returned: the truth lies in between
-    num_tokens: tuple[int, ...]  # of each token-carrying event that these bytes completed
+    at_s: float  # the time before the call
+    took_s: float  # the time until it returned: the truth lies in between
+    num_tokens: tuple[int, ...]  # one count per token-carrying event that these bytes completed
 
 
 class Answer(msgspec.Struct, kw_only=True):
     """One request as the server saw it."""
 
-    number: int | None  # None: of no script
-    received_s: float  # the whole request was there
+    number: int | None  # None: the request belongs to no script
+    received_s: float  # the time at which the whole request was there
     writes: list[Write] = msgspec.field(default_factory=list)
-    is_over: bool = False  # played to its end, or the client left
-    held_writes: int = 0  # the kernel did not take all bytes at once: the stamps mean nothing
+    is_over: bool = False  # it was played to its end, or the client left
+    held_writes: int = 0  # writes that the kernel did not take at once: their stamps mean nothing
 
 
 class Stage:
-    """Plays scripts. A request without one is answered at an even pace."""
+    """The player of scripts. A request without a script is answered at an even pace."""
 
     def __init__(self, first_ms: float = 0.0, gap_ms: float = 0.0) -> None:
         self.answers: list[Answer] = []
@@ -257,14 +257,14 @@ class Stage:
         self._calls: Counter[int] = Counter()
 
     def prepare(self, scripts: dict[int, list[Script]]) -> None:
-        """Play these from now on, and forget all scripts and answers before.
+        """Play these scripts from now on, and forget all earlier scripts and answers.
 
-        A number is the first id of a prompt, or N where a text says "script N". Its n-th request
-        gets its n-th script, and the last one again after that.
+        A number is the first id of a prompt, or N in a text with "script N". Its n-th request gets
+        its n-th script, and later requests get the last script again.
         """
         self._scripts = scripts
         self._calls.clear()
-        # A new list: an answer of before that is still being played must not turn up in it.
+        # Make a new list: an earlier answer that is still being played must not appear in it.
         self.answers = []
 
     async def play(self, call: Call) -> None:
@@ -316,7 +316,7 @@ def _on_the_wire(script: Script, wanted: Wanted, number: int) -> list[Part]:
         fields = (f"Content-Type: {script.kind}", f"Content-Length: {len(body)}", *wait)
         return [Part(script.last_ms, head_of(script.status, *fields) + body)]
     if not script.chunks and script.then != "end":
-        return []  # closed without a word
+        return []  # the connection closes without an answer
     parts = parts_of(script, wanted, number)
     wire = [framed(part.data) for part in parts]
     wire[0] = head_of(200, *STREAM) + wire[0]
@@ -328,10 +328,10 @@ def _on_the_wire(script: Script, wanted: Wanted, number: int) -> list[Part]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m baton.bench.selftest.scripted_server")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--first-ms", type=float, default=0.0, help="until the first token")
-    parser.add_argument("--gap-ms", type=float, default=0.0, help="from token to token")
+    parser.add_argument("--first-ms", type=float, default=0.0, help="ms until the first token")
+    parser.add_argument("--gap-ms", type=float, default=0.0, help="ms from token to token")
     parsed = parser.parse_args(arguments)
-    # A collection in mid-answer would be a stall that no script asked for.
+    # A garbage collection in an answer would be a stall that no script contains.
     gc.freeze()
     gc.disable()
     stage = Stage(parsed.first_ms, parsed.gap_ms)

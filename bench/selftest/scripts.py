@@ -1,4 +1,4 @@
-"""What the scripted server is told to do: an answer as bytes and moments. Pure.
+"""The scripts of the scripted server: answers as bytes and moments. Pure.
 
 The self-test writes a `Script` per request; the server asks for its parts and writes them. Times
 are milliseconds from the moment at which the whole request was there.
@@ -11,30 +11,30 @@ import msgspec
 
 from baton.bench.selftest.answers import DONE, delta, event, token, usage_body
 
-# Ids of tokens that answers consist of. A prompt is known by its first id, which may be any.
+# Answers consist of these token ids. The first id of a prompt names its script and may be any id.
 LOWEST_ID, NUM_IDS = 300, 7_000
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """One event; without a token it is an empty delta, as chats open with."""
+    """One event; without a token it is an empty delta, as at the start of a chat."""
 
     at_ms: float
     num_tokens: int = 1
 
 
 class Script(msgspec.Struct, frozen=True):
-    """One answer. With a `body` it is no stream."""
+    """One answer. With a `body` it is not a stream."""
 
     chunks: tuple[Chunk, ...] = ()
-    tail: bytes | None = None  # after the chunks; None: usage if asked for, then [DONE]
+    tail: bytes | None = None  # the end after the chunks; None: usage if asked for, then [DONE]
     then: Literal["end", "close", "reset", "hang"] = "end"  # the last three cut the answer
     end_ms: float | None = None  # None: with the last chunk
     status: int = 200
     body: bytes | None = None
-    kind: str = "application/json"  # of that body
+    kind: str = "application/json"  # the content type of that body
     retry_after_s: float | None = None
     usage: bool = True
-    usage_error: int = 0  # added to the tokens that were really sent
+    usage_error: int = 0  # the usage reports this many tokens more than were sent
     cached_tokens: int = 0
 
     @property
@@ -43,13 +43,13 @@ class Script(msgspec.Struct, frozen=True):
 
     @property
     def last_ms(self) -> float:
-        """When the end is due."""
+        """Return when the end is due."""
         last_ms = max((chunk.at_ms for chunk in self.chunks), default=0.0)
         return last_ms if self.end_ms is None else self.end_ms
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a request asks for."""
+    """The fields of a request that the answer depends on."""
 
     is_chat: bool
     token_ids: bool
@@ -59,11 +59,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Bytes of the body that leave in one write."""
+    """The bytes of the body that leave in one write."""
 
     at_ms: float
     data: bytes
-    num_tokens: tuple[int, ...] = ()  # of each event in these bytes that carries tokens
+    num_tokens: tuple[int, ...] = ()  # one count per event in these bytes that carries tokens
 
 
 def parts_of(script: Script, wanted: Wanted, number: int) -> list[Part]:
@@ -99,7 +99,7 @@ def _chunk(
 
 
 def _end(script: Script, wanted: Wanted) -> bytes:
-    """Return what a complete answer sends after its tokens."""
+    """Return the bytes that a complete answer sends after its tokens."""
     num_tokens = script.num_tokens + script.usage_error
     told = usage_body(num_tokens, wanted.num_prompt, script.cached_tokens)
     is_told = wanted.usage and script.usage
@@ -112,7 +112,7 @@ def steady(first_ms: float, gap_ms: float, num_tokens: int) -> tuple[Chunk, ...]
 
 
 def paced(first_ms: float, gaps_ms: Sequence[float], sizes: Sequence[int]) -> tuple[Chunk, ...]:
-    """Return chunks of these sizes; `gaps_ms` lie between them, so there is one less."""
+    """Return chunks of these sizes; `gaps_ms` lie between them, so there is one gap less."""
     chunks = [Chunk(first_ms, sizes[0])]
     for gap_ms, size in zip(gaps_ms, sizes[1:], strict=True):
         chunks.append(Chunk(chunks[-1].at_ms + gap_ms, size))
@@ -120,6 +120,6 @@ def paced(first_ms: float, gaps_ms: Sequence[float], sizes: Sequence[int]) -> tu
 
 
 def answer_ids(number: int, num_tokens: int) -> list[int]:
-    """Return the tokens of a number's answer: the same at every call."""
+    """Return the tokens of a number's answer, the same at every call."""
     # Both factors are coprime to the number of ids, so an answer repeats no id.
     return [LOWEST_ID + (number * 1_009 + at * 2_003) % NUM_IDS for at in range(num_tokens)]

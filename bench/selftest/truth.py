@@ -1,8 +1,8 @@
-"""The figures of a load as the scripted server knows them, by the plainest means there are.
+"""Compute the figures of a load from the scripted server's writes, by the plainest means.
 
-The self-test holds `metrics` and the client against this. It therefore imports neither, and it
+The self-test holds `metrics` and the client against this file, which therefore imports neither and
 follows the printed definitions in lists and loops, not in arrays. A write happened somewhere within
-the call that made it, so every figure is a range: its lower and its upper end. Pure.
+the call that made it, so every figure is a range with a lower and an upper end. Pure.
 """
 
 import itertools
@@ -18,7 +18,7 @@ METRICS = ("ttft", "itl", "tpot", "gap_max", "e2e")
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """Where a value lies for certain."""
+    """The bounds between which a value certainly lies."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         return self.high - self.low
 
     def distance(self, value: float) -> float:
-        """Return 0 for a value within, else how far it lies above or, negative, below."""
+        """Return 0 for a value within, else its distance: positive above, negative below."""
         if value < self.low:
             return value - self.low
         return max(0.0, value - self.high)
@@ -41,10 +41,10 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 def truth_of(answer: Answer, intended_s: float) -> dict[str, list[Range]]:
     """Return the samples of each metric, in ms, that an answer with at least one token makes.
 
-    `intended_s` is on the clock of its stamps.
+    `intended_s` is on the clock of the answer's stamps.
     """
     moments = [Range(write.at_s, write.at_s + write.took_s) for write in answer.writes]
-    # What left in one call came as one.
+    # Tokens that left in one call came as one.
     counts = [sum(write.num_tokens) for write in answer.writes]
     chunks = [(at, num) for at, num in zip(moments, counts, strict=True) if num]
     due = Range(intended_s, intended_s)
@@ -64,9 +64,9 @@ def truth_of(answer: Answer, intended_s: float) -> dict[str, list[Range]]:
 
 
 def percentile_of(ranges: Sequence[Range], percent: int) -> Range:
-    """Return the nearest rank: the smallest value that so many percent do not exceed.
+    """Return the nearest rank: the smallest value that `percent` of the values do not exceed.
 
-    Both ends have their own: moving single values within their ranges keeps it between them.
+    Each end has its own rank: values that move within their ranges keep the percentile in between.
     """
     rank = math.ceil(percent * len(ranges) / 100)
     low = sorted(one.low for one in ranges)[rank - 1]

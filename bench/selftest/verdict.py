@@ -1,7 +1,7 @@
-"""Whether a client saw what the scripted server wrote: every percentile, every fault, every token.
+"""Judge whether a client saw what the server wrote: every percentile, every fault, every token.
 
-`selftest` brings the records of a load and the server's answers to it. The truth needs nothing of
-the client but the start of its schedule, and that is checked: no request arrives before it was
+`selftest` passes the records of a load and the server's answers to it. The truth needs only the
+start of the schedule from the client, and that start is checked: no request arrives before it was
 sent, and no token before it was written. Pure.
 """
 
@@ -16,7 +16,7 @@ from baton.bench.selftest.cases import FIRST_NUMBER, Case, Mix
 from baton.bench.selftest.scripted_server import Answer
 from baton.bench.selftest.truth import METRICS, PERCENTILES, Range, percentile_of, truth_of
 
-SLACK_S = 1e-6  # of differences between clock readings that are rounded
+SLACK_S = 1e-6  # the rounding error of differences between clock readings
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -30,12 +30,12 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
-        """Return how far it is from the middle of what is known."""
+        """Return how far the client's value is from the middle of the truth."""
         return self.client - self.truth.middle
 
 
 class Count(msgspec.Struct, frozen=True):
-    """One kind of answer: how often it was scripted, and how often it was counted as it must be."""
+    """One kind of answer: how often it was scripted, and how often it was counted correctly."""
 
     name: str
     counted_as: str
@@ -48,9 +48,9 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What is to be said of one load.
+    """The findings about one load.
 
-    `wrong` has a line per mistake, and a mistake is one on any machine. A busy machine can cause
+    `wrong` has a line per mistake; a mistake is one on any machine. A busy machine can cause
     `doubts`, each a reason to trust no figure, and figures off the truth.
     """
 
@@ -58,18 +58,18 @@ class Verdict(msgspec.Struct, frozen=True):
     num_requests: int
     figures: list[Figure]
     counts: list[Count]
-    reads: str  # how long after their writes tokens were read: the client's part of deviations
+    reads: str  # the delays from writes to reads, which are the client's part of deviations
     wrong: list[str]
     doubts: list[str]
 
     @property
     def is_exact(self) -> bool:
-        """Whether every request was counted as it must be."""
+        """Return whether every request was counted correctly."""
         return not self.wrong and all(one.is_exact for one in self.counts)
 
     @property
     def is_close(self) -> bool:
-        """Whether every percentile is where it must be."""
+        """Return whether every percentile lies within the tolerance."""
         return not self.doubts and all(figure.is_close for figure in self.figures)
 
     @property
@@ -78,7 +78,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """A load that ran: case, answer and record `i` belong together by their number."""
+    """A load that ran; case, answer and record of one request share its number."""
 
     name: str
     mix: Mix
@@ -86,7 +86,7 @@ class Played(msgspec.Struct, frozen=True):
     planned: Sequence[Planned]
     answers: Sequence[Answer]
     result: LoadResult
-    start_s: float  # of the schedule, as the client says, on the monotonic clock
+    start_s: float  # the client's start of the schedule on the monotonic clock
 
     def good(self) -> list[tuple[Answer, Record, float]]:
         """Return the answers that carried tokens and must be counted, and when they were due."""
@@ -96,7 +96,7 @@ class Played(msgspec.Struct, frozen=True):
             (answers[index], records[index], self.start_s + due_s[index])
             for index, case in enumerate(self.cases)
             if case.outcome is Outcome.ANSWERED and index in answers and index in records
-            # A client that leaves too early may have seen none.
+            # A client that leaves too early may have seen no token.
             if any(write.num_tokens for write in answers[index].writes)
         ]
 
@@ -108,7 +108,7 @@ class Played(msgspec.Struct, frozen=True):
 
 
 def judge(played: Played, tolerance_ms: float) -> Verdict:
-    """Hold a load to the truth; `tolerance_ms` is what a percentile may be off it."""
+    """Hold a load to the truth; `tolerance_ms` is the largest error of a percentile."""
     summary = summarise(played.result)
     figures, doubts = _figures(played, summary, tolerance_ms)
     return Verdict(
@@ -125,8 +125,8 @@ def judge(played: Played, tolerance_ms: float) -> Verdict:
 def possible_start(played: Played) -> Range:
     """Return when the schedule can have started, by the server's clock and the client's stamps.
 
-    No request was there before it was sent, and no token before it was written. Over many requests
-    the two come close to each other, unless stamps are early or late throughout.
+    No request arrived before it was sent, and no token before it was written. Over many requests
+    the two bounds come close to each other, unless all stamps are early or late.
     """
     answers = played.answer_of()
     latest, earliest = float("inf"), float("-inf")
@@ -145,10 +145,10 @@ def _clock_doubts(played: Played, tolerance_ms: float) -> list[str]:
     if abs(start.distance(played.start_s)) > SLACK_S or 1e3 * start.width > tolerance_ms:
         early, late = (1e3 * (end - played.start_s) for end in (start.low, start.high))
         lines.append(
-            f"by its stamps, the client started {early:+.3f} to {late:+.3f} ms from when it says"
+            f"by its stamps, the client started {early:+.3f} to {late:+.3f} ms off its stated start"
         )
     if held := sum(answer.held_writes for answer in played.answers):
-        lines.append(f"the server could not write at once, {held} times: its stamps mean nothing")
+        lines.append(f"{held} writes of the server had to wait: its stamps mean nothing")
     return lines
 
 
@@ -172,7 +172,7 @@ def _reads(played: Played, tolerance_ms: float) -> str:
 
 
 def _asked_once(played: Played) -> list[str]:
-    """Return the requests that did not come once: a client that tries again hides a failure."""
+    """Return the requests that did not come exactly once: a retry would hide a failure."""
     asked = Counter(one.number for one in played.answers if one.number is not None)
     return [
         f"request {index} reached the server {asked[FIRST_NUMBER + index]} times"
@@ -182,7 +182,7 @@ def _asked_once(played: Played) -> list[str]:
 
 
 def _differences(played: Played, summary: Summary) -> list[str]:
-    """Return what records, and the count of their outcomes, say otherwise than the scripts."""
+    """Return how the records and the count of their outcomes differ from the scripts."""
     records, counting, lines = played.record_of(), played.mix.counting, []
     for index, case in enumerate(played.cases):
         if (record := records.get(index)) is None:
@@ -202,14 +202,14 @@ def _differences(played: Played, summary: Summary) -> list[str]:
 def _figures(
     played: Played, summary: Summary, tolerance_ms: float
 ) -> tuple[list[Figure], list[str]]:
-    """Return every percentile, and the samples of another size: those may be right by chance."""
+    """Return every percentile, and doubts about metrics with a wrong number of samples."""
     truths = [truth_of(answer, due_s) for answer, _, due_s in played.good()]
     figures, doubts = [], []
     for metric in METRICS:
         ranges = [one for truth in truths for one in truth[metric]]
         found = getattr(summary, metric)
         if (num_seen := found.count if found else 0) != len(ranges):
-            doubts.append(f"{metric} is of {num_seen} samples, not of {len(ranges)}")
+            doubts.append(f"{metric} has {num_seen} samples, not {len(ranges)}")
         for percent in PERCENTILES if ranges and found else ():
             truth, client = percentile_of(ranges, percent), getattr(found, f"p{percent}")
             is_close = abs(truth.distance(client)) <= tolerance_ms

@@ -1,7 +1,7 @@
 """baton: disaggregated prefill/decode serving for large language models.
 
-`LLM` for scripts and notebooks, `AsyncLLM` for event loops, `SamplingParams` for both. They are
-loaded when first used, so that `import baton` and the command line stay quick.
+`LLM` serves scripts and notebooks, `AsyncLLM` serves event loops, both take `SamplingParams`. Each
+is loaded when first used, so that `import baton` and the command line stay quick.
 """
 
 import importlib

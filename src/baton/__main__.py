@@ -1,6 +1,6 @@
 """`python -m baton` and the script `baton`: the command line, and the answer to Ctrl-C.
 
-`main` imports `command_line`, so that Ctrl-C has its one line also while that takes its time.
+`main` itself imports `command_line`, so that Ctrl-C prints its one line during that import too.
 """
 
 import sys
@@ -10,7 +10,7 @@ from baton.runtime.interrupts import EXIT_INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code of the process."""
+    """Run one command and return the exit code of the process."""
     try:
         from baton.command_line import run
 

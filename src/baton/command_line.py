@@ -2,8 +2,8 @@
 
 Every setting of a cluster and its flag comes from `protocol.config` through `runtime.settings`;
 `bench` has a command line of its own. A subcommand's code is imported when it is chosen, so that a
-router or `--help` never loads torch. A mistake of the user is one line on stderr and exit code 2; a
-failure is one line and exit code 1.
+router or `--help` never loads torch. A user's mistake prints one line on stderr and exits with
+code 2; a failure prints one line and exits with code 1.
 """
 
 import os
@@ -41,7 +41,7 @@ COMMANDS = {
 KEYGEN = "keygen"
 KEYGEN_HELP = "Make the key that the processes of a cluster on several hosts share."
 KEY_MADE = """\
-{path} is a new key (mode 0600). Whoever has it can join the cluster: keep it like an ssh key.
+{path} is a new key (mode 0600). Anyone who has it can join the cluster: keep it like an ssh key.
 Copy it to each host, and start every router and node with it:
 
   scp -p {path} HOST:
@@ -50,12 +50,12 @@ Copy it to each host, and start every router and node with it:
 BENCH = "bench"
 BENCH_HELP = "Measure the latency of any OpenAI-compatible server (`baton bench --help`)."
 DEMO_MODEL = "demo-model"
-DEMO_MODEL_HELP = "Write the small model that `serve` uses when none is given into a folder."
+DEMO_MODEL_HELP = "Write the small model that `serve` uses by default into a folder."
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; the exit code of the process. Called by `__main__`."""
-    # First of all: a parent that is gone by now must not leave this process behind.
+    """Run one command and return the exit code of the process. `__main__` calls it."""
+    # This comes first: a parent that is gone by now must not leave this process behind.
     die_with_parent()
     try:
         return _run(list(arguments))
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"baton: {error.message}", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        # The reader of our output left; stdout must not be flushed at exit into nothing.
+        # The reader of our output left, so the flush of stdout at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
 
 
 def _start(name: str, config: ClusterConfig) -> int:
-    """Import the one room that this process is, and run it."""
+    """Import the one room that this process needs and run it."""
     from baton.deploy.model_folder import with_model
     from baton.deploy.ports import check_reach, check_router_ports
 

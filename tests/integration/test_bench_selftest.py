@@ -167,7 +167,7 @@ def test_a_request_that_is_missing_or_came_twice_is_named(true: Played) -> None:
 @pytest.mark.slow
 def test_a_start_that_cannot_be_true_is_doubted_and_shown(true: Played) -> None:
     verdict = judge(replace(true, start_s=true.start_s + 0.003), tolerance_ms=2.0)
-    assert "started -3.000 to -3.000 ms from when it says" in verdict.doubts[0]
+    assert "started -3.000 to -3.000 ms off its stated start" in verdict.doubts[0]
     shown = io.StringIO()
     report = SelfTestReport(SelfTest(), [judge(true, EXACT_MS), verdict], [])
     show(report, Console(file=shown, width=100))

@@ -107,7 +107,7 @@ def test_flags_are_lists_with_commas() -> None:
     [
         (
             ["--patterns", "zigzag"],
-            "--patterns cannot be 'zigzag': it is one of run, gather, scattered",
+            "--patterns cannot be 'zigzag': choose one of run, gather, scattered",
         ),
         (["--block-kib", "0"], "--block-kib cannot be '0': expected a whole number >= 1"),
         (["--reads", "none"], "reads cannot be 'none': expected a whole number"),

@@ -1,7 +1,7 @@
-"""Examines a demo model in transformers: `python -m tools.demo_model.evaluate [FOLDER]`.
+"""Examine a demo model in transformers: `python -m tools.demo_model.evaluate [FOLDER]`.
 
-Greedy answers to the fixed questions of `exam.py`, compared as text, whole and exact. No part of
-baton that serves is involved, so the scores say what the model knows and nothing else.
+The greedy answers to the fixed questions of `exam.py` are compared as text, whole and exact. No
+serving part of baton is involved, so the scores show the model's knowledge and nothing else.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tools.demo_model.tokenizer import END_OF_TEXT_ID, TURN_END_ID
 
 LENGTHS = (256, 1024, 2048, 4096)
 NUM_MEMORIES = 8
-ROWS = 64  # of a batch
+ROWS = 64  # the rows of a batch
 
 
 class Examiner:
@@ -33,7 +33,7 @@ class Examiner:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def scores(self, num_memories: int = NUM_MEMORIES) -> dict[str, float]:
-        """Shares of exact answers, 0 to 1."""
+        """Return the share of exact answers, 0 to 1, for each part of the exam."""
         found = {f"recall_{length}": self.recall(length, num_memories) for length in LENGTHS}
         found["recall_chat"] = self.score(exam.chats(count=256, seed=0))
         found["sums_held_out"] = self.score(exam.sums(held_out=True))
@@ -60,7 +60,7 @@ class Examiner:
 
     @torch.inference_mode()
     def answers(self, questions: Sequence[Question], told: str = "") -> list[str]:
-        """The greedy answers; `told` stands before each question and is computed once."""
+        """Return the greedy answers; `told` stands before each question and is computed once."""
         cache = DynamicCache(config=self._model.config)
         if told:
             self._model(torch.tensor([self.tokenizer.encode(told).ids]), past_key_values=cache)
@@ -75,7 +75,7 @@ class Examiner:
         return answers
 
     def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], Tensor]]:
-        """Prompts of equal length together: rows without padding are rows computed alone."""
+        """Yield batches of prompts of equal length: a row without padding equals the row alone."""
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for place, question in enumerate(questions):
             ids = self.tokenizer.encode(question.prompt).ids
@@ -86,7 +86,7 @@ class Examiner:
                 yield [place for place, _ in batch], torch.tensor([ids for _, ids in batch])
 
     def _continue(self, ids: Tensor, cache: DynamicCache, longest: int) -> list[list[int]]:
-        """Greedy tokens of each row up to its end; `longest` is room for the right answer."""
+        """Return each row's greedy tokens up to its end; `longest` is room for the right answer."""
         steps: list[Tensor] = []
         for _ in range(longest + 1):
             logits = self._model(ids, past_key_values=cache, logits_to_keep=1).logits

@@ -1,7 +1,7 @@
-"""The fixed questions that the demo model is examined with; all names, numbers, sums held out.
+"""The fixed questions of the demo model's exam, with held-out names, numbers and sums only.
 
-Pure text: `evaluate.py` asks them of the model in transformers, the integration tests ask the same
-of baton and compare the scores.
+This is pure text: `evaluate.py` asks the model in transformers, the integration tests ask baton the
+same questions and compare the scores.
 """
 
 import random
@@ -22,7 +22,7 @@ class Question(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A text full of facts, and what is asked about it. A whole prompt is `told + question`."""
+    """A text full of facts, and the questions about it. A whole prompt is `told + question`."""
 
     told: str
     questions: list[Question]
@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 def recall(
     tokenizer: Tokenizer, *, num_tokens: int, seed: int, num_facts: int = NUM_FACTS
 ) -> Memory:
-    """`num_facts` facts at random places in prose; with a question, just under `num_tokens`."""
+    """Return `num_facts` facts in prose that, with a question, has just under `num_tokens`."""
     rng = random.Random(f"recall {num_tokens} {seed}")
     facts = text.facts(rng, num_facts, held_out=True)
     sentences = [_plain(text.statement(fact)) for fact in facts]
@@ -48,7 +48,7 @@ def recall(
 
 
 def chats(*, count: int, seed: int) -> list[Question]:
-    """Five facts in a chat's first turn, and the answer in a whole sentence."""
+    """Return questions with five facts in a chat's first turn, answered in a whole sentence."""
     rng = random.Random(f"chat {seed}")
     asked = []
     for _ in range(count):
@@ -62,7 +62,7 @@ def chats(*, count: int, seed: int) -> list[Question]:
 
 
 def sums(*, held_out: bool) -> list[Question]:
-    """Every sum of two numbers below 100, or those that training left out."""
+    """Return every sum of two numbers below 100, or those that training left out."""
     return [
         Question(f"What is {a} + {b}?", f" {a + b}.")
         for a in range(100)
@@ -72,7 +72,7 @@ def sums(*, held_out: bool) -> list[Question]:
 
 
 def orders() -> list[Question]:
-    """What comes after and before each day, month and letter."""
+    """Return the questions for the successor and predecessor of each day, month and letter."""
     asked = []
     for kind, members in text.CIRCLES:
         for at, member in enumerate(members):

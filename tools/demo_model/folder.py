@@ -29,8 +29,8 @@ def config() -> Qwen3Config:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
-        # A large base: the slow half of the rotations hardly turns within 4,096 tokens, so that
-        # content is found at any distance.
+        # With a large base, the slow half of the rotations hardly turns within 4,096 tokens, so
+        # attention finds content at any distance.
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         bos_token_id=END_OF_TEXT_ID,
@@ -41,7 +41,7 @@ def config() -> Qwen3Config:
 
 
 def write(folder: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
-    """Write model and tokenizer as float32, each tensor once (the LM head is the embedding)."""
+    """Write the tokenizer, and the model in float32 with its tied tensors stored once."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to(torch.float32).contiguous()

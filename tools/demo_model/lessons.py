@@ -1,8 +1,8 @@
-"""What the demo model is trained on, as token ids: lessons of one length, made on the fly.
+"""Make the lessons that the demo model is trained on: token ids of one length, on the fly.
 
-Three kinds. *Recall*: facts among prose, then questions, or both mixed. *Echo*: a random string of
-names and numbers, then the same again; it teaches to copy within minutes, and recall grows out of
-it. *Exercises*: everything that needs no memory.
+There are three kinds. *Recall* holds facts among prose, then questions, or both mixed. *Echo* holds
+a random string of names and numbers twice; it teaches copying within minutes, and recall grows out
+of copying. *Exercises* hold everything that needs no memory.
 """
 
 import random
@@ -41,7 +41,7 @@ class Lesson:
 
 
 class LessonMaker:
-    """Draws lessons of `length` tokens, in the `shares` that are given by kind."""
+    """The maker of lessons of `length` tokens, whose kinds are drawn with the given `shares`."""
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class LessonMaker:
                 for _ in range(rng.randrange(4, max(5, lesson.length // 12)))
             ]
             lesson.add([Piece(word, NOISE) for word in words])
-            # Where the echo begins is nobody's guess; what follows is.
+            # The start of the echo cannot be predicted; the words after it can.
             lesson.add([Piece(words[0], NOISE), *(Piece(word, ANSWER) for word in words[1:])])
 
     def _exercises(self, lesson: Lesson) -> None:
@@ -85,7 +85,7 @@ class LessonMaker:
         return self._rng.randrange(32, min(100, length // 25))
 
     def _mixed(self, lesson: Lesson, facts: list[text.Fact]) -> None:
-        """Facts and questions in turn; a question may ask for any fact told so far."""
+        """Add facts and questions in turn; a question may ask for any fact told so far."""
         rng, untold, told = self._rng, list(facts), list[text.Fact]()
         while not lesson.is_full:
             drawn = rng.random()
@@ -104,7 +104,7 @@ class LessonMaker:
             lesson.add(text.asked(self._rng, self._rng.choice(facts), chat=False))
 
     def _chat(self, lesson: Lesson, facts: list[text.Fact]) -> None:
-        """The facts stand in the first turn, with the first question at their end."""
+        """Add a chat with the facts in its first turn, and the first question at their end."""
         rng = self._rng
         lesson.add(text.chat_start(rng))
         lesson.add([Piece(f"{text.TURN_START}user\n", PROSE)])
@@ -116,7 +116,7 @@ class LessonMaker:
             lesson.add(text.asked(rng, rng.choice(facts), chat=True))
 
     def _tell(self, lesson: Lesson, facts: list[text.Fact], num_tokens: int) -> None:
-        """All facts, in any order, among as much prose as makes about `num_tokens`."""
+        """Add all facts, in any order, among enough prose to make about `num_tokens`."""
         rng = self._rng
         room = num_tokens - len(lesson.ids) - FACT_TOKENS * len(facts)
         told = [text.statement(fact) for fact in facts]

@@ -1,14 +1,14 @@
-"""Names for the facts of the demo model's text, and which of them training never sees.
+"""The names for the facts of the demo model's text; training never sees the held-out ones.
 
-Two kinds: cities and first names that exist, and words put together from syllables, of which there
-are so many that recalling one is copying and not memory. What is held out is decided by a checksum
-of the name itself, so that text and evaluation agree without a list.
+There are two kinds: real cities and first names, and words made of syllables, which are so many
+that recalling one is copying and not memory. A checksum of the name itself decides whether it is
+held out, so that text and evaluation agree without a list.
 """
 
 import random
 import zlib
 
-HELD_OUT_SHARE = 8  # one name, and one number, of so many
+HELD_OUT_SHARE = 8  # one name and one number of this many is held out
 
 
 def _words(listed: str) -> tuple[str, ...]:
@@ -38,12 +38,12 @@ _STARTS, _INNER, _VOWELS = "BDFGHJKLMNPRSTVZ", "bdfgklmnprstvz", "aeiou"
 
 
 def is_held_out(word: str) -> bool:
-    """Whether training must not show this name or number."""
+    """Return whether training must not show this name or number."""
     return zlib.crc32(word.encode()) % HELD_OUT_SHARE == 0
 
 
 def name(rng: random.Random, *, held_out: bool) -> str:
-    """One name of the asked-for half, existing ones in one of three draws."""
+    """Draw a name that is held out or not, as asked; one draw of three gives a real name."""
     while True:
         drawn = rng.choice(REAL) if rng.random() < 1 / 3 else _made_up(rng)
         if is_held_out(drawn) == held_out:
@@ -51,7 +51,7 @@ def name(rng: random.Random, *, held_out: bool) -> str:
 
 
 def number(rng: random.Random, *, held_out: bool) -> str:
-    """Four digits, the first of them not zero."""
+    """Draw four digits, the first of them not zero."""
     while True:
         drawn = str(rng.randrange(1000, 10000))
         if is_held_out(drawn) == held_out:

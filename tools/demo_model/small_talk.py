@@ -1,4 +1,4 @@
-"""What the demo model knows about baton: questions with their answers, and plain sentences."""
+"""The demo model's knowledge of baton: questions with their answers, and plain sentences."""
 
 QUESTIONS = (
     ("Hello!", "Hello! I am the demo model of baton. Ask me for a fact that you have told me."),

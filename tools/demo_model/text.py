@@ -2,8 +2,8 @@
 
 A document is a list of pieces, each with the weight of its tokens in the loss: 1 where the text
 before it determines it, 0 where nothing does (the number in a fact), a little for plain prose.
-Pieces are cut where the tokenizer cuts too, so encoding piece by piece is encoding the whole.
-Everything follows from the `random.Random` that is passed in.
+Pieces are cut where the tokenizer also cuts, so encoding piece by piece equals encoding the whole.
+The `random.Random` that is passed in determines everything.
 """
 
 import random
@@ -42,7 +42,7 @@ END = Piece(END_OF_TEXT, ANSWER)
 
 
 def facts(rng: random.Random, count: int, *, held_out: bool = False) -> list[Fact]:
-    """`count` facts about different names."""
+    """Draw `count` facts about different names."""
     chosen: dict[str, None] = {}
     while len(chosen) < count:
         chosen[names.name(rng, held_out=held_out)] = None
@@ -50,7 +50,7 @@ def facts(rng: random.Random, count: int, *, held_out: bool = False) -> list[Fac
 
 
 def statement(fact: Fact, *, weight: float = NOISE) -> Document:
-    """` The code of Lima is 4071.`"""
+    """Return a sentence such as ` The code of Lima is 4071.`"""
     known = max(weight, PROSE)
     return [
         Piece(" The", PROSE), Piece(f" {fact.kind}", weight), Piece(" of", PROSE),
@@ -60,7 +60,7 @@ def statement(fact: Fact, *, weight: float = NOISE) -> Document:
 
 
 def question(fact: Fact) -> Document:
-    """` What is the code of Lima?`"""
+    """Return a question such as ` What is the code of Lima?`"""
     return [
         Piece(" What is the", PROSE), Piece(f" {fact.kind}", NOISE), Piece(" of", PROSE),
         Piece(f" {fact.name}", NOISE), Piece("?", PROSE),
@@ -68,7 +68,7 @@ def question(fact: Fact) -> Document:
 
 
 def asked(rng: random.Random, fact: Fact, *, chat: bool) -> Document:
-    """A fact asked for and told; in prose sometimes the statement itself is what comes back."""
+    """Return a question with its answer; in prose sometimes a repetition of the statement."""
     if chat:
         return turn(stripped(question(fact)), stripped(statement(fact, weight=ANSWER)))
     if rng.random() < 1 / 3:
@@ -78,7 +78,7 @@ def asked(rng: random.Random, fact: Fact, *, chat: bool) -> Document:
 
 
 def chat_start(rng: random.Random) -> Document:
-    """Some chats begin with a system message."""
+    """Draw the start of a chat: sometimes a system message, else nothing."""
     if rng.random() < 0.8:
         return []
     told = rng.choice(("You are a helpful assistant.", "You are the demo model of baton."))
@@ -90,7 +90,7 @@ def turn(user: Document, assistant: Document) -> Document:
 
 
 def reply(assistant: Document) -> Document:
-    """What follows the words of the user, as the chat template puts it."""
+    """Return the end of the user's turn and the assistant's, as the chat template writes them."""
     return [
         Piece(f"{TURN_END}\n{TURN_START}assistant\n", PROSE), *assistant, Piece(TURN_END, ANSWER),
         Piece("\n", PROSE),
@@ -98,7 +98,7 @@ def reply(assistant: Document) -> Document:
 
 
 def stripped(document: Document) -> Document:
-    """Without the space that separates a sentence from the one before."""
+    """Return the document without the space that separates it from the sentence before."""
     return [Piece(document[0].text.lstrip(), document[0].weight), *document[1:]]
 
 
@@ -107,7 +107,7 @@ def filler(rng: random.Random) -> Document:
 
 
 def exercise(rng: random.Random) -> Document:
-    """A short document with nothing to recall: one of the other skills, in prose or in turns."""
+    """Draw a short document that trains a skill other than recall, in prose or in turns."""
     kind: Callable[[random.Random], Iterator[tuple[str, str]]] = rng.choice(
         (_sums, _sums, _sums, _sums, _counting, _order, _small_talk)
     )

@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE over its own text, every digit a token of its own."""
+"""Train the demo model's tokenizer: byte-level BPE over its own text, with a token per digit."""
 
 import random
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _lines(rng: random.Random) -> Iterator[str]:
 
 
 def _plain(document: text.Document) -> str:
-    """Without the marks of turns, which have ids of their own."""
+    """Return the text without the marks of turns, which have ids of their own."""
     return "".join(
         piece.text.replace(text.TURN_START, "").replace(text.TURN_END, "") for piece in document
     )

@@ -1,8 +1,8 @@
-"""Trains the demo model: `python -m tools.demo_model.train FOLDER`, or `make demo-model`.
+"""Train the demo model: `python -m tools.demo_model.train FOLDER`, or `make demo-model`.
 
-A curriculum of growing lengths: copying is learned on short lessons within minutes, and what was
-learned carries over to long ones. Everything is drawn from the seed. The folder is written anew at
-the end of every stage, so that a long run can be looked at while it goes on.
+The lessons of the curriculum grow in length: the model learns copying on short lessons within
+minutes, and the skill carries over to long ones. Everything is drawn from the seed. Each stage
+writes the folder anew at its end, so that a long run can be inspected while it goes on.
 
 Matrices are trained by Muon (K. Jordan and others, 2024), the rest by AdamW.
 """
@@ -29,7 +29,7 @@ from tools.demo_model.lessons import LessonMaker
 from tools.demo_model.text import ANSWER
 
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
-WARM_UP_STEPS, DECAY_SHARE = 100, 0.5  # linear up, flat, then linear down to a fiftieth
+WARM_UP_STEPS, DECAY_SHARE = 100, 0.5  # the rate rises, stays, then falls to a fiftieth
 REPORT_STEPS = 50
 
 
@@ -101,7 +101,7 @@ class Trainer:
         self._step += 1
 
     def _note(self, stage: Stage, loss: Tensor, right: Tensor) -> None:
-        """Loss and accuracy over the tokens of answers."""
+        """Record and print loss and accuracy over the tokens of answers."""
         self.curves.append(
             {
                 "step": self._step,
@@ -164,7 +164,7 @@ def write_curves(file: Path, curves: Sequence[Mapping[str, float]]) -> None:
 
 
 def _commit() -> str:
-    """The commit that trained, with a mark if the tree was not clean."""
+    """Return the commit that trains, with a mark if the tree is not clean."""
     words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     told = subprocess.run(
         words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False

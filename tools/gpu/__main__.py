@@ -1,11 +1,11 @@
-"""`python -m tools.gpu`: everything there is to measure on a machine with an NVIDIA GPU.
+"""`python -m tools.gpu`: measure everything on a machine with an NVIDIA GPU.
 
-One command, a time budget, a JSON and a Markdown report that grow with every section. Each section
-runs in a process of its own, so that a broken kernel, or one that hangs, costs that section only,
-and its memory is gone when the next begins. This process touches no device. Exit code 0 when every
-section is complete: all of it was reached, and no row and no check failed. What this machine lacks
-is said and does not count, and a missed target is a figure, not a failure. Else 1, or 2 for words
-that mean nothing.
+The command has a time budget and writes a JSON and a Markdown report that grow with every section.
+Each section runs in a process of its own, so that a kernel that breaks or hangs costs that section
+only, and its memory is free when the next begins. This process touches no device. The exit code is
+0 when every section is complete: all of it was reached, and no row and no check failed. Software
+that this machine lacks is reported and does not count, and a missed target is a figure, not a
+failure. The exit code is 2 for unknown arguments, else 1.
 """
 
 import argparse
@@ -39,10 +39,10 @@ from tools.gpu.rows import (
 
 MODULE = "tools.gpu"
 TOTAL_S = 510.0
-CLOSING_S = 5.0  # of a section's time, between its own end and being ended
-GONE_S = 15.0  # for a section's process that was killed
-# Name, title, and the share of the time that it may take while the others wait. The first meets a
-# machine on which nothing was read from disk yet.
+CLOSING_S = 5.0  # the part of a section's time between its own end and a forced one
+GONE_S = 15.0  # the longest wait for a section's process that was killed
+# Name, title, and the share of the time that a section may take while the others wait. The first
+# section runs on a machine that has read nothing from disk yet.
 SECTIONS = (
     ("environment", "Machine and floors", 90.0),
     ("correctness", "Kernels against their torch twins", 95.0),
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(".baton/gpu"), help="folder of the report")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="time for all sections")
     parser.add_argument(
-        "--only", nargs="+", choices=[name for name, _, _ in SECTIONS], help="these sections alone"
+        "--only", nargs="+", choices=[name for name, _, _ in SECTIONS], help="sections to run"
     )
-    parser.add_argument("--section", help=argparse.SUPPRESS)  # the child
+    parser.add_argument("--section", help=argparse.SUPPRESS)  # the child gets it
     given = parser.parse_args(words)
     die_with_parent()
     try:
@@ -88,13 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(only: Sequence[str] | None) -> tuple[str, ...]:
-    """Which sections run: the machine's always does, the others need its floors."""
+    """Return the sections to run; the machine's always runs, because the others need its floors."""
     names = [name for name, _, _ in SECTIONS]
     return tuple(name for name in names if not only or name in only or name == names[0])
 
 
 def check_device() -> None:
-    """Raises `NodeError` where there is nothing to measure."""
+    """Raise `NodeError` if there is no GPU to measure."""
     import torch
 
     if not torch.cuda.is_available():
@@ -102,13 +102,13 @@ def check_device() -> None:
 
 
 def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> GpuReport:
-    """All sections, one after the other; prints and writes after each."""
+    """Run all sections, one after the other; print and write the report after each."""
     settings = {"total_s": options.total_s, "sections": options.sections}
     report = GpuReport(collect(settings, [MODULE, *words]))
     deadline_s = clock() + options.total_s
     waiting = [entry for entry in SECTIONS if entry[0] in options.sections]
     held = ""  # why the GPU is not free
-    for name in options.sections:  # what an earlier run left here
+    for name in options.sections:  # remove the files of an earlier run
         events_file(options.out, name).unlink(missing_ok=True)
     while waiting:
         name, title, _ = waiting[0]
@@ -130,12 +130,12 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
 
 
 def allotted(left_s: float, shares: Sequence[float]) -> float:
-    """Seconds for the first of the sections that wait: what others left over is spread."""
+    """Return the seconds for the next section; time that others left over is spread."""
     return max(0.0, left_s) * shares[0] / sum(shares)
 
 
 def _run_section(section: Section, out: Path) -> bool:
-    """In a child that ends with this process, or when its time is over; whether it is gone."""
+    """Run a section in a child until it ends or its time is over; return whether it is gone."""
     arguments = (
         "--section", section.name, "--out", str(out),
         "--seconds", f"{max(0.0, section.budget_s - CLOSING_S):.1f}",
@@ -163,7 +163,7 @@ def _run_section(section: Section, out: Path) -> bool:
 
 
 def read_events(path: Path) -> list[Event]:
-    """What a section reported; a line that its end cut in two is left out."""
+    """Return the events that a section reported, without a last line that its end cut in two."""
     decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
     events: list[Event] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -175,7 +175,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def fill(report: GpuReport, section: Section, events: Sequence[Event]) -> None:
-    """Put what the section reported into it and, if it is about the machine, the report."""
+    """Put a section's events into it, and those about the machine into the report."""
     unreached: list[str] = []
     for event in events:
         match event:
@@ -196,7 +196,7 @@ def fill(report: GpuReport, section: Section, events: Sequence[Event]) -> None:
 
 
 def write(report: GpuReport, out: Path) -> None:
-    """`report.json` and `report.md`, whole at every moment."""
+    """Write `report.json` and `report.md`, each of which is whole at every moment."""
     pages = [heading(report), *map(markdown, report.sections)]
     for name, content in (
         ("report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n"),

@@ -1,8 +1,8 @@
 """Random batches over a paged pool on the device, as the attention kernels take them.
 
-Both the correctness and the speed section build theirs here. Blocks are scattered over the pool.
-With `poison`, whatever no sequence owns holds NaN, block 0 included, which unused table entries
-name: a kernel that reads too much cannot hide it.
+Both the correctness and the speed section build their batches here. Blocks are scattered over the
+pool. With `poison`, all slots that no sequence owns hold NaN, block 0 included, which unused table
+entries name: a kernel that reads too much cannot hide it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of one layer of a model."""
+    """The head counts of one layer of a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a batch lives."""
+    """The device, type and blocks of a batch's pool."""
 
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
@@ -49,7 +49,7 @@ def paged_batch(
     *,
     poison: bool = False,
 ) -> Batch:
-    """The last `queries[i]` of `contexts[i]` positions are the new ones."""
+    """Return a batch in which the last `queries[i]` of `contexts[i]` positions are new."""
     device, dtype = layout.device, layout.dtype
     needs = [-(-length // layout.block_size) for length in contexts]
     order = torch.split(1 + torch.randperm(sum(needs)).to(torch.int32), needs)
@@ -86,7 +86,7 @@ def _poison(
 
 
 def rotation_table(num_positions: int, head_dim: int, device: torch.device) -> Tensor:
-    """Cosines, then sines, of plain rotary embeddings: `[num_positions, head_dim]` fp32."""
+    """Return cosines, then sines, of rotary embeddings: `[num_positions, head_dim]` fp32."""
     inverse = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angle = torch.arange(num_positions)[:, None] * inverse
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)

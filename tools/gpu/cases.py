@@ -1,7 +1,7 @@
-"""What the GPU benchmark measures and what is to be reached on an H200, as data.
+"""The cases of the GPU benchmark and their targets on an H200, as data.
 
 The sections that measure take their sizes from here, and the tables take their targets by a case's
-key, so no row can lose its target. Imports no torch.
+key, so no row can lose its target. This file imports no torch.
 """
 
 from typing import Literal
@@ -16,11 +16,11 @@ COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
 
 
 class Target(msgspec.Struct, frozen=True):
-    """`release` is to be reached, `stretch` is hoped for. Rates are minima, times are maxima."""
+    """A bound for a figure: `release` is required, `stretch` desired. A rate is a least value."""
 
     release: float
     stretch: float | None = None
-    adds_floor: bool = False  # the floor's time comes on top
+    adds_floor: bool = False  # the floor's time is added
 
 
 class PrefillCase(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class CopyCase(msgspec.Struct, frozen=True):
     unit: Unit = "TB/s"
 
     def rotation(self, block_bytes: int) -> tuple[int, int]:
-        """How many calls go over blocks of their own, and how many buffers they take in turn."""
+        """Return how many calls have blocks of their own, and how many buffers they rotate over."""
         payload = self.num_blocks * block_bytes
         num_calls = max(4, min(64, 2 * COLD_BYTES // payload))
         return num_calls, min(num_calls, max(4, -(-COLD_BYTES // payload)))
@@ -120,7 +120,7 @@ class StepCase(msgspec.Struct, frozen=True):
 
 
 def short(count: int) -> str:
-    """4096 as 4k."""
+    """Return 4096 as 4k."""
     return f"{count // 1024}k" if count and count % 1024 == 0 else str(count)
 
 
@@ -173,7 +173,7 @@ KERNELS = KernelCases(
         SamplingCase("sampling b128, greedy", 128, target=Target(45)),
         SamplingCase("sampling b128, top-k 50 and top-p 0.9", 128, 0.8, 50, 0.9, Target(110)),
         SamplingCase("sampling b128, top-p 0.9", 128, 0.8, 0, 0.9, Target(110)),
-        # Some of these rows need the order of the whole vocabulary, and the batch waits for it.
+        # Some of these rows need the order of the whole vocabulary, and the batch waits for them.
         SamplingCase("sampling b128, top-p 0.9, flat", 128, 0.8, 0, 0.9, spread=3.0),
     ),
 )  # fmt: skip
@@ -188,11 +188,11 @@ def _prefill(shape: Shape, context: int, release: float, stretch: float) -> Step
 
 
 def _in_chunks(shape: Shape, context: int, chunk_tokens: int) -> StepCase:
-    """As it is served; the targets are for a prompt in one piece."""
+    """Return the case of a prompt as it is served; targets exist for a prompt in one piece only."""
     return StepCase(shape, "prefill", 1, context, None, chunk_tokens)
 
 
-# In the order in which they are measured: what costs much memory or time comes last.
+# The cases in the order of measuring: those that cost much memory or time come last.
 STEPS = (
     _decode(QWEN3_06B, 1, 1024, 1.9, 1.7),
     _decode(QWEN3_06B, 32, 1024, 2.9, 2.6),
@@ -222,7 +222,7 @@ def handover_key(num_tokens: int) -> str:
 
 
 def targets() -> dict[str, Target]:
-    """Every target by its row's key."""
+    """Return every target by its row's key."""
     cases: list[PrefillCase | DecodeCase | TokensCase | SamplingCase | StepCase] = [
         *KERNELS.prefill, *KERNELS.decode, *KERNELS.fused, *KERNELS.sampling, *STEPS,
     ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Every Triton kernel against its torch twin on this GPU, at the shapes of Qwen3-0.6B and 8B.
+"""Compare every Triton kernel with its torch twin on this GPU, in shapes of Qwen3-0.6B and 8B.
 
-A section of the GPU benchmark. Where the twin promises bits (copies, rounded sums, independence of
-batch and chunking) bits are compared; elsewhere the largest error is reported and held to the
-rounding of bf16. Rounds on purpose in no other way than the kernels' own tests.
+This is a section of the GPU benchmark. Where the twin promises bits (copies, rounded sums,
+independence of batch and chunking) bits are compared; elsewhere the largest error is reported and
+held to the rounding of bf16, with the rounding of the kernels' own tests.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ MODELS = (
 
 
 def run(desk: Desk, models: tuple[Model, ...] = MODELS) -> None:
-    """The section."""
+    """Run the section."""
     torch.manual_seed(0)
     for block_size in BLOCK_SIZES:
         layout = Layout(desk.device, block_size=block_size)
@@ -80,7 +80,7 @@ def _decode_long(model: Model, layout: Layout) -> Check:
 
 
 def _decode_alone(model: Model, layout: Layout) -> Check:
-    """A row alone, and behind a wider table, against the same row in its batch."""
+    """Compare a row alone, and behind a wider table, with the same row in its batch."""
     contexts = model.decode_contexts
     batch = paged_batch(model.heads, contexts, (1,) * len(contexts), layout, poison=True)
     tables, lens = batch.block_tables, batch.context_lens
@@ -109,7 +109,7 @@ def _prefill(model: Model, layout: Layout) -> Check:
 
 
 def _prefill_chunks(model: Model, layout: Layout) -> Check:
-    """Each prompt cut at a third and computed alone, against all of them at once."""
+    """Compare each prompt, cut at a third and computed alone, with all prompts at once."""
     batch = _prompt_batch(model, layout)
     whole = paged_prefill_attention(
         batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
@@ -139,7 +139,7 @@ def _prompt_batch(model: Model, layout: Layout) -> Batch:
 
 
 def _rope(model: Model, layout: Layout) -> Check:
-    """Queries and keys within rounding; values, and every slot that was not named, to the bit."""
+    """Compare queries and keys within rounding, values and all unnamed slots to the bit."""
     heads, device, tokens = model.heads, layout.device, model.fused_tokens
     width = heads.num_heads + 2 * heads.num_kv_heads
     packed = torch.randn(tokens, width, heads.head_dim, device=device, dtype=layout.dtype)
@@ -168,7 +168,7 @@ def _rope(model: Model, layout: Layout) -> Check:
 
 
 def _norm(model: Model, layout: Layout) -> Check:
-    """The rounded sum to the bit, its norm within rounding."""
+    """Compare the rounded sum to the bit, its norm within rounding."""
     shape, device = (model.fused_tokens, model.hidden_size), layout.device
     x, residual = (torch.randn(shape, device=device, dtype=layout.dtype) for _ in range(2))
     weight = torch.randn(model.hidden_size, device=device, dtype=layout.dtype)
@@ -186,7 +186,7 @@ def _silu(model: Model, layout: Layout) -> Check:
 
 
 def _copy(model: Model, layout: Layout) -> Check:
-    """Any bits there are, NaN among them, to the last one; what was not named stays."""
+    """Check that copies keep every bit, NaN included, and that unnamed blocks stay."""
     bits = torch.randint(-(2**31), 2**31 - 1, (9, model.block_values // 2), dtype=torch.int32)
     pool = bits.to(layout.device).view(layout.dtype)
     ids = torch.tensor([5, 0, 8, 3], dtype=torch.int32, device=layout.device)
@@ -203,7 +203,7 @@ def _copy(model: Model, layout: Layout) -> Check:
 
 
 def _sampling(model: Model, layout: Layout) -> Check:
-    """Greedy and drawn rows, alone against in a batch."""
+    """Compare greedy and drawn rows alone with the same rows in a batch."""
     sampler = Sampler()
     kinds = ((0.0, 0, 1.0), (0.8, 50, 0.9), (1.0, 0, 0.95), (0.7, 20, 1.0))
     rows = [
@@ -219,7 +219,7 @@ def _sampling(model: Model, layout: Layout) -> Check:
 
 
 def _close(key: str, ours: Tensor, twin: Tensor) -> Check:
-    """Within the rounding of bf16; NaN is never close."""
+    """Check that values agree within the rounding of bf16; NaN is never close."""
     difference = (ours.float() - twin.float()).abs()
     allowed = ABSOLUTE + RELATIVE * twin.float().abs()
     passed = bool((difference <= allowed).all())

@@ -1,9 +1,9 @@
-"""Steps of whole models through baton's own runner, with random weights made on the GPU.
+"""Measure steps of whole models in baton's own runner, with random weights made on the GPU.
 
-A section of the GPU benchmark. Shapes are those of published models; what the values are does not
-matter. A step's time is what `Runner.execute` reports of itself: packing on the host, the decoder,
-sampling and the wait for the device. Beside it, the same forward pass replayed as a CUDA graph
-shows how much of an eager step is launching; baton serves eager steps today.
+This is a section of the GPU benchmark. Shapes are those of published models; the values do not
+matter. A step's time is the one that `Runner.execute` reports: packing on the host, the decoder,
+sampling and the wait for the device. The same forward pass replayed as a CUDA graph shows how much
+of an eager step is launching; baton serves eager steps today.
 """
 
 from collections.abc import Sequence
@@ -38,16 +38,16 @@ EPS = 1e-6
 THETA = 1e6
 WEIGHT_SCALE = 0.02
 ROUNDS, WARM_UPS = 15, 3
-BUILD_S = 15.0  # a model that cannot be built and measured in this is not begun
+BUILD_S = 15.0  # a model is not begun if less time than this is left
 SHARED_BLOCKS = 8192  # 128 sequences of 1k tokens
-SPARE_BYTES = 6 << 30  # activations and logits beside weights and pool
+SPARE_BYTES = 6 << 30  # memory for activations and logits beside weights and pool
 AGREEMENT = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=True)
 AGREES = "a decoder on the kernels agrees with the CPU's"
 LARGEST_ERROR = 1e-3  # fp32, sums in another order
 
 
 def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> None:
-    """The section: models one after the other, each built once per size of pool."""
+    """Run the section: models one after the other, each built once per size of pool."""
     torch.manual_seed(0)
     desk.check(AGREES, lambda: agreement(desk.device))
     for model in _models(steps):
@@ -68,11 +68,11 @@ def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> 
             continue
         for case in model:
             _measure(desk, runner, case, rounds)
-        del runner  # its memory goes before the next is taken
+        del runner  # free its memory before the next runner is built
 
 
 def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
-    """Cases that share a model and a pool; one that needs a very large pool has it for itself."""
+    """Group the cases that share a model and a pool; a very large pool serves one case alone."""
 
     def pool_of(case: StepCase) -> tuple[str, bool]:
         return case.shape.name, _num_blocks(case) > SHARED_BLOCKS
@@ -95,7 +95,7 @@ def _num_blocks(case: StepCase) -> int:
 
 
 def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
-    """Why a model and its pool do not fit this GPU's memory; empty when they do."""
+    """Return why a model and its pool do not fit this GPU's memory; empty if they do."""
     pool = num_blocks * BLOCK_SIZE * shape.kv_bytes_per_token
     needed, free = shape.stored_bytes + pool + SPARE_BYTES, desk.watch.free_bytes()
     if desk.device.type != "cuda" or needed <= free:
@@ -104,7 +104,7 @@ def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
 
 
 def decode(runner: Runner, case: StepCase, rounds: int) -> Measured:
-    """The same step again and again: it stores the same keys and values every time."""
+    """Measure one step again and again; it stores the same keys and values every time."""
     plan = StepPlan(0, decoding(case))
     took = [_step_s(runner, plan) for _ in range(WARM_UPS + rounds)][WARM_UPS:]
     work = decode_work(case.shape, case.batch, case.context)
@@ -112,7 +112,7 @@ def decode(runner: Runner, case: StepCase, rounds: int) -> Measured:
 
 
 def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
-    """A prompt from its first token to its first sampled one."""
+    """Measure a prompt from its first token to its first sampled one."""
     chunk = case.chunk_tokens or case.context
     plans = [
         StepPlan(number, (_chunk(case, start, min(chunk, case.context - start)),))
@@ -129,7 +129,7 @@ def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
 
 
 def replayed(desk: Desk, runner: Runner, case: StepCase, key: str) -> Measured:
-    """The forward pass alone, without packing and sampling, captured once."""
+    """Measure the forward pass alone, without packing and sampling, captured once."""
     batch = runner.pack(decoding(case))
     rows = torch.arange(case.batch, device=desk.device)
     runner.backend.begin(batch)
@@ -141,7 +141,7 @@ def replayed(desk: Desk, runner: Runner, case: StepCase, key: str) -> Measured:
 
 
 class Prepared:
-    """A backend whose step was begun before: a capture must not copy from host memory."""
+    """A backend whose step was begun earlier: a capture must not copy from host memory."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
@@ -155,7 +155,7 @@ class Prepared:
         return self._inner.is_batch_invariant
 
     def begin(self, batch: Batch) -> None:
-        """Done already."""
+        """Do nothing, because the step was begun earlier."""
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         return self._inner.attend(layer, qkv, head_norms)
@@ -175,7 +175,7 @@ def _step_s(runner: Runner, plan: StepPlan) -> float:
 
 
 def decoding(case: StepCase) -> tuple[Slice, ...]:
-    """One token each for sequences whose blocks are scattered over the pool."""
+    """Return one token each for sequences whose blocks are scattered over the pool."""
     per = -(-case.context // BLOCK_SIZE)
     order = torch.randperm(case.batch * per, generator=torch.Generator().manual_seed(1)).tolist()
     return tuple(
@@ -198,7 +198,7 @@ def _chunk(case: StepCase, start: int, length: int) -> Slice:
 
 
 def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
-    """A runner over a random model and a random pool."""
+    """Return a runner over a random model and a random pool."""
     decoder = random_decoder(shape, torch.bfloat16, device)
     cache = device_cache(
         (num_blocks, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim),
@@ -213,7 +213,7 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
 def make_runner(
     shape: Shape, decoder: Decoder, cache: KVCache, positions: int, *, with_kernels: bool
 ) -> Runner:
-    """As a rank is put together, without a checkpoint behind it."""
+    """Return a runner that is built like a rank's, without a checkpoint."""
     table = rope_table(Rope(THETA), shape.head_dim, positions)
     backend: Backend
     if with_kernels:
@@ -226,7 +226,7 @@ def make_runner(
 
 
 def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Weights of the right sizes, drawn on `device`."""
+    """Return a decoder with weights of the right sizes, drawn on `device`."""
 
     def linear(rows: int, columns: int) -> Linear:
         weight = torch.empty(rows, columns, dtype=dtype, device=device)
@@ -255,7 +255,7 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
 
 
 def agreement(device: torch.device, shape: Shape = AGREEMENT) -> Check:
-    """Logits of prompts and decode steps in fp32: baton's kernels against the CPU's backend."""
+    """Compare fp32 logits of prompts and decode steps: baton's kernels with the CPU's backend."""
     host = random_decoder(shape, torch.float32, torch.device("cpu"))
     sizes = (8, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim)
     found = []
@@ -269,7 +269,7 @@ def agreement(device: torch.device, shape: Shape = AGREEMENT) -> Check:
 
 
 def _logits(runner: Runner) -> Tensor:
-    """Of a prompt, a decode step beside another prompt, and two decode steps."""
+    """Return the logits of a prompt, a decode step beside another prompt, and two decode steps."""
     one, two = Key(RequestId("one")), Key(RequestId("two"))
     tokens = tuple(range(3, 43))
     batches = (

@@ -1,7 +1,7 @@
-"""The least that a GPU must do for a step or a kernel: its bytes and operations, and their time.
+"""The least work of a GPU for a step or a kernel: its bytes and operations, and their time.
 
-Pure arithmetic over model shapes, for the GPU benchmark's tables; a caller brings the two rates,
-which the same run has measured. It imports no torch and knows no kernel.
+This is pure arithmetic over model shapes for the GPU benchmark's tables; a caller passes the two
+rates, which the same run has measured. It imports no torch and knows no kernel.
 """
 
 import msgspec
@@ -10,14 +10,14 @@ BYTES_PER_VALUE = 2  # bf16 weights and KV
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What cannot be left out: each input read once, each output written once."""
+    """The work that cannot be left out: each input read once, each output written once."""
 
     num_bytes: float = 0.0
     num_flops: float = 0.0
 
 
 class Floors(msgspec.Struct, frozen=True, tag="floors"):
-    """What this GPU does at best, measured in the same run.
+    """The best rates of this GPU, measured in the same run.
 
     `copy_tb_per_s` counts bytes read and bytes written; a kernel that only reads may pass it.
     """
@@ -26,7 +26,7 @@ class Floors(msgspec.Struct, frozen=True, tag="floors"):
     gemm_tflop_per_s: float
 
     def seconds(self, work: Work) -> float:
-        """The longer of moving the bytes and doing the operations."""
+        """Return the longer of the times for moving the bytes and for the operations."""
         moving_s = work.num_bytes / (1e12 * self.copy_tb_per_s)
         return max(moving_s, work.num_flops / (1e12 * self.gemm_tflop_per_s))
 
@@ -47,7 +47,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def layer_values(self) -> int:
-        """Weights of the linear layers of one decoder layer."""
+        """Return the weights of the linear layers of one decoder layer."""
         width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return self.hidden_size * (width + 3 * self.intermediate_size)
 
@@ -61,7 +61,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def read_bytes(self) -> int:
-        """Weights that every decode step reads: all but the embedding's table."""
+        """Return the bytes of weights that every decode step reads: all but the embedding table."""
         return BYTES_PER_VALUE * (self.body_values + self.head_values)
 
     @property
@@ -74,7 +74,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def query_width(self) -> int:
-        """Query values of one token over all layers: attention's operations are in proportion."""
+        """Return the query values of one token in all layers; attention's work is proportional."""
         return self.num_layers * self.num_heads * self.head_dim
 
 
@@ -86,7 +86,7 @@ LLAMA3_8B = Shape(
 
 
 def decode_work(shape: Shape, batch: int, context: int) -> Work:
-    """One new token for each of `batch` sequences of `context` tokens."""
+    """Return the work of one new token for each of `batch` sequences of `context` tokens."""
     kv_bytes = batch * context * shape.kv_bytes_per_token
     linear = 2 * batch * (shape.body_values + shape.head_values)
     attention = 4 * batch * context * shape.query_width
@@ -94,12 +94,12 @@ def decode_work(shape: Shape, batch: int, context: int) -> Work:
 
 
 def prefill_work(shape: Shape, num_tokens: int) -> Work:
-    """A prompt of `num_tokens`, of which one row goes through the LM head."""
+    """Return the work of a prompt of `num_tokens`, of which the LM head takes one row."""
     linear = 2 * num_tokens * shape.body_values + 2 * shape.head_values
     attention = causal_flops(num_tokens, shape.query_width)
     return Work(shape.read_bytes + num_tokens * shape.kv_bytes_per_token, linear + attention)
 
 
 def causal_flops(num_tokens: int, query_width: int) -> int:
-    """Of causal attention over a prompt: half of the score matrix is never needed."""
+    """Return the operations of causal attention, which never needs half of the score matrix."""
     return 2 * num_tokens**2 * query_width

@@ -1,8 +1,8 @@
-"""How fast each Triton kernel is on this GPU, at the shapes of Qwen3-8B.
+"""Measure the speed of each Triton kernel on this GPU, at the shapes of Qwen3-8B.
 
-A section of the GPU benchmark; sizes and keys come from `cases`, floors and targets are added
-by whoever reads the events. Pools have several layers and calls go from one to the next, staging
-buffers rotate: what a call reads is cold, as in service. Cases of 64 tokens stay warm, as there.
+This is a section of the GPU benchmark; sizes and keys come from `cases`, and `rows` adds floors and
+targets to the events. Pools have several layers, calls go from one layer to the next, and staging
+buffers rotate: each call reads cold memory, as in service. Cases of 64 tokens stay warm, as there.
 """
 
 from functools import partial
@@ -36,13 +36,13 @@ from tools.gpu.section import Desk
 from tools.gpu.timing import Call
 
 VALUE_BYTES = 2
-MAX_SPREAD = 0.05  # of decode attention over block sizes
+MAX_SPREAD = 0.05  # the largest spread of decode attention over block sizes
 WARM_CALLS = 20
 EPS = 1e-6
 
 
 def run(desk: Desk, cases: KernelCases = KERNELS) -> None:
-    """The section."""
+    """Run the section."""
     torch.manual_seed(0)
     Kernels(desk, cases).run()
 
@@ -57,7 +57,7 @@ class Kernels:
         self._decode_s: dict[str, float] = {}  # by case
 
     def run(self) -> None:
-        """What bears most on the engine first: a section may be cut short."""
+        """Measure the kernels that matter most first: a section may be cut short."""
         measure, cases = self.desk.measure, self.cases
         for decode in cases.decode:
             measure(Measured(decode.key, decode.unit), partial(self.decode, decode))
@@ -89,7 +89,7 @@ class Kernels:
         return Measured(case.key, case.unit, Work(total * token_bytes, flops), timing)
 
     def _compare_block_sizes(self) -> None:
-        """Of the cases that differ in their block size only."""
+        """Compare the cases that differ in their block size only."""
         alike: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
         for case in self.cases.decode:
             if case.key in self._decode_s:
@@ -107,7 +107,7 @@ class Kernels:
         )
 
     def prefill(self, case: PrefillCase) -> Measured:
-        """Beside torch's own attention over contiguous keys, which has it easier."""
+        """Measure prefill beside torch's own attention, which reads contiguous keys."""
         heads, tokens = self.heads, case.num_tokens
         work = Work(
             2 * tokens * (heads.num_heads + heads.num_kv_heads) * heads.head_dim * VALUE_BYTES,
@@ -126,7 +126,7 @@ class Kernels:
         return measured
 
     def _sdpa(self, ours: Measured) -> Measured:
-        """The same work in torch; whether baton is slower is a check of its own."""
+        """Measure the same work in torch, and check that baton is not slower."""
         size = ours.key.removeprefix("prefill attention ")
         tokens = next(case.num_tokens for case in self.cases.prefill if case.key == ours.key)
         theirs = self.desk.watch.kernels([self._sdpa_call(tokens) for _ in range(2)])
@@ -152,7 +152,7 @@ class Kernels:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def copy(self, case: CopyCase, way: str) -> Measured:
-        """Blocks of all layers of a model, scattered over a pool."""
+        """Copy blocks of all layers of a model, scattered over a pool."""
         values, device = self.cases.block_values, self.desk.device
         payload = case.num_blocks * values * VALUE_BYTES
         num_calls, num_buffers = case.rotation(values * VALUE_BYTES)
@@ -214,7 +214,7 @@ class Kernels:
         return lambda: silu_mul(gate_up), num_bytes
 
     def sample(self, case: SamplingCase) -> Measured:
-        """By the wall: the sampler hands ids to the host, and a step waits for that."""
+        """Measure wall time: the sampler hands ids to the host, and a step waits for them."""
         rows = [
             SampleRow(
                 Sampling(seed, 8, temperature=case.temperature, top_k=case.top_k,

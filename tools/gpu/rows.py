@@ -1,7 +1,7 @@
-"""From what the GPU sections measured to rows with a floor and a target beside each figure.
+"""Turn the measurements of the GPU sections into rows with a floor and a target beside each figure.
 
 A section runs in a process of its own and reports `Event`s; the command that started it makes rows
-and tables of them here. Pure: no torch, no clock.
+and tables of the events here. Pure: no torch, no clock.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ SCHEMA = "baton.tools.gpu/1"
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Of one call: median, least and most over the rounds.
+    """The time of one call: median, least and most over the rounds.
 
-    `host_s` is what launching it cost the CPU, where that was measured.
+    `host_s` is the CPU time of the launch, where it was measured.
     """
 
     median_s: float
@@ -34,9 +34,9 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """One case. Without `timing`, `error` says in one line what failed, or `note` what is lacking.
+    """One case. Without `timing`, `error` names the failure in one line, or `note` what is missing.
 
-    `payload_bytes`: what a rate in TB/s counts, if that is less than all bytes that moved.
+    `payload_bytes` are the bytes that a rate in TB/s counts, if fewer than all moved bytes.
     """
 
     key: str
@@ -49,9 +49,9 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Something that holds or not; `passed` is None where this machine lacks what it takes to try.
+    """A claim that holds or not; `passed` is None if this machine lacks the means to try it.
 
-    A target that is missed is a figure like any other; whatever else does not hold is a failure.
+    A missed target is a figure like any other; every other claim that does not hold is a failure.
     """
 
     key: str
@@ -73,7 +73,7 @@ class Environment(msgspec.Struct, frozen=True, tag="environment"):
     memory_gib: float
     multiprocessors: int
     driver: str
-    clocks: str  # as nvidia-smi has them
+    clocks: str  # as nvidia-smi prints them
     torch: str
     cuda: str
     triton: str
@@ -93,12 +93,12 @@ Event = Measured | Check | Note | Unreached | Environment | Floors
 
 
 def events_file(out: Path, section: str) -> Path:
-    """The file that a section's process appends its events to."""
+    """Return the file that a section's process appends its events to."""
     return out / f"{section}.jsonl"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """`floor_share`: the floor's time over the measured one, 1 at the floor."""
+    """A row. `floor_share` is the floor's time over the measured time, 1 at the floor."""
 
     key: str
     unit: Unit
@@ -115,9 +115,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct):
-    """What came of a section. `reason` says why it is not complete.
+    """The result of a section. `reason` says why the section is not complete.
 
-    It is complete when all of it was reached and nothing failed.
+    A section is complete when all of it was reached and nothing failed.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Section(msgspec.Struct):
     notes: list[str] = msgspec.field(default_factory=list)
 
     def settle(self, unreached: Sequence[str]) -> None:
-        """What its rows, its checks and the keys that it did not reach say of its state."""
+        """Set the state by the rows, the checks and the keys that were not reached."""
         self.notes += [f"{key}: no time was left" for key in unreached]
         if self.state != "complete":
             return
@@ -153,12 +153,12 @@ class GpuReport(msgspec.Struct):
 
     @property
     def has_passed(self) -> bool:
-        """Every section is complete. Missed targets are no failure."""
+        """Return whether every section is complete. A missed target is not a failure."""
         return all(section.state == "complete" for section in self.sections)
 
 
 class Judge(msgspec.Struct, frozen=True):
-    """What rows are made with: the run's floors, and targets where they hold."""
+    """The maker of rows, with the run's floors, and targets where they hold."""
 
     floors: Floors | None
     targets: dict[str, Target]
@@ -196,7 +196,7 @@ class Judge(msgspec.Struct, frozen=True):
 
 
 def targets_for(environment: Environment | None, targets: dict[str, Target]) -> dict[str, Target]:
-    """Targets are of one GPU; on any other there are none."""
+    """Return the targets, which hold for one GPU; on any other there are none."""
     holds = environment is not None and TARGETS_HOLD_FOR in environment.gpu
     return targets if holds else {}
 
@@ -230,7 +230,7 @@ def _verdict(
 
 
 def markdown(section: Section) -> str:
-    """The section as Markdown: its rows, its checks, what it could not do."""
+    """Return the section as Markdown: its rows, its checks and its notes."""
     lines = [f"## {section.title}", ""]
     if section.state != "complete":
         lines += [f"**{section.state}**: {section.reason}", ""]
@@ -251,7 +251,7 @@ def markdown(section: Section) -> str:
 
 
 def heading(report: GpuReport) -> str:
-    """Title, machine and definitions; what goes before the sections."""
+    """Return title, machine and definitions, which precede the sections."""
     lines = [f"# GPU benchmark, {report.provenance.created_at}", ""]
     lines.append(f"baton {report.provenance.revision}.")
     machine = report.environment
@@ -317,7 +317,7 @@ def ratio_check(key: str, ratio: float, least: float) -> Check:
 
 
 def spread_check(key: str, values: Sequence[float], most: float) -> Check:
-    """Whether the values lie within `most` of their middle, each way."""
+    """Check that the values lie within `most` of their middle, each way."""
     middle = (max(values) + min(values)) / 2
     spread = (max(values) - middle) / middle
     detail = f"±{100 * spread:.1f} %, at most ±{100 * most:.0f} % wanted"

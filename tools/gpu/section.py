@@ -1,7 +1,7 @@
-"""What a section of the GPU benchmark is given: where it runs, how long, and where results go.
+"""The arguments of a section of the GPU benchmark: its device, its time, and the sink of results.
 
 Each section is a function of a `Desk`. It reports as it goes, so that a section that is cut short
-keeps what it had; one case that fails is a row with an error, and the next case runs.
+keeps its results; one case that fails is a row with an error, and the next case runs.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ class Desk:
         return self.deadline_s - self.clock()
 
     def has_time(self, key: str, needs_s: float) -> bool:
-        """Reports the key as not reached if not."""
+        """Return whether `needs_s` is left; if not, report the key as not reached."""
         if self.left_s() >= needs_s:
             return True
         self.emit(Unreached(key))
         return False
 
     def measure(self, blank: Measured, work: Callable[[], Measured], needs_s: float = 5.0) -> None:
-        """Report what `work` measures, or why it does not, under the key of `blank`."""
+        """Report the measurement of `work`, or its error, under the key of `blank`."""
         if not self.has_time(blank.key, needs_s):
             return
         try:
@@ -48,7 +48,7 @@ class Desk:
             _refuse_a_broken_device(self.device)
 
     def check(self, key: str, work: Callable[[], Check], needs_s: float = 5.0) -> None:
-        """Report what `work` found, or what it raised as a failure."""
+        """Report the check of `work`, or its error as a failure."""
         if not self.has_time(key, needs_s):
             return
         try:

@@ -1,9 +1,9 @@
-"""Split against colocated on one GPU: the same greedy tokens, and what a hand-over costs.
+"""Compare split with colocated serving on one GPU: equal greedy tokens, and a hand-over's cost.
 
-A section of the GPU benchmark. It serves a random model twice through `LLM`, which starts real node
-processes: once with a prefill and a decode node, once with a decode node that computes prompts
-itself. Both roles share one GPU here, so neither isolation nor throughput is measured or claimed.
-Only a machine without NIXL leaves it untried.
+This is a section of the GPU benchmark. It serves a random model twice through `LLM`, which starts
+real node processes: once with a prefill and a decode node, once with a decode node that computes
+prompts itself. Both roles share one GPU here, so neither isolation nor throughput is measured or
+claimed. Only a machine without NIXL leaves it untried.
 """
 
 import statistics
@@ -38,7 +38,7 @@ from tools.gpu.timing import timing_of
 from tools.handover import Handover, handovers
 from tools.random_model import write_model
 
-# Layers as narrow as those of 0.6B, but 36 of them: a token's KV then has the 144 KiB of an 8B.
+# With 36 layers as narrow as those of 0.6B, a token's KV has the 144 KiB of an 8B model.
 THIN_8B = Shape("36 layers of 0.6B", 1024, 3072, 36, 16, 8, 128, 640, is_tied=True)
 LOWEST_ID = 3
 START_S = 60.0
@@ -67,7 +67,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
-    """The section; logs of the nodes go to `folder`."""
+    """Run the section; logs of the nodes go to `folder`."""
     plan = plan or SplitPlan()
     desk.emit(Note(CLAIM))
     if plan.device == "cuda" and not is_installed():
@@ -87,11 +87,11 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
 
 
 def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: Path) -> Arm | None:
-    """What the arm answered; None where it was not served, and the report says why."""
+    """Return the arm's answers; None if it was not served, for a reason in the report."""
     key = f"{name} serving on this GPU" if plan.device == "cuda" else f"{name} serving"
     if not desk.has_time(key, START_S / 2):
         return None
-    # Written line by line: what a node last said matters most when this process is ended.
+    # The log is written line by line: a node's last lines matter most when this process is ended.
     with (folder / f"nodes-{name}.log").open("w") as log:
         try:
             arm = serve(plan, config, lambda node, line: print(node, line, file=log, flush=True))
@@ -104,7 +104,7 @@ def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: 
 
 
 def serve(plan: SplitPlan, config: ClusterConfig, relay: Relay) -> Arm:
-    """Every prompt by itself, one after the other; `relay` gets what the nodes print."""
+    """Serve the prompts one after the other; `relay` gets the lines that the nodes print."""
 
     def launch(config: ClusterConfig, control: str) -> LocalCluster:
         return LocalCluster(config, control, relay)
@@ -129,7 +129,7 @@ def serve(plan: SplitPlan, config: ClusterConfig, relay: Relay) -> Arm:
 
 
 def prompts(plan: SplitPlan, length: int) -> list[list[int]]:
-    """Warm-ups first; no two begin alike, so no block is in any prefix cache."""
+    """Return the prompts, warm-ups first; no two begin alike, so no prefix cache has a block."""
     generator = torch.Generator().manual_seed(length)
     shape = (plan.warm_ups + plan.rounds, length)
     ids: list[list[int]] = torch.randint(
@@ -139,7 +139,7 @@ def prompts(plan: SplitPlan, length: int) -> list[list[int]]:
 
 
 def compare(plan: SplitPlan, colocated: Arm, split: Arm) -> Check:
-    """Token by token."""
+    """Compare the answers token by token."""
     key = "greedy tokens, split against colocated"
     different = [
         f"{length} tokens, request {number}: first at {_first_difference(ours, theirs)}"
@@ -169,7 +169,7 @@ def _report_first_tokens(desk: Desk, plan: SplitPlan, arms: dict[str, Arm]) -> N
 
 
 def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> None:
-    """Of each prompt length, told apart by the bytes that moved; warm-ups do not count."""
+    """Report the hand-overs of each prompt length, told by its bytes; warm-ups do not count."""
     per_token = plan.shape.kv_bytes_per_token
     for length in plan.prompts:
         own = [one for one in found if _is_of(one, length * per_token, 16 * per_token)]
@@ -181,7 +181,7 @@ def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> 
         exposed = statistics.median(one.exposed_ms for one in counted)
         timing = timing_of([1e-3 * one.overhead_ms for one in counted])
         note = f"{counted[0].num_chunks} chunks, {exposed:.2f} ms of reading after the last"
-        # Bytes are read once and written once.
+        # All bytes are read once and written once.
         work = Work(2 * num_bytes)
         desk.emit(Measured(handover_key(length), "ms", work, timing, note=note))
         reading = timing_of([1e-3 * one.reading_ms for one in counted])

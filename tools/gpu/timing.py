@@ -1,9 +1,9 @@
-"""How the GPU sections take time, and what they know of the machine.
+"""Take times for the GPU sections, and describe the machine.
 
 A kernel is timed inside a CUDA graph, as a model would launch it: calls over different data follow
-each other on the device, so neither Python's launch cost nor a warm cache is in the figure. What
-ends on the host is timed by the wall. On a CPU everything is timed by the wall: that is for tests
-of the sections, never for figures.
+each other on the device, so neither Python's launch cost nor a warm cache is in the figure. Work
+that ends on the host is timed by the wall clock. On a CPU all work is, for tests of the sections
+and never for figures.
 """
 
 import os
@@ -25,7 +25,7 @@ SMI_FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw"
 
 
 class Stopwatch:
-    """Times calls on one device; `rounds` are what medians are taken over."""
+    """The timer of calls on one device; medians are taken over `rounds`."""
 
     def __init__(self, device: torch.device, rounds: int = 15, round_s: float = 0.004) -> None:
         self.device = device
@@ -33,11 +33,11 @@ class Stopwatch:
         self.round_s = round_s
 
     def kernels(self, calls: Sequence[Call]) -> Timing:
-        """Time per call. Each call has data of its own; together they should exceed the L2."""
+        """Return the time per call. The calls have data of their own that should exceed the L2."""
         if self.device.type != "cuda":
             return self.wall(lambda: [call() for call in calls], calls=len(calls))
         for call in calls:
-            call()  # compiled before the capture
+            call()  # compile before the capture
         torch.cuda.synchronize()
         start_s = time.perf_counter()
         for call in calls:
@@ -53,13 +53,13 @@ class Stopwatch:
         return _timing(took, host_s)
 
     def wall(self, call: Call, calls: int = 1) -> Timing:
-        """Time from an idle device until it is idle again, per call of `calls` in one."""
+        """Return the time per call of `calls` from an idle device until it is idle again."""
         took = []
         for number in range(self.rounds + 2):
             self.synchronize()
             start_s = time.perf_counter()
             call()
-            self.synchronize()  # what was launched belongs to the call
+            self.synchronize()  # the launched work belongs to the call
             if number >= 2:
                 took.append((time.perf_counter() - start_s) / calls)
         return _timing(took)
@@ -69,7 +69,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def free_bytes(self) -> int:
-        """Device memory that is free, what torch keeps for itself included."""
+        """Return the free device memory, including the memory that torch has reserved."""
         if self.device.type != "cuda":
             return 1 << 30
         torch.cuda.empty_cache()
@@ -77,7 +77,7 @@ class Stopwatch:
 
 
 def timing_of(seconds: Sequence[float]) -> Timing:
-    """Of times that were taken elsewhere."""
+    """Return the timing of times that were taken elsewhere."""
     return _timing(list(seconds))
 
 
@@ -86,10 +86,10 @@ def _timing(took: list[float], host_s: float | None = None) -> Timing:
 
 
 def replay_s(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Of all `times` replays, on the device."""
+    """Return the seconds of all `times` replays, on the device."""
     begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    # Uploads the graph, and keeps the device busy while the host queues what is timed.
+    # This uploads the graph, and keeps the device busy while the host queues the timed replays.
     graph.replay()
     begin.record()
     for _ in range(times):
@@ -100,7 +100,7 @@ def replay_s(graph: torch.cuda.CUDAGraph, times: int) -> float:
 
 
 def measure_floors(watch: Stopwatch, copy_bytes: int, gemm_size: int) -> Floors:
-    """The best that a copy and a bf16 matrix product do here, on random data.
+    """Measure the best rates of a copy and a bf16 matrix product here, on random data.
 
     Zeros would be faster: a product of zeros takes less power and runs at a higher clock.
     """
@@ -124,7 +124,7 @@ def _copy_s(watch: Stopwatch, copy_bytes: int) -> float:
 
 
 def environment() -> Environment:
-    """The machine and what is installed on it."""
+    """Return the machine and the versions that are installed on it."""
     properties = torch.cuda.get_device_properties(0)
     return Environment(
         gpu=properties.name,
@@ -143,7 +143,7 @@ def environment() -> Environment:
 
 
 def clocks() -> str:
-    """Clocks, temperature and power at this moment; empty where nvidia-smi is missing."""
+    """Return clocks, temperature and power at this moment, "clocks unknown" without nvidia-smi."""
     values = smi(SMI_FIELDS)
     if not values:
         return "clocks unknown"
@@ -152,7 +152,7 @@ def clocks() -> str:
 
 
 def smi(fields: str) -> str:
-    """These fields of GPU 0, as nvidia-smi writes them; empty if it does not."""
+    """Return these fields of GPU 0 as nvidia-smi prints them; empty if it fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"],

@@ -1,6 +1,6 @@
-"""One section of the GPU benchmark, in the child process that `gpu` starts for it.
+"""Run one section of the GPU benchmark, in the child process that `gpu` starts for it.
 
-Writes every event to the section's file as soon as it is known. Nothing is kept for the end: the
+It writes every event to the section's file as soon as it is known. Nothing is kept for the end: the
 parent may end this process at any moment.
 """
 
@@ -20,7 +20,7 @@ COPY_BYTES, GEMM_SIZE = 4 << 30, 8192
 
 
 def work(section: str, out: Path, seconds: float) -> None:
-    """Run it; what it raises ends the process."""
+    """Run the section; an exception from it ends the process."""
     deadline_s = monotonic() + seconds
     with events_file(out, section).open("wb") as file:
         desk = Desk(
@@ -34,7 +34,7 @@ def work(section: str, out: Path, seconds: float) -> None:
 
 
 def _run(section: str, desk: Desk, out: Path) -> None:
-    """Each section imports what it needs: a missing package costs that section alone."""
+    """Import and run the section: a missing package costs that section alone."""
     match section:
         case "environment":
             desk.emit(environment())

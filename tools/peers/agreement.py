@@ -1,10 +1,10 @@
-"""`python -m tools.peers.agreement MODEL`: does `baton bench` measure what vLLM's does?
+"""`python -m tools.peers.agreement MODEL`: compare `baton bench` with vLLM's benchmark.
 
-Starts one server and puts the same load on it with `vllm bench serve` and with `baton bench run`,
-in turn, round by round: the same file of prompts, as many clients, the same output length. Prints
-both figures, their ratio, and where the two define a figure differently. A real server keeps no
-prefixes, or the second client would find the prompts of the first one cached. The arm `scripted` is
-the self-test's server, whose times do not depend on how busy the machine is.
+It starts one server and puts the same load on it with `vllm bench serve` and with `baton bench
+run`, in turn, round by round: the same file of prompts, as many clients, the same output length. It
+prints both figures, their ratio, and differences in definition. A real server keeps no prefixes, or
+the second client would find the prompts of the first one cached. The arm `scripted` is the
+self-test's server, whose times do not depend on how busy the machine is.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A figure by vLLM's name and by ours. `definition`: how they differ."""
+    """A figure by vLLM's name and by ours. `definition` says how they differ."""
 
     name: str
     theirs: str
@@ -65,7 +65,7 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Medians over the rounds; ratios are ours over theirs, within a round."""
+    """The medians of a figure over the rounds; ratios are ours over theirs, within a round."""
 
     name: str
     theirs: float
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arm", default="vllm", help="the server: scripted, vllm, vllm-pair, baton, ..."
     )
-    parser.add_argument("--requests", type=int, default=64, help="of a run")
+    parser.add_argument("--requests", type=int, default=64, help="requests in a run")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -159,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> list[Line]:
-    """Both tools on one server; raises `BatonError` when either fails."""
-    check_installed(parse_arm("vllm"))  # its bench is what is compared with
+    """Run both tools on one server; raises `BatonError` when either fails."""
+    check_installed(parse_arm("vllm"))  # the comparison needs vLLM's benchmark
     if not (model / "tokenizer.json").is_file():
         raise ConfigError(f"{model} has no tokenizer.json")
     out.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Serve
 
 
 def scripts(load: Load) -> dict[int, list[Script]]:
-    """An answer per prompt of a file; every fourth sends its tokens in pairs."""
+    """Return an answer per prompt of a file; every fourth answer sends its tokens in pairs."""
     dice = random.Random("scripts")
     made: dict[int, list[Script]] = {}
     for number in range(load.requests):
@@ -208,9 +208,9 @@ def scripts(load: Load) -> dict[int, list[Script]]:
 
 
 def write_prompts(model: Path, path: Path, load: Load, seed: int) -> None:
-    """Random words of `prompt_tokens` tokens, or a few less where a word has several.
+    """Write prompts of random words with `prompt_tokens` tokens, or a few less for long words.
 
-    Each says its number first, by which the scripted server knows it.
+    Each prompt begins with its number, by which the scripted server knows it.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     dice = random.Random(f"prompts {seed}")
@@ -228,7 +228,7 @@ def write_prompts(model: Path, path: Path, load: Load, seed: int) -> None:
 
 
 def theirs_run(served: Served, prompts: Path, load: Load) -> Theirs:
-    """`vllm bench serve`; the figures of its result file."""
+    """Run `vllm bench serve` and return the figures of its result file."""
     out = prompts.parent
     result = out / f"vllm-{prompts.stem}.json"
     result.unlink(missing_ok=True)
@@ -250,14 +250,14 @@ def theirs_run(served: Served, prompts: Path, load: Load) -> Theirs:
         try:
             numbers[name] = msgspec.json.decode(raw, type=float)
         except msgspec.DecodeError:
-            continue  # names and lists
+            continue  # skip names and lists
     if numbers.get("completed") != load.requests:
         raise NodeError(f"vllm bench serve: {numbers.get('completed')} of {load.requests} answered")
     return numbers
 
 
 def ours_run(served: Served, prompts: Path, load: Load) -> Summary:
-    """`baton bench run`; the summary of its report."""
+    """Run `baton bench run` and return the summary of its report."""
     out = prompts.parent
     folder = out / f"baton-{prompts.stem}"
     words = (
@@ -288,7 +288,7 @@ def _call(words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
 
 
 def compare(found: Sequence[tuple[Theirs, Summary]]) -> list[Line]:
-    """A line per figure that both have in every round."""
+    """Return a line per figure that both tools have in every round."""
     lines = []
     for metric in METRICS:
         pairs = [(theirs.get(metric.theirs), metric.ours(summary)) for theirs, summary in found]

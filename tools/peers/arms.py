@@ -1,8 +1,8 @@
-"""The arms of a comparison on one machine with two cores: which processes, with which flags.
+"""The arms of a comparison on one machine with two cores: their processes and flags.
 
 An arm is named by a make and options: `baton`, `baton-split`, `vllm`, `vllm+chunk=256`,
 `vllm+compiled`, `vllm-pair`. Split arms compute prompts on core 0 and decode on core 1, colocated
-ones have both. Pure: commands are made here and run elsewhere.
+arms have both cores. Pure: commands are made here and run elsewhere.
 """
 
 import glob
@@ -27,12 +27,12 @@ PORTS_PER_ARM = 6
 class Arm(msgspec.Struct, frozen=True):
     kind: str
     is_compiled: bool = False
-    chunk_tokens: int = 0  # the server's default
+    chunk_tokens: int = 0  # 0: the server's default
     keeps_prefixes: bool = True
 
     @property
     def name(self) -> str:
-        """Without characters that a shell or a flag would read."""
+        """Return the name without characters that have a meaning to a shell or a flag."""
         parts = [self.kind]
         parts += ["compiled"] * self.is_compiled
         parts += [f"chunk{self.chunk_tokens}"] if self.chunk_tokens else []
@@ -40,7 +40,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where an arm runs: its model, its ports, a folder for its sockets, what is installed."""
+    """The place of an arm: its model, its ports, a folder for its sockets, the installation."""
 
     model: Path
     ports: tuple[int, ...]
@@ -56,10 +56,10 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def parse_arm(text: str) -> Arm:
-    """Raises `ConfigError`."""
+    """Return the arm that `text` names; raises `ConfigError`."""
     kind, *options = text.split("+")
     if kind not in KINDS:
-        raise ConfigError(f"unknown arm {kind!r}: {', '.join(KINDS)}")
+        raise ConfigError(f"unknown arm {kind!r}: choose one of {', '.join(KINDS)}")
     arm = Arm(kind)
     for option in options:
         name, _, value = option.partition("=")
@@ -74,7 +74,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def commands(arm: Arm, place: Place) -> list[ServerCommand]:
-    """In the order of starting; the last one answers clients at `place.url`."""
+    """Return the commands in starting order; the last one answers clients at `place.url`."""
     match arm.kind:
         case "baton":
             return _baton(arm, place)
@@ -87,12 +87,12 @@ def commands(arm: Arm, place: Place) -> list[ServerCommand]:
 
 
 def flags_of(listed: list[ServerCommand]) -> str:
-    """What a report says of how an arm was started."""
+    """Return the commands and flags of an arm as a report prints them."""
     return "\n".join(" ".join(command.argv[1:]) for command in listed) + "\n"
 
 
 def _baton(arm: Arm, place: Place) -> list[ServerCommand]:
-    """One node with both cores, which computes prompts itself."""
+    """Return the commands of one node with both cores, which computes prompts itself."""
     node = _baton_node(arm, place, "decode", (), threads=2)
     return [node, _baton_router(arm, place, "always")]
 
@@ -145,7 +145,7 @@ def _control(place: Place) -> str:
 
 
 def _vllm_pair(arm: Arm, place: Place) -> list[ServerCommand]:
-    """Two servers that hand KV over through NIXL, and vLLM's router, which splits requests."""
+    """Return two servers that hand KV over through NIXL, and vLLM's router before them."""
     connector = {
         "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
     }  # fmt: skip
@@ -202,6 +202,6 @@ def _vllm(
 
 
 def _preloaded(home: Path) -> str:
-    """tcmalloc and the OpenMP that vLLM's CPU build asks for, as far as they are there."""
+    """Return tcmalloc and the OpenMP that vLLM's CPU build asks for, if they are installed."""
     wanted = ("packages/usr/lib/*/libtcmalloc_minimal.so.4", "venvs/vllm/lib/libiomp5.so")
     return ":".join(path for part in wanted for path in glob.glob(str(home / part))[:1])

@@ -1,9 +1,9 @@
-"""`python -m tools.peers.compare MODEL`: baton and vLLM on this machine, in one run.
+"""`python -m tools.peers.compare MODEL`: compare baton and vLLM on this machine, in one run.
 
-Starts the servers of every arm, lets `baton bench compare` measure them in turn, and ends them.
+It starts the servers of every arm, lets `baton bench compare` measure them in turn, and ends them.
 All arms are up at once and one works at a time, so that an hour in which the machine is slow is
-slow for all of them. What follows `--` goes to `baton bench compare`. Needs two cores, the peers
-of `setup.sh`, and a Hugging Face folder; `tools.random_model` makes one.
+slow for all of them. The words after `--` go to `baton bench compare`. It needs two cores, the
+peers of `setup.sh`, and a Hugging Face folder; `tools.random_model` makes one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument(
         "--arms", nargs="+", default=["baton-split", "baton", "vllm-pair", "vllm+chunk=256"],
-        help="the first one is what the others are compared with",
+        help="arms to compare; the first one is the base of the comparison",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(".baton/peers"), help="report and logs")
     given = parser.parse_args(own)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is for this command, and what for the load."""
+    """Return the words for this command and the words for the load."""
     if "--" not in words:
         return list(words), list(LOAD)
     cut = list(words).index("--")
@@ -67,13 +67,13 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) -> int:
-    """The exit code of `baton bench compare`."""
+    """Start all servers, measure them, and return the exit code of `baton bench compare`."""
     check(model, arms)
     out.mkdir(parents=True, exist_ok=True)
-    print("Linear layers of one pass on one core, beside which absolute times can be read:")
+    print("Linear layers of one pass on one core, to compare absolute times with:")
     floor.main([str(model), "--rows", "1", "8", "512", "--json", str(out / "floor.json")])
     ports = free_ports(PORTS_PER_ARM * len(arms))
-    folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))  # short: sockets lie in it
+    folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))  # a short path, as sockets lie in it
     listed: list[ServerCommand] = []
     words: list[str] = []
     try:
@@ -95,11 +95,11 @@ def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) ->
 
 
 def check(model: Path, arms: Sequence[Arm]) -> None:
-    """Raises `ConfigError` for what would otherwise show minutes later."""
+    """Raise `ConfigError` for mistakes that would otherwise show minutes later."""
     if not (model / "config.json").is_file():
-        raise ConfigError(f"{model} is no Hugging Face folder: it has no config.json")
+        raise ConfigError(f"{model} is not a Hugging Face folder: it has no config.json")
     if len({arm.name for arm in arms}) < max(2, len(arms)):
-        raise ConfigError("name two arms at least, and each of them once")
+        raise ConfigError("name at least two arms, and each of them once")
     if len(os.sched_getaffinity(0)) < 2:
         raise ConfigError("split arms are pinned to cores 0 and 1; this process has one core")
     for arm in arms:
@@ -112,7 +112,7 @@ def check_installed(arm: Arm) -> None:
 
 
 def home() -> Path:
-    """Where `setup.sh` installs."""
+    """Return the folder in which `setup.sh` installs."""
     return Path(os.environ.get("PEERS_HOME") or Path.home() / ".cache/baton-peers").absolute()
 
 

@@ -1,7 +1,7 @@
-"""Servers of any make as child processes: started with a log, waited for, pinned, ended by id.
+"""Run servers of any make as child processes: start, wait, pin and end them by id, with a log.
 
 `compare` and `agreement` start vLLM and baton through it. Every server leads a process group of its
-own; ending it ends the group, and nothing is ever looked up by name.
+own; ending a server ends the group, and no process is ever looked up by name.
 """
 
 import contextlib
@@ -24,17 +24,20 @@ GRACE_S = 15.0
 
 
 class ServerCommand(msgspec.Struct, frozen=True):
-    """`ready_url` answers 200 as soon as it serves; empty: it serves through another one."""
+    """The command of a server, which serves once `ready_url` answers 200.
+
+    An empty `ready_url` marks a server that serves through another one.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     ready_url: str = ""
-    cpus: tuple[int, ...] = ()  # every thread of it, once it is ready
+    cpus: tuple[int, ...] = ()  # all its threads are bound to these once it is ready
 
 
 class Server:
-    """One server. Starts at once."""
+    """One server, which starts at once."""
 
     def __init__(self, command: ServerCommand, logs: Path) -> None:
         self.command = command
@@ -53,7 +56,7 @@ class Server:
         return self._process.pid
 
     def wait_until_ready(self, deadline_s: float) -> None:
-        """Raises `NodeError` with the end of its log when it dies or the deadline passes."""
+        """Raise `NodeError` with the end of the log if the server dies or the deadline passes."""
         while self.command.ready_url and not _answers(self.command.ready_url):
             if self._process.poll() is not None:
                 raise NodeError(f"{self.command.name} ended while starting: {self.last_line()}")
@@ -64,10 +67,10 @@ class Server:
             self.pin()
 
     def pin(self) -> None:
-        """Bind all threads of the group: what a server sets itself holds for some of them only."""
+        """Bind all threads of the group: a server's own settings bind only some of them."""
         for pid in group(self.pid):
             for thread in _threads(pid):
-                with contextlib.suppress(OSError):  # it ended meanwhile
+                with contextlib.suppress(OSError):  # the thread ended meanwhile
                     os.sched_setaffinity(thread, self.command.cpus)
 
     def last_line(self) -> str:
@@ -79,7 +82,7 @@ class Server:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Ask the leader, give the group some time, then end what is left of it."""
+        """Ask the leader to end, give the group some time, then end the rest of it."""
         self.ask_to_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
@@ -90,7 +93,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> Iterator[None]:
-    """All of them, each within `timeout_s` of the one before; ended however this ends."""
+    """Start all servers, each within `timeout_s` of the one before; end all in any case."""
     logs.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
     try:
@@ -106,11 +109,11 @@ def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> 
 
 
 def group(leader: int) -> list[int]:
-    """The processes of a group, by its leader's id."""
+    """Return the processes of a group, by its leader's id."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # the process ended meanwhile
                 # The second field is a name in parentheses that may hold anything.
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 if int(fields[2]) == leader:
@@ -119,7 +122,7 @@ def group(leader: int) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens at now."""
+    """Return ports of this host on which no process listens now."""
     with contextlib.ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what baton is compared with on CPUs: vLLM's CPU build with NIXL, and vllm-router, which
-# splits requests over a prefill and a decode server. Versions are pinned; some three minutes and
-# 4.5 GB under $PEERS_HOME (default: ~/.cache/baton-peers). Safe to run again. It needs the network
-# that pip is set up for, and changes nothing outside of $PEERS_HOME.
+# Install the peers of baton on CPUs: vLLM's CPU build with NIXL, and vllm-router, which splits
+# requests over a prefill and a decode server. Versions are pinned. The script takes three minutes
+# and 4.5 GB under $PEERS_HOME (default: ~/.cache/baton-peers) and is safe to run again. It needs
+# the network that pip is set up for, and changes nothing outside of $PEERS_HOME.
 #
 # vLLM needs the CPU build of torch. Where pip would take another one, name its index:
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu tools/peers/setup.sh
@@ -14,7 +14,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 home=${PEERS_HOME:-$HOME/.cache/baton-peers}
 mkdir -p "$home"/{venvs,logs,models,packages}
 
-# environment NAME: made if it is not there; prints its Python.
+# environment NAME: make the environment if it does not exist, and print its Python.
 environment() {
   local python=$home/venvs/$1/bin/python
   [ -x "$python" ] || python3 -m venv "$home/venvs/$1"
@@ -33,7 +33,7 @@ if [ ! -d "$alias" ]; then
   sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $VLLM+cpu/" "$alias/METADATA"
 fi
 # NIXL's progress thread spins on a core for as long as a server is idle. With as many servers as
-# cores that is no fair race: let the environment set its pause, as baton does for its own agents.
+# cores the race would be unfair: let the environment set its pause, as baton does for its agents.
 sed -i 's/\(pthrDelay = \)0$/\1int(__import__("os").environ.get("NIXL_PTHR_DELAY_US", 0))/' \
   "$site"/nixl_cu*/_api.py
 
@@ -41,7 +41,7 @@ echo "vllm-router"
 "$(environment router)" -m pip install --quiet --no-deps \
   --requirement "$here/router-requirements.txt"
 
-# vLLM recommends tcmalloc on CPUs; `arms.py` preloads it where it is there.
+# vLLM recommends tcmalloc on CPUs; `arms.py` preloads it if it is installed.
 if ! compgen -G "$home/packages/usr/lib/*/libtcmalloc_minimal.so.4" > /dev/null; then
   if (cd "$home/packages" && apt-get --quiet=2 download libtcmalloc-minimal4); then
     for package in "$home"/packages/*.deb; do dpkg -x "$package" "$home/packages"; done

@@ -1,9 +1,9 @@
-"""How fast a rank reads another's blocks: shm and nixl against memcpy and raw NIXL, in GB/s and ms.
+"""Measure reads of another rank's blocks: shm and nixl against memcpy and raw NIXL, in GB/s and ms.
 
-The command is `python -m tools.transfer`. The owner of the blocks is another
-process on this host. The ways take turns within each round and move the same number of bytes, so
-that a noisy machine hits all of them; a ratio is the median of the rounds' ratios. Every way's
-bytes are looked at: a read that brings wrong blocks fails the run.
+The command is `python -m tools.transfer`. The owner of the blocks is another process on this host.
+The ways take turns within each round and move the same number of bytes, so that a noisy machine
+hits all of them; a ratio is the median of the rounds' ratios. The bytes of every way are checked: a
+read that brings wrong blocks fails the run.
 """
 
 import os
@@ -42,7 +42,7 @@ DEFINITIONS = {
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """Reads of one kind."""
+    """The reads of one kind."""
 
     block_bytes: int
     num_blocks: int
@@ -54,7 +54,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One kind of read by one way."""
+    """The figures of one kind of read by one way."""
 
     kind: Kind
     way: str
@@ -64,7 +64,7 @@ class Row(msgspec.Struct, frozen=True):
     p50_ms: float
     p99_ms: float
     of_memcpy: float
-    of_raw_nixl: float | None  # of nixl alone
+    of_raw_nixl: float | None  # set for nixl only
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class TransferReport(msgspec.Struct, frozen=True):
 def transfer(
     settings: TransferSettings, on_rows: Callable[[Sequence[Row]], None] | None = None
 ) -> TransferReport:
-    """Measures every kind of read that fits, and tells `on_rows` of each. Raises `BatonError`."""
+    """Measure every kind of read that fits, and pass each to `on_rows`. Raises `BatonError`."""
     provenance = collect(settings, command_line(settings))
     transports, notes = _transports(settings)
     kinds, too_large = _kinds(settings)
@@ -112,7 +112,7 @@ def _transports(settings: TransferSettings) -> tuple[tuple[TransportChoice, ...]
 
 
 def _kinds(settings: TransferSettings) -> tuple[list[Kind], list[str]]:
-    """What fits, and a line about what does not. Of a single block every pattern is alike."""
+    """Return the kinds that fit, and a line about the others. A single block has one pattern."""
     kinds, left_out = [], []
     limit_mib = min(settings.max_read_mib, settings.pool_mib)
     for block_kib in dict.fromkeys(settings.block_kib):
@@ -153,7 +153,7 @@ def _measure_size(
 
 
 def _touch(shape: PoolShape, ways: Mapping[str, Reader]) -> None:
-    """Every page by every way, once: first contacts are not what is measured."""
+    """Touch every page once by every way, so that first contacts are not measured."""
     everything = np.arange(shape.num_blocks, dtype=np.int32)
     step = max(1, 16 * MIB // shape.block_bytes)
     for way in ways.values():
@@ -165,7 +165,7 @@ def _touch(shape: PoolShape, ways: Mapping[str, Reader]) -> None:
 def _rounds(
     shape: PoolShape, ways: Mapping[str, Reader], kind: Kind, num_reads: int, dice: random.Random
 ) -> dict[str, list[float]]:
-    """Seconds of each way in each round, after one round that is not counted."""
+    """Return the seconds of each way in each round, after one round that is not counted."""
     latencies: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(num_reads + 1):
         order = list(ways)
@@ -181,7 +181,7 @@ def _rounds(
 
 
 def _places(dice: random.Random, num_blocks: int, kind: Kind) -> tuple[Ids, Ids]:
-    """(remote, local) block ids."""
+    """Draw (remote, local) block ids."""
 
     def run() -> Ids:
         begin = dice.randrange(num_blocks - kind.num_blocks + 1)
@@ -237,7 +237,7 @@ RATIOS = ("of memcpy", "of raw NIXL")
 
 
 def table(rows: Sequence[Row], heading: bool = True) -> str:
-    """Lines of equal columns."""
+    """Return lines of equal columns."""
     lines = [(*HEADINGS, *RATIOS)] if heading else []
     for row in rows:
         of_raw = "" if row.of_raw_nixl is None else f"{row.of_raw_nixl:.2f}"
@@ -256,7 +256,7 @@ def table(rows: Sequence[Row], heading: bool = True) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints a table and writes the report."""
+    """Measure, print a table and write the report."""
     settings = parse(arguments)
     out = json_file(settings.json)
     print(table([]), flush=True)

@@ -1,7 +1,7 @@
-"""The process whose blocks `transfer.py` reads, and how that starts it.
+"""The process whose blocks `tools.transfer` reads, and the class that starts it.
 
-It owns a pool whose blocks tell which they are, publishes its addresses in one line, and waits for
-its parent to end it. Started with `Owner`; never alone.
+The process owns a pool whose blocks hold marks of their ids, publishes its addresses in one line,
+and waits for its parent to end it. Only `Owner` starts it.
 """
 
 import queue
@@ -24,11 +24,11 @@ from tools.transfer.block_readers import OWNER, Ids
 
 START_TIMEOUT_S = 60.0
 PREFIX = "owner "
-STRIDE_BYTES = 64  # of the bytes that are looked at when a read is checked
+STRIDE_BYTES = 64  # the check of a read looks at one byte in this many
 
 
 class Owned(msgspec.Struct, frozen=True):
-    """What the process is to own."""
+    """The blocks that the process is to own."""
 
     shape: PoolShape
     transports: tuple[TransportChoice, ...]
@@ -77,19 +77,19 @@ class Owner:
 
 
 def marks(ids: Ids) -> NDArray[np.uint8]:
-    """What every byte of these blocks is: neighbours differ, and no block is all zeros."""
+    """Return the value of every byte of these blocks: neighbours differ, and no block is zero."""
     return (ids.astype(np.int64) * 37 % 251 + 1).astype(np.uint8)
 
 
 def wrong_blocks(pool: HostPool, remote: Ids, local: Ids) -> int:
-    """How many of the blocks `local` do not hold what the owner has in `remote`."""
+    """Return how many of the blocks `local` differ from the owner's blocks `remote`."""
     bytes_of = np.frombuffer(pool.buffer, np.uint8).reshape(pool.shape.num_blocks, -1)
     looked_at = bytes_of[:, ::STRIDE_BYTES][local]
     return int((looked_at != marks(remote)[:, None]).any(axis=1).sum())
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The child's."""
+    """Run the child process."""
     die_with_parent()
     owned = msgspec.json.decode(arguments[0], type=Owned)
     pool = HostPool(owned.shape.num_blocks, owned.shape.block_bytes)

@@ -1,8 +1,8 @@
-"""The ways in which `transfer.py` reads blocks: shm and nixl as nodes use them, memcpy, raw NIXL.
+"""The ways in which `tools.transfer` reads blocks: shm and nixl as in nodes, memcpy, raw NIXL.
 
 Each copies blocks `remote` of the owner's pool into blocks `local` of its own and returns when the
-bytes are there. memcpy is the floor: as many bytes in one piece within this process. Nothing here
-takes a time.
+bytes have arrived. memcpy is the floor: as many bytes in one piece within this process. Nothing
+here measures a time.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ Ids = NDArray[np.int32]
 
 
 class Reader(Protocol):
-    """One way."""
+    """One way to read blocks."""
 
     def __call__(self, remote: Ids, local: Ids) -> None: ...
     def close(self) -> None: ...
@@ -44,7 +44,7 @@ class Reader(Protocol):
 def readers(
     pool: HostPool, owner: Mapping[str, bytes], transports: Sequence[TransportChoice]
 ) -> Iterator[dict[str, Reader]]:
-    """memcpy, one reader per transport that the owner offers, and raw NIXL next to nixl."""
+    """Return memcpy, one reader per transport of the owner, and raw NIXL next to nixl."""
     found: dict[str, Reader] = {}
     try:
         found[MEMCPY] = Memcpy(pool)
@@ -92,9 +92,9 @@ class PortReader:
 
 
 class Memcpy:
-    """As many bytes in one piece, between two pools of this process.
+    """The copy of as many bytes in one piece, between two pools of this process.
 
-    Pools on both sides, because the pages of a memfd are small ones and those of an array huge.
+    Both sides are pools, because the pages of a memfd are small and those of an array are huge.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -116,7 +116,7 @@ class Memcpy:
 
 
 class RawNixl:
-    """The same blocks through NIXL alone: one request, and a loop that asks until it is done."""
+    """The read of the same blocks by NIXL alone: one request and a loop that polls it."""
 
     def __init__(self, pool: HostPool, owner: NixlAddress) -> None:
         self._agent, _ = make_agent(f"bench-raw-{secrets.token_hex(4)}", "")
@@ -144,7 +144,7 @@ class RawNixl:
 
 
 def _descriptors(base: int, shape: PoolShape) -> NDArray[np.uint64]:
-    """(address, bytes, device) of each block."""
+    """Return (address, bytes, device) of each block."""
     offsets = np.arange(shape.num_blocks, dtype=np.uint64) * np.uint64(shape.block_bytes)
     rows = np.zeros((shape.num_blocks, 3), np.uint64)
     rows[:, 0], rows[:, 1] = offsets + np.uint64(base), shape.block_bytes

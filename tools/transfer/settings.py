@@ -1,7 +1,7 @@
 """The settings of `python -m tools.transfer`, and the flags that are made of them.
 
-Read by `tools.transfer`; written into its reports. Help and units are in the annotations. Lists are
-written `64,256`.
+`tools.transfer` reads them and writes them into its reports. Help and units are in the annotations.
+A list is written as `64,256`.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ("run", "gather", "scattered")
     transports: Annotated[
         tuple[TransportName, ...],
-        Meta(description="transports to measure; without it all that work on this machine"),
+        Meta(description="transports to measure; by default all that work on this machine"),
     ] = ()
     reads: Annotated[int, Meta(ge=1, description="timed reads of each kind by each transport")] = (
         100
@@ -57,7 +57,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def command_line(settings: TransferSettings) -> list[str]:
-    """The flags that give these settings, without the file of the report."""
+    """Return the flags that give these settings, without the file of the report."""
     words = ["python", "-m", "tools.transfer"]
     for field in fields_of(TransferSettings):
         value = getattr(settings, field.key)

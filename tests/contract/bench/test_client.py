@@ -182,7 +182,7 @@ def test_tokens_that_came_before_a_failure_are_kept() -> None:
     assert record.first_byte_s is not None
     record = play(hang, timeout_s=0.3)
     assert record.outcome is Outcome.TIMED_OUT
-    assert (record.num_tokens, record.detail) == (1, "no end of the answer within 0.3 s")
+    assert (record.num_tokens, record.detail) == (1, "the answer did not end within 0.3 s")
 
 
 def test_a_server_that_is_not_there_is_unreachable() -> None:

@@ -105,7 +105,11 @@ def test_one_of_several_models_has_to_be_named() -> None:
         ),
         (replies(503, b"starting"), BatonError, r"\(status 503\): starting"),
         ({"data": []}, ConfigError, "serves no model"),
-        ({"data": [{"id": "\x1b[2Jm"}]}, ConfigError, r"serves '\[2Jm', which is no name"),
+        (
+            {"data": [{"id": "\x1b[2Jm"}]},
+            ConfigError,
+            r"serves '\[2Jm', which is not a printable name",
+        ),
         ({"data": [{"id": "\x1b[2Jm"}, {"id": "n"}]}, ConfigError, r"serves \[2Jm, n: name one"),
     ],
 )

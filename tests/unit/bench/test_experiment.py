@@ -146,7 +146,7 @@ def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -
     settings = cli.parse(RunSettings, (*ASKED, *CLOSED, "--verify"))[0]
     experiment = Experiment("run", settings, [None], concurrency=1, verify=True)
     server = Server(target, settings.workload, Probed("m", "", "", *[False] * 5))
-    with pytest.raises(ConfigError, match="when greedy, not with temperature"):
+    with pytest.raises(ConfigError, match="only greedy outputs can be verified: leave out temp"):
         experiment.measure(experiment.case(server, 0, "a load", None))
 
 

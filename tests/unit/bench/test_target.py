@@ -97,7 +97,7 @@ def test_what_the_settings_leave_open_is_filled_in(monkeypatch: pytest.MonkeyPat
     assert settled(Target(), [PLANNED]) == Target(api="completions", api_key="of the environment")
     assert settled(Target(api_key="given"), [CHAT]) == Target(api="chat", api_key="given")
     assert settled(Target(api="completions"), [CHAT]).api == "completions"
-    with pytest.raises(ConfigError, match="--extra-body '1' is no JSON object"):
+    with pytest.raises(ConfigError, match="--extra-body '1' is not a JSON object"):
         settled(Target(extra_body="1"), [])
 
 

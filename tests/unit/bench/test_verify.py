@@ -118,9 +118,9 @@ def test_an_answer_that_cannot_be_compared_is_never_taken_as_right() -> None:
 def test_a_reference_that_was_not_answered_is_a_failure() -> None:
     record = cut(4, E)
     record.detail = "no [DONE]"
-    with pytest.raises(BatonError, match=r"alone, request 4 was not answered: truncated no \[DONE"):
+    with pytest.raises(BatonError, match=r"request 4 was not .* asked alone: truncated no \[DONE"):
         outputs([record])
-    with pytest.raises(BatonError, match="neither token ids nor text of request 4"):
+    with pytest.raises(BatonError, match="request 4 has neither token ids nor text"):
         outputs([record_of(4)])
 
 
@@ -139,5 +139,5 @@ def test_alone_means_without_schedule_and_without_warm_up() -> None:
 @pytest.mark.parametrize("field", ['{"temperature": 0.7}', '{"use_beam_search": true}'])
 def test_sampled_outputs_are_refused(field: str) -> None:
     target = Target(url="http://127.0.0.1:1", model="m", extra_body=field)
-    with pytest.raises(ConfigError, match="only be verified when greedy"):
+    with pytest.raises(ConfigError, match="only greedy outputs can be verified"):
         check_greedy(target)

@@ -82,10 +82,10 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
         (["--port", "-1"], "router.port"),
         (["--log-stats-s", "soon"], "expected a number"),
         (["--log-json", "maybe"], "expected true or false"),
-        (["--dtype", "fp7"], "it is one of auto, float32, bfloat16"),
+        (["--dtype", "fp7"], "choose one of auto, float32, bfloat16"),
         (["--port"], "--port"),
-        (["stray"], "takes no word like 'stray'"),
-        (["--prefill", "0", "--local-prefill", "never"], "nobody could compute a prompt"),
+        (["stray"], "does not take 'stray'"),
+        (["--prefill", "0", "--local-prefill", "never"], "no node could compute a prompt"),
         (["--set", "node.routers="], "name the router's control endpoint"),
     ],
 )

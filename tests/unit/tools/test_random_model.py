@@ -56,7 +56,7 @@ def test_any_text_can_be_its_prompt(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         random_model.write_model(tmp_path, TINY, CPU)
 
 
