@@ -49,19 +49,19 @@ test: $(TEST_STAMP)
 check: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p baton
+	$(BIN)/mypy -p baton -p tools
 	$(BIN)/pytest -q -m "not slow" tests/hygiene tests/unit
 
 fuzz: $(TEST_STAMP)
 	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m slow $(ARGS)
 
 demo-model: $(TEST_STAMP)
-	$(BIN)/python -m baton.deploy.demo.train deploy/demo/checkpoint $(ARGS)
-	$(BIN)/python -m baton.deploy.demo.evaluate --json deploy/demo/checkpoint/scores.json
+	$(BIN)/python -m tools.demo_model.train deploy/demo_checkpoint $(ARGS)
+	$(BIN)/python -m tools.demo_model.evaluate --json deploy/demo_checkpoint/scores.json
 
 bench: $(TEST_STAMP)
 	@mkdir -p .baton
-	$(BIN)/python -m baton.bench.transfer --json .baton/transfer.json $(ARGS)
+	$(BIN)/python -m tools.transfer --json .baton/transfer.json $(ARGS)
 
 fmt: $(TEST_STAMP)
 	$(BIN)/ruff check --select I --fix .

@@ -1,111 +1,88 @@
 """`baton bench compare A=URL B=URL ...`: several servers, the same requests, round by round.
 
-In each round every arm gets the same plan once, in an order that is drawn anew; the plans of
-different rounds have different prompts. Figures are compared within a round, so that a machine that
-changes from hour to hour hits all arms. How the arms were started, by their flags and by their own
-words, is part of the report.
+In each round every arm gets the same requests once, in an order that is drawn anew; different
+rounds have different prompts. Figures are compared within a round, so that a machine that changes
+from hour to hour changes all arms alike. The report shows how the arms were started.
 """
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from baton.bench import resolved
 from baton.bench.client.probe import EXTENSIONS
-from baton.bench.client.target import Place, place_of
-from baton.bench.experiments import Asked, Bench, Case, Connected, loop_of, shares_prompts
+from baton.bench.client.target import Place, Target, place_of
+from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.figures.paired import MIN_ROUNDS, paired
-from baton.bench.parity import Facts, facts_of_flags, parity, warnings
-from baton.bench.plan.vocabulary import range_of
+from baton.bench.parity import Facts, facts_of_flags, facts_said, parity, warnings
+from baton.bench.plan.workload import range_of
+from baton.bench.planning import arrivals_of, loop_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run
-from baton.bench.report.publish import begin
-from baton.bench.said import facts_said
-from baton.bench.settings import CompareSettings, TargetSettings, WorkloadSettings
-from baton.bench.sweep import add_run, asked_all, mark_unfinished, repeated_prompts, reseeded
+from baton.bench.settings import CompareSettings
 from baton.protocol.errors import ConfigError
 
-Figure = Callable[[Summary], float | None]
+Arms = Mapping[str, Target]
 
 
-class Arm(msgspec.Struct, frozen=True):
-    name: str
-    url: str
-    model: str = ""
-
-
-def compare(settings: CompareSettings, words: list[str]) -> int:
-    """The exit code."""
-    arms = arms_of(words, settings.target.model)
-    flags = flags_of(settings.compare.flags, arms)
-    arrivals = resolved.arrivals_of(settings.arrival, settings.workload)
-    bounds = resolved.bounds_of(settings.bounds)
-    rounds = [arrivals] * settings.compare.rounds
-    wanted = {
-        arm.name: asked_all(_target(settings.target, arm), settings.workload, settings.load, rounds)
-        for arm in arms
-    }
-    api_key = resolved.api_key(settings.target)
-    publisher = begin("compare", settings, settings.report, api_key=api_key)
-    report = publisher.report
-    report.bounds = bounds
-    report.title = report.title or " against ".join(arm.name for arm in arms)
-    with Bench() as bench:
-        servers = connect(bench, wanted)
+def compare(settings: CompareSettings, words: Sequence[str]) -> int:
+    """Return the exit code."""
+    arms = arms_of(words, settings.target)
+    flags = flags_of(settings.flags, list(arms))
+    arrivals = arrivals_of(settings.arrival, settings.workload)
+    experiment = Experiment(
+        "compare",
+        settings,
+        [arrivals] * settings.rounds,
+        concurrency=settings.arrival.concurrency,
+    )
+    with experiment:
+        report = experiment.report
+        report.title = report.title or " against ".join(arms)
+        servers = connect(experiment, arms)
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
-        report.notes += [*repeated_prompts(settings.workload), *same_servers(arms)]
+        experiment.note_repeated_prompts()
+        report.notes += same_servers(arms)
         said = {name: facts_said(server.target) for name, server in servers.items()}
         report.parity = parity(flags, said)
         report.notes += warnings(report.parity)
-        workload = narrowest(servers)
         dice = random.Random(settings.workload.seed)
-        for number in range(settings.compare.rounds):
-            plan = resolved.plan_of(reseeded(workload, number), settings.load, arrivals)
+        for number in range(1, settings.rounds + 1):
             for name in dice.sample(list(servers), len(servers)):
-                if bench.interrupted:
+                if experiment.interrupted:
                     break
-                case = Case(
-                    label=f"{name}, round {number + 1}",
-                    target=servers[name].target,
-                    plan=plan,
-                    concurrency=settings.arrival.concurrency,
-                    load=settings.load,
-                    bounds=bounds,
-                    may_be_cached=shares_prompts(settings.workload),
-                    arm=name,
-                    round=number + 1,
-                    rate=plan.offered_rate,
-                )
-                add_run(bench, report, case)
-    finish(report, [arm.name for arm in arms], loop_of(settings.arrival))
+                label = f"{name}, round {number}"
+                case = experiment.case(servers[name], number - 1, label, arrivals)
+                case.arm, case.round = name, number
+                experiment.put(case)
+    contrast(report, list(arms), loop_of(settings.arrival))
     # Last: a run that is whole stays in the comparison of the rounds that are.
-    mark_unfinished(report, len(arms) * settings.compare.rounds)
-    return publisher.finish()
+    return experiment.finish(len(arms) * settings.rounds)
 
 
-def arms_of(words: list[str], model: str) -> list[Arm]:
-    """`NAME=URL` or `NAME=URL#MODEL`; without a model that of `--model`."""
-    arms: list[Arm] = []
+def arms_of(words: Sequence[str], common: Target) -> dict[str, Target]:
+    """Read `NAME=URL` or `NAME=URL#MODEL`; an arm without a model has that of `--model`."""
+    arms: dict[str, Target] = {}
     for word in words:
         name, equals, rest = word.partition("=")
-        url, _, own = rest.partition("#")
+        url, _, model = rest.partition("#")
         if not (name and equals and url):
             raise ConfigError(f"arm {word!r}: write it as NAME=URL or NAME=URL#MODEL")
-        if name in {arm.name for arm in arms}:
+        if name in arms:
             raise ConfigError(f"the arm {name} is named twice")
-        arms.append(Arm(name, url, own or model))
+        arms[name] = msgspec.structs.replace(common, url=url, model=model or common.model)
     if len(arms) < 2:
         raise ConfigError("a comparison needs two arms at least, each as NAME=URL")
     return arms
 
 
-def flags_of(texts: tuple[str, ...], arms: list[Arm]) -> dict[str, Facts]:
-    """What every arm was started with, as far as `--flags` says."""
-    flags: dict[str, Facts] = {arm.name: {} for arm in arms}
+def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
+    """Return what every arm was started with, as far as `--flags` says."""
+    flags: dict[str, Facts] = {arm: {} for arm in arms}
     for given in texts:
         name, equals, text = given.partition("=")
         if not equals or name not in flags:
@@ -120,7 +97,7 @@ def flags_of(texts: tuple[str, ...], arms: list[Arm]) -> dict[str, Facts]:
 
 
 def _content(text: str) -> str:
-    """The file of that name, if there is one."""
+    """Return the content of the file of that name, or the text if there is none."""
     path = Path(text)
     try:
         return path.read_text() if len(text) < 4096 and path.is_file() else text
@@ -128,64 +105,69 @@ def _content(text: str) -> str:
         raise ConfigError(f"--flags: cannot read {text}: {error}") from error
 
 
-def _target(settings: TargetSettings, arm: Arm) -> TargetSettings:
-    return msgspec.structs.replace(settings, url=arm.url, model=arm.model)
+def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
+    """Return the servers of all arms, which are asked alike and so counted alike.
 
-
-def connect(bench: Bench, wanted: Mapping[str, Asked]) -> dict[str, Connected]:
-    """All arms, asked for what every one of them gives: for the same, and so counted alike."""
-    servers = {name: bench.connect(one) for name, one in wanted.items()}
+    Each is asked only for what every one of them gives, with token ids that all of them take.
+    """
+    servers = {name: experiment.connect(target) for name, target in arms.items()}
     given = {
         field: all(getattr(server.probed, field) for server in servers.values())
         for field in ("usage", *EXTENSIONS)
     }
+    workloads = [server.workload for server in servers.values()]
+    narrowest = min(workloads, key=lambda workload: range_of(workload.vocabulary)[1])
     return {
         name: msgspec.structs.replace(
             server,
-            target=msgspec.structs.replace(server.probed, **given).fit(wanted[name].target),
+            target=msgspec.structs.replace(server.probed, **given).fit(server.target),
+            workload=narrowest,
         )
         for name, server in servers.items()
     }
 
 
-def narrowest(servers: Mapping[str, Connected]) -> WorkloadSettings:
-    """The workload whose token ids every arm takes."""
-    workloads = [server.workload for server in servers.values()]
-    return min(workloads, key=lambda workload: range_of(workload.vocabulary)[1])
+class Figure(msgspec.Struct, frozen=True):
+    """A field of a summary, or a percentile of it, that arms are compared by."""
+
+    name: str
+    unit: str
+    better: Literal["lower", "higher"]
+    value: Callable[[Summary], float | None]
 
 
-def _percentile(field: str, percentile: str) -> Figure:
-    def figure(summary: Summary) -> float | None:
+def _latency(field: str, percentile: str) -> Figure:
+    def value(summary: Summary) -> float | None:
         found: Distribution | None = getattr(summary, field)
-        value: float | None = getattr(found, percentile) if found is not None else None
-        return value
+        return None if found is None else float(getattr(found, percentile))
 
-    return figure
-
-
-def _answered(summary: Summary) -> float | None:
-    """Latencies are of these, so one arm's must not be better by answering fewer."""
-    return summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
+    shown = field if field == "gap_max" else field.upper()
+    return Figure(f"{shown} {percentile}", "ms", "lower", value)
 
 
-# What is compared: name, unit, the better direction, and where it stands in a summary.
-FIGURES: tuple[tuple[str, str, str, Figure], ...] = (
-    ("tokens/s", "tokens/s", "higher", lambda summary: summary.tokens_per_s),
-    ("TTFT p50", "ms", "lower", _percentile("ttft", "p50")),
-    ("TTFT p99", "ms", "lower", _percentile("ttft", "p99")),
-    ("TPOT p50", "ms", "lower", _percentile("tpot", "p50")),
-    ("TPOT p99", "ms", "lower", _percentile("tpot", "p99")),
-    ("ITL p99", "ms", "lower", _percentile("itl", "p99")),
-    ("gap_max p99", "ms", "lower", _percentile("gap_max", "p99")),
-    ("E2E p50", "ms", "lower", _percentile("e2e", "p50")),
-    ("E2E p99", "ms", "lower", _percentile("e2e", "p99")),
-    ("goodput", "requests/s", "higher", lambda summary: summary.goodput),
-    ("answered", "share", "higher", _answered),
+FIGURES = (
+    Figure("tokens/s", "tokens/s", "higher", lambda summary: summary.tokens_per_s),
+    _latency("ttft", "p50"),
+    _latency("ttft", "p99"),
+    _latency("tpot", "p50"),
+    _latency("tpot", "p99"),
+    _latency("itl", "p99"),
+    _latency("gap_max", "p99"),
+    _latency("e2e", "p50"),
+    _latency("e2e", "p99"),
+    Figure("goodput", "requests/s", "higher", lambda summary: summary.goodput),
+    # Latencies are of these requests, so an arm must not look better by answering fewer.
+    Figure(
+        "answered",
+        "share",
+        "higher",
+        lambda summary: summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests,
+    ),
 )
 
 
-def finish(report: Report, arms: list[str], loop: str) -> None:
-    """The paired ratios of the rounds in which every arm has a valid run."""
+def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
+    """Report the paired ratios of the rounds in which every arm has a valid run."""
     rounds = whole_rounds(report.runs, arms)
     report.notes.append(
         f"{loop}; {len(rounds)} rounds, every arm once in each, in an order drawn from the seed"
@@ -193,55 +175,39 @@ def finish(report: Report, arms: list[str], loop: str) -> None:
     left_out = len({run.round for run in report.runs}) - len(rounds)
     if left_out:
         report.notes.append(f"{left_out} rounds are not compared: an arm has no valid run in them")
-    for name, unit, better, figure in FIGURES:
-        values = {arm: [figure(one[arm].summary) for one in rounds.values()] for arm in arms}
-        plain = {
-            arm: [value for value in found if value is not None and value > 0]
-            for arm, found in values.items()
-        }
-        if not rounds or any(len(found) != len(rounds) for found in plain.values()):
-            report.notes += _left_out(name, values)
-            continue
-        report.comparison.append(
-            Compared(
-                name=name,
-                unit=unit,
-                better="higher" if better == "higher" else "lower",
-                medians={arm: statistics.median(found) for arm, found in plain.items()},
-                ratios={arm: paired(plain[arm], plain[arms[0]]) for arm in arms[1:]},
+    for figure in FIGURES:
+        values = {arm: [figure.value(one[arm].summary) or 0.0 for one in rounds] for arm in arms}
+        if rounds and all(min(found) > 0 for found in values.values()):
+            report.comparison.append(
+                Compared(
+                    name=figure.name,
+                    unit=figure.unit,
+                    better=figure.better,
+                    medians={arm: statistics.median(found) for arm, found in values.items()},
+                    ratios={arm: paired(values[arm], values[arms[0]]) for arm in arms[1:]},
+                )
             )
+        elif any(any(found) for found in values.values()):
+            # A figure that no arm ever has was not asked for, and is not missed.
+            lacking = {arm: found.count(0.0) for arm, found in values.items()}
+            shown = ", ".join(f"{arm} in {count}" for arm, count in lacking.items() if count)
+            report.notes.append(
+                f"WARNING: {figure.name} is not compared: rounds without it, or with 0: {shown}"
+            )
+    if report.comparison and len(rounds) < MIN_ROUNDS:
+        report.notes.append(f"fewer than {MIN_ROUNDS} rounds cannot show a difference")
+    elif report.comparison:
+        report.notes.append(
+            f"each of the {len(report.comparison) * (len(arms) - 1)} intervals (sign test) misses "
+            "by chance in up to 5 of 100 comparisons: a difference in one figure alone may be none"
         )
-    report.notes += _how_sure(len(rounds), len(report.comparison) * (len(arms) - 1))
 
 
-def _how_sure(num_rounds: int, num_intervals: int) -> list[str]:
-    if not num_intervals:
-        return []
-    if num_rounds < MIN_ROUNDS:
-        return [f"fewer than {MIN_ROUNDS} rounds cannot show a difference"]
-    return [
-        f"each of the {num_intervals} intervals (sign test) misses by chance in up to 5 of 100 "
-        "comparisons: a difference in one figure alone may be none"
-    ]
-
-
-def _left_out(name: str, values: Mapping[str, list[float | None]]) -> list[str]:
-    """That a figure is missing in a round of some arm must not look as if nobody had asked."""
-    lacking = {
-        arm: sum(not value for value in found) for arm, found in values.items() if any(found)
-    }
-    if not lacking:
-        return []
-    lacking |= {arm: len(found) for arm, found in values.items() if not any(found)}
-    shown = ", ".join(f"{arm} in {count}" for arm, count in lacking.items() if count)
-    return [f"WARNING: {name} is not compared: rounds without it, or with 0: {shown}"]
-
-
-def same_servers(arms: list[Arm]) -> list[str]:
+def same_servers(arms: Arms) -> list[str]:
     """Arms of one server ask it the same twice, and a prefix cache answers the second."""
     names: dict[Place, list[str]] = {}
-    for arm in arms:
-        names.setdefault(place_of(arm.url), []).append(arm.name)
+    for name, target in arms.items():
+        names.setdefault(place_of(target.url), []).append(name)
     return [
         f"WARNING: {' and '.join(found)} are one server: it is asked the same by each of them, and "
         "a prefix cache may know it the second time"
@@ -250,10 +216,10 @@ def same_servers(arms: list[Arm]) -> list[str]:
     ]
 
 
-def whole_rounds(runs: list[Run], arms: list[str]) -> dict[int, dict[str, Run]]:
-    """The valid runs by round and arm, of rounds that have them all."""
+def whole_rounds(runs: Sequence[Run], arms: Sequence[str]) -> list[dict[str, Run]]:
+    """Return the valid runs by arm, of each round that has one of every arm."""
     rounds: dict[int, dict[str, Run]] = {}
     for run in runs:
         if not run.invalid:
             rounds.setdefault(run.round, {})[run.arm] = run
-    return {number: found for number, found in rounds.items() if len(found) == len(arms)}
+    return [found for found in rounds.values() if len(found) == len(arms)]

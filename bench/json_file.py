@@ -1,6 +1,5 @@
 """The file of `--json`, for commands that write one report and no pages: `transfer`, `selftest`."""
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -9,22 +8,26 @@ from baton.protocol.errors import BatonError, ConfigError
 
 
 def json_file(name: str) -> Path | None:
-    """Tried now, so that nothing is measured for a file that cannot be written; None for none."""
+    """Return the file, or None for no name.
+
+    It is tried now, so that nothing is measured for a file that cannot be written: that raises
+    `ConfigError`.
+    """
     if not name:
         return None
     path = Path(name)
     try:
-        is_new = not os.path.lexists(path)
+        is_new = not path.exists()
         path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.resolve().unlink()  # a link to it stays
     except OSError as error:
         raise ConfigError(f"--json {name}: {error.strerror}") from error
     return path
 
 
 def save(path: Path, report: msgspec.Struct) -> None:
-    """Raises `BatonError` for what has become impossible since."""
+    """Write the report. Raises `BatonError` if that has become impossible since."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     except OSError as error:

@@ -1,8 +1,8 @@
 """The records of a load: what was to be sent, and what came of it.
 
-`arrivals.py` and `workloads.py` make `Planned` requests, the client fills one `Record` for each,
-`metrics.py` and the reports read them. Times are seconds on one monotonic clock, from the start of
-the schedule: a warm-up request lies before zero. Counts are tokens, never text.
+`plan/` makes `Planned` requests, the client fills one `Record` for each, figures and reports read
+them. Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request
+lies before zero. Counts are tokens, never text.
 """
 
 from enum import StrEnum
@@ -27,7 +27,7 @@ class Outcome(StrEnum):
     WRONG_USAGE = "wrong_usage"  # the reported usage contradicts the tokens that arrived
     WRONG_TOKENS = "wrong_tokens"  # greedy output differs from the single-request run
     TIMED_OUT = "timed_out"
-    STOPPED = "stopped"  # the load was, before the answer ended: nobody can say what it would be
+    STOPPED = "stopped"  # the load was stopped before the answer ended, whatever it would have been
 
 
 class Message(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
-"""What a user may ask of `baton bench`: one frozen Struct per group of flags, one per command.
+"""What a user may ask of `baton bench`: one frozen Struct per command, made of groups of flags.
 
-`cli.py` makes the flags and their help of these annotations, the experiments read them, and reports
-carry them without secrets; `resolved.py` turns them into what the other files of this folder take.
-A number of 0 and a text of "" mean "not given" wherever that is said.
+`cli.py` makes flags and their help of these annotations, the commands read the values, and reports
+carry them without secrets. Groups that belong to a part of the bench are stated there: `Workload`,
+`Target` and `SearchOptions`. A number of 0 and an empty text mean "not given" where the description
+says so.
 """
 
 from typing import Annotated, Literal
@@ -10,127 +11,22 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
+from baton.bench.client.target import Target
+from baton.bench.figures.search import SearchOptions
+from baton.bench.plan.workload import SECONDS, Workload
+
 Preset = Literal["", "chat", "tight", "long-32k"]
-API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
-SECONDS = {"unit": "s"}
 MILLISECONDS = {"unit": "ms"}
-TOKENS = {"unit": "tokens"}
-
-
-class TargetSettings(msgspec.Struct, frozen=True):
-    url: Annotated[str, Meta(description="the server, without /v1")] = "http://127.0.0.1:8000"
-    model: Annotated[str, Meta(description="its name in the API; empty takes the only one")] = ""
-    api: Annotated[
-        Literal["auto", "completions", "chat"],
-        Meta(description="endpoint; auto takes chat for messages, completions otherwise"),
-    ] = "auto"
-    api_key: Annotated[
-        str, Meta(description=f"bearer token; better in {API_KEY_VARIABLE}; never reported")
-    ] = ""
-    ca_file: Annotated[str, Meta(description="PEM of the authority that signed the server")] = ""
-    insecure: Annotated[
-        bool, Meta(description="trust any certificate of an https server, as curl's flag does")
-    ] = False
-    timeout_s: Annotated[
-        float, Meta(gt=0, description="longest answer; beyond it timed_out", extra=SECONDS)
-    ] = 300.0
-    extra_body: Annotated[str, Meta(description="JSON object merged into every request")] = ""
-    ignore_eos: Annotated[
-        bool, Meta(description="ask the server to go on to the full output length")
-    ] = True
-    timeline: Annotated[
-        bool, Meta(description="ask for the server's stages, where it gives them")
-    ] = True
-    token_ids: Annotated[
-        bool, Meta(description="ask for token ids, where the server gives them")
-    ] = True
-
-
-class WorkloadSettings(msgspec.Struct, frozen=True):
-    workload: Annotated[Kind, Meta(description="what the prompts are")] = "tokens"
-    prompt: Annotated[
-        str,
-        Meta(
-            description="prompt lengths: 512, uniform:100-900, normal:512,sd=100, "
-            "lognormal:mean=1155,sd=1100 or choice:100,200",
-            extra=TOKENS,
-        ),
-    ] = "512"
-    output: Annotated[
-        str, Meta(description="output lengths, written likewise; forced", extra=TOKENS)
-    ] = "64"
-    vocabulary: Annotated[
-        str,
-        Meta(description="token ids to draw from, LOW-HIGH; auto takes 300-8000 or what fits"),
-    ] = "auto"
-    shared_prefix: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="common start of all prompts, before the tokens of --prompt",
-            extra=TOKENS,
-        ),
-    ] = 0
-    num_prefixes: Annotated[int, Meta(ge=1, description="different shared prefixes, in turn")] = 1
-    turns: Annotated[int, Meta(ge=1, le=10_000, description="requests of a conversation")] = 4
-    think_s: Annotated[
-        float, Meta(ge=0, description="from an answer to the next turn", extra=SECONDS)
-    ] = 1.0
-    conversation_form: Annotated[
-        Literal["chat", "tokens"],
-        Meta(description="turns as chat messages, or as token ids appended exactly"),
-    ] = "chat"
-    path: Annotated[
-        str, Meta(description="JSONL of prompts, or a trace: a file or a shipped trace's name")
-    ] = ""
-    repeat: Annotated[bool, Meta(description="start over when the trace or file is used up")] = (
-        False
-    )
-    trace_start_s: Annotated[
-        float, Meta(ge=0, description="skip the trace up to here", extra=SECONDS)
-    ] = 0.0
-    time_scale: Annotated[
-        float, Meta(gt=0, description="stretches a trace's times: 2 halves its rate")
-    ] = 1.0
-    spread_s: Annotated[
-        float,
-        Meta(ge=0, description="spread rows with one stamp over this (Mooncake: 3)", extra=SECONDS),
-    ] = 0.0
-    length_scale: Annotated[
-        float, Meta(gt=0, description="scales a trace's lengths and prefix blocks")
-    ] = 1.0
-    max_input: Annotated[
-        int, Meta(ge=0, description="cuts longer prompts; 0 cuts none", extra=TOKENS)
-    ] = 0
-    max_output: Annotated[
-        int, Meta(ge=0, description="cuts longer outputs; 0 cuts none", extra=TOKENS)
-    ] = 0
-    seed: Annotated[int, Meta(ge=0, description="of prompts, lengths and arrivals")] = 0
-
-
-class LoadSettings(msgspec.Struct, frozen=True):
-    requests: Annotated[
-        int, Meta(ge=0, le=MOST_REQUESTS, description="how many; 0 leaves it to --duration-s")
-    ] = 0
-    duration_s: Annotated[
-        float, Meta(ge=0, description="of arrivals; 0 leaves it to --requests", extra=SECONDS)
-    ] = 0.0
-    warm_up: Annotated[
-        int,
-        Meta(ge=0, le=100_000, description="requests before, with other prompts; not counted"),
-    ] = 4
-    window: Annotated[
-        str, Meta(description="FROM-TO in seconds: counts only requests that arrive then")
-    ] = ""
-    max_concurrency: Annotated[
-        int, Meta(ge=0, description="of an open loop; waiting counts into TTFT; 0 is no limit")
-    ] = 0
-    processes: Annotated[int, Meta(ge=1, le=256, description="client processes")] = 1
-    give_up_after: Annotated[
-        int, Meta(ge=0, description="stop when the first N all failed; 0 goes on")
-    ] = 16
+REPEATED = {"repeated": True}
+Shape = Annotated[
+    str,
+    Meta(description="distribution of the arrivals: poisson, constant, gamma,cv=N or trace"),
+]
+Verify = Annotated[
+    bool,
+    Meta(description="after the load, ask each prompt once more alone, and compare the outputs"),
+]
 
 
 class ArrivalSettings(msgspec.Struct, frozen=True):
@@ -138,154 +34,182 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
         str,
         Meta(
             description="open loop: poisson:5, constant:5, gamma:5,cv=3 or ramp:1-10 requests/s; "
-            "trace as recorded (so by default with --workload trace), trace:5 stretched to 5/s"
+            "trace for the times as recorded (the default with --workload trace), trace:5 to "
+            "stretch them to 5 requests/s"
         ),
     ] = ""
     concurrency: Annotated[
-        int, Meta(ge=0, description="closed loop: so many clients, each asking when answered")
+        int,
+        Meta(
+            ge=0,
+            description="closed loop: number of clients, each of which waits for its answer before "
+            "it sends again; 0 for an open loop",
+        ),
     ] = 0
 
 
-class ShapeSettings(msgspec.Struct, frozen=True):
-    shape: Annotated[
-        str, Meta(description="of arrivals: poisson, constant, gamma,cv=N or trace")
-    ] = "poisson"
+class LoadSettings(msgspec.Struct, frozen=True):
+    requests: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST_REQUESTS,
+            description="number of requests; 0 for all of --duration-s",
+        ),
+    ] = 0
+    duration_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="time in which requests arrive; 0 for all of --requests",
+            extra=SECONDS,
+        ),
+    ] = 0.0
+    warm_up: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100_000,
+            description="number of requests with other prompts that go first and are not counted",
+        ),
+    ] = 4
+    window: Annotated[
+        str, Meta(description="FROM-TO in seconds: count only the requests that arrive then")
+    ] = ""
+    max_concurrency: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="limit on the requests in flight of an open loop, where waiting for a "
+            "place counts into TTFT; 0 sets none",
+        ),
+    ] = 0
+    processes: Annotated[
+        int, Meta(ge=1, le=256, description="number of client processes that share the load")
+    ] = 1
+    give_up_after: Annotated[
+        int,
+        Meta(ge=0, description="end the load if its first N requests all failed; 0 never does"),
+    ] = 16
 
 
 class BoundSettings(msgspec.Struct, frozen=True):
     preset: Annotated[
-        Preset, Meta(description="bounds by name; the flags below override single ones")
+        Preset, Meta(description="bounds by name, of which the next flags replace single ones")
     ] = ""
-    ttft_ms: Annotated[float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)] = 0.0
-    tpot_ms: Annotated[float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)] = 0.0
-    gap_max_ms: Annotated[
-        float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)
+    ttft_ms: Annotated[
+        float, Meta(ge=0, description="bound on the first token; 0 sets none", extra=MILLISECONDS)
     ] = 0.0
-    e2e_ms: Annotated[float, Meta(ge=0, description="bound; 0 has none", extra=MILLISECONDS)] = 0.0
+    tpot_ms: Annotated[
+        float,
+        Meta(ge=0, description="bound on the mean time per later token", extra=MILLISECONDS),
+    ] = 0.0
+    gap_max_ms: Annotated[
+        float,
+        Meta(ge=0, description="bound on the largest gap between tokens", extra=MILLISECONDS),
+    ] = 0.0
+    e2e_ms: Annotated[
+        float, Meta(ge=0, description="bound on the whole answer", extra=MILLISECONDS)
+    ] = 0.0
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
     out: Annotated[
-        str, Meta(description="folder for report.json, .csv, .md, .html and PNGs; a new one")
+        str,
+        Meta(description="new folder for report.json, report.csv, report.md, report.html and PNGs"),
     ] = ""
-    label: Annotated[str, Meta(description="the run's name in the report")] = ""
-
-
-class CheckSettings(msgspec.Struct, frozen=True):
-    verify: Annotated[
-        bool, Meta(description="then ask each prompt alone, and compare the outputs")
-    ] = False
-
-
-class RepeatSettings(msgspec.Struct, frozen=True):
-    runs: Annotated[
-        int, Meta(ge=1, description="the same load so many times, each with its own prompts")
-    ] = 1
-
-
-class SweepOptions(msgspec.Struct, frozen=True):
-    rates: Annotated[str, Meta(description="requests/s, as 1,2,4,8")] = ""
-
-
-class SearchOptions(msgspec.Struct, frozen=True):
-    attainment: Annotated[
-        float, Meta(gt=0, le=1, description="share of arrivals that must meet all bounds")
-    ] = 0.9
-    start_rate: Annotated[float, Meta(gt=0, description="first rate tried, requests/s")] = 1.0
-    min_rate: Annotated[float, Meta(gt=0, description="never below this, requests/s")] = 0.01
-    max_rate: Annotated[
-        float, Meta(ge=0, description="never beyond this, requests/s; 0 has no limit")
-    ] = 0.0
-    tolerance: Annotated[
-        float, Meta(gt=0, lt=1, description="relative width at which bisecting ends")
-    ] = 0.05
-    confirmations: Annotated[int, Meta(ge=1, description="runs that must confirm the rate")] = 3
-    max_probes: Annotated[int, Meta(ge=1, description="runs in all")] = 40
-
-
-class CompareOptions(msgspec.Struct, frozen=True):
-    rounds: Annotated[int, Meta(ge=1, description="each arm once per round, in random order")] = 6
-    flags: Annotated[
-        tuple[str, ...],
-        Meta(description="NAME=FILE or NAME=TEXT: an arm's start flags; may be repeated"),
-    ] = ()
-
-
-class FaultOptions(msgspec.Struct, frozen=True):
-    fault: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, seconds from "
-            "the start; may be repeated"
-        ),
-    ] = ()
-    bin_s: Annotated[float, Meta(gt=0, description="width of a goodput bin", extra=SECONDS)] = 1.0
+    label: Annotated[str, Meta(description="title of the report")] = ""
 
 
 class RunSettings(msgspec.Struct, frozen=True):
-    """One load, or the same several times."""
+    """Put one load on a server and measure it."""
 
-    again: RepeatSettings = RepeatSettings()
-    target: TargetSettings = TargetSettings()
-    workload: WorkloadSettings = WorkloadSettings()
+    runs: Annotated[
+        int, Meta(ge=1, description="number of times to run the load, each with its own prompts")
+    ] = 1
+    verify: Verify = False
+    target: Target = Target()
     arrival: ArrivalSettings = ArrivalSettings()
     load: LoadSettings = LoadSettings()
+    workload: Workload = Workload()
     bounds: BoundSettings = BoundSettings()
-    check: CheckSettings = CheckSettings()
     report: ReportSettings = ReportSettings()
 
 
 class SweepSettings(msgspec.Struct, frozen=True):
-    """Loads at several rates."""
+    """Measure one load after the other, at several rates."""
 
-    sweep: SweepOptions = SweepOptions()
-    shape: ShapeSettings = ShapeSettings()
-    target: TargetSettings = TargetSettings()
-    workload: WorkloadSettings = WorkloadSettings()
+    rates: Annotated[
+        str, Meta(description="rates to measure in requests/s, separated by commas: 1,2,4,8")
+    ] = ""
+    shape: Shape = "poisson"
+    target: Target = Target()
     load: LoadSettings = LoadSettings()
+    workload: Workload = Workload()
     bounds: BoundSettings = BoundSettings()
     report: ReportSettings = ReportSettings()
 
 
 class SearchSettings(msgspec.Struct, frozen=True):
-    """The largest rate that attains the bounds."""
+    """Find the largest rate at which enough requests meet the bounds."""
 
+    shape: Shape = "poisson"
     search: SearchOptions = SearchOptions()
-    shape: ShapeSettings = ShapeSettings()
-    target: TargetSettings = TargetSettings()
-    workload: WorkloadSettings = WorkloadSettings()
+    target: Target = Target()
     load: LoadSettings = LoadSettings()
+    workload: Workload = Workload()
     bounds: BoundSettings = BoundSettings()
     report: ReportSettings = ReportSettings()
 
 
 class CompareSettings(msgspec.Struct, frozen=True):
-    """Several servers, the same requests."""
+    """Measure several servers in turn with the same requests, and their ratios."""
 
-    compare: CompareOptions = CompareOptions()
-    target: TargetSettings = TargetSettings()
-    workload: WorkloadSettings = WorkloadSettings()
+    rounds: Annotated[
+        int, Meta(ge=1, description="number of rounds; each measures every arm once, in any order")
+    ] = 6
+    flags: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="NAME=FILE or NAME=TEXT: the flags that the server of this arm was started "
+            "with; may be repeated",
+            extra=REPEATED,
+        ),
+    ] = ()
+    target: Target = Target()
     arrival: ArrivalSettings = ArrivalSettings()
     load: LoadSettings = LoadSettings()
+    workload: Workload = Workload()
     bounds: BoundSettings = BoundSettings()
     report: ReportSettings = ReportSettings()
 
 
 class FaultSettings(msgspec.Struct, frozen=True):
-    """One load with faults."""
+    """Kill, stop or restart a process under load, and measure what its clients see."""
 
-    fault: FaultOptions = FaultOptions()
-    target: TargetSettings = TargetSettings()
-    workload: WorkloadSettings = WorkloadSettings()
+    fault: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, in seconds from the "
+            "start of the load; may be repeated",
+            extra=REPEATED,
+        ),
+    ] = ()
+    bin_s: Annotated[
+        float,
+        Meta(gt=0, description="width of the bins in which recovery is looked for", extra=SECONDS),
+    ] = 1.0
+    verify: Verify = False
+    target: Target = Target()
     arrival: ArrivalSettings = ArrivalSettings()
     load: LoadSettings = LoadSettings()
+    workload: Workload = Workload()
     bounds: BoundSettings = BoundSettings()
-    check: CheckSettings = CheckSettings()
     report: ReportSettings = ReportSettings()
 
 
 class ReportAgainSettings(msgspec.Struct, frozen=True):
-    """Pages of a report that was written before."""
+    """Write the pages of a report.json again."""
 
     report: ReportSettings = ReportSettings()
 

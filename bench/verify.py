@@ -1,29 +1,29 @@
 """Whether the outputs under load are those of each request alone: greedy, token by token.
 
 `reference` asks the planned requests one at a time, `compare_outputs` names every output that
-differs and how. It warms the server's prefix cache with the very prompts, so ask *after* the load
-that is measured. Token ids are compared where the server returns them, else text. A server that is
-not batch-invariant may differ without having lost anything: its outputs part once and for good
-(`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery on any server.
+differs and how. Asking warms the server's prefix cache with the very prompts, so it comes *after*
+the load that is measured. Token ids are compared where the server returns them, and text. A server
+that is not batch-invariant may differ without having lost anything: its outputs part once and for
+good (`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery on any server.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
 
-from baton.bench.client.load import Load, run_load
+from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
 
 SHOWN = 6  # tokens or letters on either side, in a line about a mismatch
-# What follows a gap or a repetition must match for so long, where nothing but that tells it apart.
+# The tokens after a gap or a repetition must match for this long where nothing else tells it apart.
 MIN_OVERLAP = 4
-# With others than these an output is not a function of its prompt.
+# With other values an output is not a function of its prompt.
 GREEDY = {"temperature": 0, "best_of": 1, "use_beam_search": False}
 
 Unit = Literal["token", "letter"]
@@ -37,7 +37,7 @@ class MismatchKind(StrEnum):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What came of one request. One of the two at least."""
+    """The output of one request: its token ids, its text, or both."""
 
     token_ids: tuple[int, ...] | None
     text: str | None
@@ -61,29 +61,33 @@ class Mismatch(msgspec.Struct, frozen=True):
 
 
 def check_greedy(target: Target) -> None:
-    """Raises `ConfigError` if the server is asked for outputs that nothing can be compared with."""
+    """Raise `ConfigError` if the requests ask for outputs that cannot be compared."""
+    extra = target.extra
     for name, greedy in GREEDY.items():
-        if target.extra_body.get(name, greedy) != greedy:
+        if extra.get(name, greedy) != greedy:
             raise ConfigError(f"outputs can only be verified when greedy, not with {name} set")
 
 
 def reference(
-    target: Target, requests: Sequence[Planned], stop: threading.Event | None = None
+    target: Target,
+    requests: Sequence[Planned],
+    stop: threading.Event | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> dict[int, Output]:
-    """The output of each request alone on the server, by its index.
+    """Return the output of each request alone on the server, by its index.
 
-    Raises `BatonError` if the server does not answer one. Once `stop` is set, those that were
-    answered by then.
+    Raises `BatonError` if the server does not answer one. Once `stop` is set, the result has those
+    that were answered by then.
     """
     load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
-    records = run_load(load, stop=stop).records
+    records = run_load(load, on_progress=on_progress, stop=stop).records
     if stop is not None and stop.is_set():
         records = [record for record in records if record.outcome is Outcome.ANSWERED]
     return outputs(records)
 
 
 def alone(requests: Sequence[Planned]) -> list[Planned]:
-    """The requests of a closed loop: without their times, and without the warm-up."""
+    """Return the requests for a closed loop: without their times, and without the warm-up."""
     return [
         msgspec.structs.replace(planned, at_s=None, think_s=0.0)
         for planned in requests
@@ -92,7 +96,7 @@ def alone(requests: Sequence[Planned]) -> list[Planned]:
 
 
 def outputs(records: Sequence[Record]) -> dict[int, Output]:
-    """Outputs that can be compared with; raises `BatonError` for one that cannot."""
+    """Return the outputs to compare with; raises `BatonError` for one that is not whole."""
     found: dict[int, Output] = {}
     for record in records:
         if record.outcome is not Outcome.ANSWERED:
@@ -106,10 +110,10 @@ def outputs(records: Sequence[Record]) -> dict[int, Output]:
 
 
 def compare_outputs(references: Mapping[int, Output], records: Sequence[Record]) -> list[Mismatch]:
-    """Every output that differs, in the order of `records`.
+    """Return every output that differs, in the order of `records`.
 
-    Of a request that failed, what arrived must still be right as far as it goes. Raises
-    `BatonError` for an answered request without a reference: it cannot be said to be right.
+    The tokens of a request that failed must still be right as far as they go. Raises `BatonError`
+    for an answered request that cannot be compared, because it may not be taken as right.
     """
     found = []
     for record in records:
@@ -125,42 +129,40 @@ def compare_outputs(references: Mapping[int, Output], records: Sequence[Record])
 
 
 def _mismatch(expected: Output, record: Record, is_whole: bool) -> Mismatch | None:
-    """By token ids, and by text too where both ends have it: that is detokenized under load."""
-    compared = False
-    if expected.token_ids is not None and record.token_ids is not None:
-        compared = True
-        ids, got_ids = expected.token_ids, tuple(record.token_ids)
-        if differs(ids, got_ids, is_whole):
-            at = _first_difference(ids, got_ids)
-            shown = [" ".join(map(str, part[at : at + SHOWN])) for part in (ids, got_ids)]
-            return Mismatch(record.index, classify(ids, got_ids), at, "token", *shown)
-    if expected.text is not None and record.text is not None:
-        compared = True
-        if differs(expected.text, record.text, is_whole):
-            at = _first_difference(expected.text, record.text)
-            shown = [
-                repr(part[at : at + SHOWN]) if part[at:] else ""
-                for part in (expected.text, record.text)
-            ]
-            kind = classify(expected.text, record.text)
-            return Mismatch(record.index, kind, at, "letter", *shown)
-    if is_whole and not compared:
+    """Compare token ids, and also text where both ends have it: that is detokenized under load."""
+    got_ids = None if record.token_ids is None else tuple(record.token_ids)
+    pairs: tuple[tuple[Unit, Sequence[object] | None, Sequence[object] | None], ...] = (
+        ("token", expected.token_ids, got_ids),
+        ("letter", expected.text, record.text),
+    )
+    comparable = [
+        (unit, one, got) for unit, one, got in pairs if one is not None and got is not None
+    ]
+    if is_whole and not comparable:
         raise BatonError(
             f"request {record.index} cannot be verified: the load kept neither its token ids nor "
             "its text"
         )
+    for unit, one, got in comparable:
+        if got != (one if is_whole else one[: len(got)]):
+            at = _first_difference(one, got)
+            shown = [_shown(part[at : at + SHOWN]) for part in (one, got)]
+            return Mismatch(record.index, classify(one, got), at, unit, *shown)
     return None
 
 
-def differs(expected: Sequence[object], got: Sequence[object], is_whole: bool) -> bool:
-    return got != expected if is_whole else got != expected[: len(got)]
+def _shown(part: Sequence[object]) -> str:
+    """Return some tokens or letters as people read them, and nothing for none."""
+    if isinstance(part, str):
+        return repr(part) if part else ""
+    return " ".join(map(str, part))
 
 
 def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:
-    """How `got` differs from `expected`, which it does.
+    """Name the way in which `got` differs from `expected`.
 
-    A run that is missing, or that came twice, is told from wrong ones by what follows it: that must
-    be what was expected there, only shifted. So it is found where the forced length was kept, too.
+    Tokens that are missing or came twice are told from wrong ones by those that follow: these must
+    be the expected ones, only shifted. So a gap is found although the forced length was kept.
     """
     at = _first_difference(expected, got)
     if _is_within(got, expected):
@@ -180,13 +182,13 @@ def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:
 
 
 def _goes_on(expected: Sequence[object], got: Sequence[object]) -> bool:
-    """Whether the two agree as far as both go, and far enough to be no chance."""
+    """Whether the two agree as far as both go, and for too long to agree by chance."""
     length = min(len(expected), len(got))
     return length >= MIN_OVERLAP and expected[:length] == got[:length]
 
 
 def _is_within(part: Sequence[object], whole: Sequence[object]) -> bool:
-    """Whether `part` is `whole` with some left out."""
+    """Whether `part` is `whole` with some entries left out."""
     rest = iter(whole)
     return len(part) < len(whole) and all(any(entry == one for one in rest) for entry in part)
 

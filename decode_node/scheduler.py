@@ -1,22 +1,24 @@
 """Which sequences take the next step: continuous batching, one token each, prompts in between.
 
-Pure: called by the engine loop only. Every running sequence that has its block takes part in every
+Pure; only the engine loop calls it. Every running sequence that has its block takes part in every
 step; local prompts get what the token budget leaves. When no block is left to grow into, the
 youngest sequence goes back to its router, which resumes it elsewhere.
 """
 
+from typing import assert_never
+
 import msgspec
 
-from baton.decode_node.intake import Arrival, Intake, State
+from baton.decode_node.intake import Intake, PendingPrompt
 from baton.decode_node.stream import Stream, fork_prompt
 from baton.engine.block_pool import BlockPool
 from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import Limits, problem_of
-from baton.kv_transfer.interfaces import ConnectorReport, Landed, LandingEnded, Offered
+from baton.engine.scheduler import NodeLimits, load_of, problem_of
+from baton.kv_transfer.interfaces import ConnectorReport, Landed, LandingEnded, Released
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import BatonError, Failure, InvariantBroken, TransferError
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     CancelDone,
@@ -24,13 +26,14 @@ from baton.protocol.messages import (
     Failed,
     FirstToken,
     Load,
+    Offered,
     Prefill,
     StageTimes,
 )
 
 
 class DecodeScheduler:
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, limits: NodeLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
@@ -43,33 +46,33 @@ class DecodeScheduler:
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        problem = self._problem_of(message)
+        problem = problem_of(message, self.limits, self._uses)
         if problem is not None or not isinstance(message, Decode):
             error = problem or MalformedMessage("a decode node was sent a Prefill")
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
         choices = Choices.of(message)
-        for arrival in list(self.intake.arrivals.values()):
-            if arrival.choices.supersede(choices):
-                self.intake.end(arrival)
+        for prompt in list(self.intake.pending.values()):
+            if prompt.choices.supersede(choices):
+                self.intake.end(prompt)
         for stream in list(self._running.values()):
             if any(stream.sequence.key.is_superseded_by(key) for key in choices.keys):
                 self._leave(stream)
         self.intake.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        for arrival in list(self.intake.arrivals.values()):
-            if arrival.choices.cancel(keys):
-                self.intake.end(arrival)
+        for prompt in list(self.intake.pending.values()):
+            if prompt.choices.cancel(keys):
+                self.intake.end(prompt)
         for key in keys:
             if key in self._running:
                 self._leave(self._running[key])
         self.outputs.say(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
-        for arrival in list(self.intake.arrivals.values()):
-            if arrival.origin == origin and arrival.state is not State.ENDED:
-                self.intake.end(arrival)
+        for prompt in list(self.intake.pending.values()):
+            if prompt.origin == origin and not prompt.is_ended:
+                self.intake.end(prompt)
         for stream in list(self._running.values()):
             if stream.origin == origin:
                 self._leave(stream)
@@ -82,8 +85,10 @@ class DecodeScheduler:
                 self._land(now_s, report)
             case LandingEnded():
                 self.intake.landing_ended(report)
+            case Released():
+                raise InvariantBroken("a decode node was told that its offer was released")
             case _:
-                raise InvariantBroken(f"a decode node was told {type(report).__name__}")
+                assert_never(report)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -91,17 +96,17 @@ class DecodeScheduler:
         self.intake.reserve(now_s, len(self._running))
         slices = self._decode_slices()
         budget = max(self.limits.chunk_tokens - len(slices), self.pool.block_size)
-        for arrival in self.intake.computing():
+        for prompt in self.intake.computing():
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
-            sequence = arrival.sequence
+            sequence = prompt.sequence
             length = min(budget, sequence.num_tokens - sequence.num_planned_tokens)
             if length > 0:
                 is_last = sequence.num_planned_tokens + length == sequence.num_tokens
-                slices.append(sequence.slice(length, arrival.choices.every if is_last else ()))
+                slices.append(sequence.slice(length, prompt.choices.every if is_last else ()))
                 budget -= length
         copies, self._copies = tuple(self._copies), []
-        if not slices:  # every fork ended before its first step: nobody needs the copies
+        if not slices:  # every fork ended before its first step
             self._drop_copies(copies)
             return None
         self._step_id += 1
@@ -116,26 +121,14 @@ class DecodeScheduler:
                 self._settle_prompt(now_s, done, tokens)
 
     def load(self) -> Load:
-        return Load(
-            num_running=len(self._running),
-            num_waiting=self.intake.num_waiting,
-            free_blocks=self.pool.num_free,
-            total_blocks=self.pool.num_blocks,
-            cached_blocks=len(self.pool.cache),
-            quarantined_blocks=self.pool.num_quarantined,
-        )
+        return load_of(self.pool, len(self._running), self.intake.num_waiting)
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _problem_of(self, message: Prefill | Decode) -> BatonError | None:
-        problem = problem_of(message, self.limits)
-        if problem is None:
-            choices = Choices.of(message)
-            is_known = any(key in self._running or key in self._leaving for key in choices.keys)
-            arrivals = self.intake.arrivals.values()
-            if is_known or any(arrival.choices.overlaps(choices) for arrival in arrivals):
-                problem = MalformedMessage(f"{message.key} is in use")
-        return problem
+    def _uses(self, choices: Choices) -> bool:
+        if any(key in self._running or key in self._leaving for key in choices.keys):
+            return True
+        return any(prompt.choices.overlaps(choices) for prompt in self.intake.pending.values())
 
     def _decode_slices(self) -> list[Slice]:
         slices: list[Slice] = []
@@ -147,7 +140,7 @@ class DecodeScheduler:
         return slices
 
     def _grow(self, stream: Stream) -> bool:
-        """See that the next position has a block; preempts the youngest when none is free."""
+        """Give the next position a block; preempt the youngest sequence when none is free."""
         sequence = stream.sequence
         if sequence.num_planned_tokens < len(sequence.block_table) * self.pool.block_size:
             return True
@@ -169,8 +162,7 @@ class DecodeScheduler:
         if stream.is_ended:
             self._release_if_idle(stream)
             return
-        limits = self.limits
-        reason = sequence.finish_reason(token_id, limits.eos_token_ids, limits.max_model_len)
+        reason = sequence.finish_reason(token_id, self.limits)
         sequence.token_ids.append(token_id)
         if stream.times is not None:
             stream.times = _with_first_step(stream.times, stream.joined_s, result)
@@ -179,82 +171,79 @@ class DecodeScheduler:
             self._leave(stream)
 
     def _settle_prompt(self, now_s: float, done: Slice, tokens: tuple[int, ...]) -> None:
-        arrival = self.intake.arrivals[done.key]
-        arrival.sequence.settle(done)
-        if arrival.state is State.ENDED:
-            self.intake.release_if_idle(arrival)
+        prompt = self.intake.pending[done.key]
+        prompt.sequence.settle(done)
+        if prompt.is_ended:
+            self.intake.release_if_idle(prompt)
             return
-        arrival.sequence.store_prefix(self.pool)
+        prompt.sequence.store_prefix(self.pool)
         if not tokens:
             return
-        limits, sequence = self.limits, arrival.sequence
-        firsts = [
-            FirstToken(t, sequence.finish_reason(t, limits.eos_token_ids, limits.max_model_len))
-            for t in tokens
-        ]
+        assert prompt.reserved_s is not None
+        firsts = prompt.sequence.first_tokens(tokens, self.limits)
         times = StageTimes(
-            queue_s=arrival.reserved_s - arrival.arrived_s,
-            prefill_s=now_s - arrival.reserved_s,
-            num_cached_tokens=arrival.num_cached_tokens,
+            queue_s=prompt.reserved_s - prompt.arrived_s,
+            prefill_s=now_s - prompt.reserved_s,
+            num_cached_tokens=prompt.num_cached_tokens,
         )
-        for stream in self._join(now_s, arrival, firsts, times, every=True):
-            first = firsts[stream.sequence.key.choice - arrival.key.choice]
+        for stream in self._join(now_s, prompt, firsts, times, every=True):
+            first = firsts[stream.sequence.key.choice - prompt.key.choice]
             self.outputs.emit(stream.origin, stream.entry(first.finish_reason))
             if first.finish_reason is not None:
                 self._leave(stream)
 
     def _land(self, now_s: float, report: Landed) -> None:
-        arrival = self.intake.arrivals[report.key]
-        if arrival.state is State.ENDED:  # it landed while the cancel was on its way
-            self.intake.release_if_idle(arrival)
+        prompt = self.intake.pending[report.key]
+        if prompt.is_ended:  # it landed while the cancel was on its way
+            self.intake.release_if_idle(prompt)
             return
-        if not self._fit(report.tokens, arrival.choices):
+        if not self._fit(report.tokens, prompt.choices):
             text = "prefill's first tokens do not fit the request"
-            self.intake.fail(arrival, TransferError(text).to_failure())
+            self.intake.fail(prompt, TransferError(text).to_failure())
             return
-        sequence = arrival.sequence
-        sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.num_tokens
+        sequence = prompt.sequence
+        sequence.start_at(sequence.num_tokens)
         sequence.store_prefix(self.pool)
         times = StageTimes(
             transfer_s=report.transfer_s,
             exposed_s=report.exposed_s,
             transfer_bytes=report.num_bytes,
-            num_cached_tokens=arrival.num_cached_tokens,
+            num_cached_tokens=prompt.num_cached_tokens,
         )
-        for stream in self._join(now_s, arrival, list(report.tokens), times, every=False):
+        for stream in self._join(now_s, prompt, report.tokens, times, every=False):
             if not stream.wants_step:  # prefill may take longer sequences than this node
                 self.outputs.emit(stream.origin, stream.entry("length"))
                 self._leave(stream)
 
     def _fit(self, tokens: tuple[FirstToken, ...], choices: Choices) -> bool:
-        """A peer may be wrong; what it says must not reach a step unchecked."""
+        """Check a peer's first tokens before they reach a step."""
         is_whole = len(tokens) == len(choices.every)
         return is_whole and all(0 <= t.token_id < self.limits.vocab_size for t in tokens)
 
     def _join(
         self,
         now_s: float,
-        arrival: Arrival,
-        firsts: list[FirstToken],
+        prompt: PendingPrompt,
+        firsts: tuple[FirstToken, ...],
         times: StageTimes,
         *,
         every: bool,
     ) -> list[Stream]:
         """Fork the prompt into streams; `every` False leaves out those that ended at once."""
-        del self.intake.arrivals[arrival.key]
+        del self.intake.pending[prompt.key]
         live = {
             choice: first.token_id
-            for choice, first in zip(arrival.choices.every, firsts, strict=True)
-            if choice in arrival.choices.live and (every or first.finish_reason is None)
+            for choice, first in zip(prompt.choices.every, firsts, strict=True)
+            if choice in prompt.choices.live and (every or first.finish_reason is None)
         }
-        fork = fork_prompt(self.pool, arrival.sequence, arrival.tails, live)
+        fork = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
         self._copies.extend(fork.copies)
         streams: list[Stream] = []
         for sequence in fork.sequences:
             limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
             limit = min(limit, self.limits.max_model_len)
             position = sequence.num_computed_tokens
-            stream = Stream(sequence, arrival.origin, position, limit, now_s, times)
+            stream = Stream(sequence, prompt.origin, position, limit, now_s, times)
             self._running[sequence.key] = stream
             streams.append(stream)
         return streams
@@ -264,7 +253,7 @@ class DecodeScheduler:
             self.pool.release((source, target))
 
     def _leave(self, stream: Stream) -> None:
-        """Out of the batch; its blocks follow when no launched step names them."""
+        """Take a stream out of the batch. Its blocks follow when no launched step names them."""
         stream.is_ended = True
         key = stream.sequence.key
         del self._running[key]

@@ -1,4 +1,4 @@
-"""One sequence that generates, and how several of them grow from one prompt.
+"""One sequence that generates, and the fork of one prompt into several of them.
 
 Held by the decode scheduler only. The prompt's whole blocks are shared by all choices; its partial
 last block is copied for each choice but the first, because a shared block is never written.
@@ -27,7 +27,7 @@ class Stream:
         return not self.is_ended and self.sequence.num_planned_tokens + 1 < self.limit
 
     def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
-        """Everything not yet sent."""
+        """Return the tokens that are not sent yet, as sent from now on."""
         tokens = self.sequence.token_ids
         entry = TokenEntry(
             self.sequence.key,
@@ -43,9 +43,9 @@ class Stream:
 
 @dataclass(slots=True)
 class Fork:
-    """What `fork_prompt` made: one sequence per live choice, and copies to run before their step.
+    """One sequence per live choice, and the copies to make before their first step.
 
-    Source and target of each copy hold one reference more until the copy is settled.
+    Source and target of each copy have one more reference until the copy is settled.
     """
 
     sequences: list[Sequence]
@@ -79,7 +79,6 @@ def fork_prompt(
                 [*prompt.token_ids, token_id],
                 prompt.num_prompt_tokens,
                 prompt.sampling,
-                prompt.extra_keys,
                 [*whole, *own_tail],
                 list(prompt.hashes),
                 num_computed_tokens=prompt.num_tokens,

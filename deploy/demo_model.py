@@ -1,8 +1,8 @@
 """The demo model that comes with baton, so that it runs without a download.
 
-About a million parameters, trained by `demo/train.py`; docs/demo-model.md says on what, and what it
-knows. `serve` uses it where it lies; `baton demo-model` copies it out. Needs neither torch nor
-transformers nor a network.
+It has about a million parameters and is trained by `tools/demo_model`; docs/demo-model.md says on
+what, and what it knows. `serve` uses it where it lies; `baton demo-model` copies it out. Needs
+neither torch nor transformers nor a network.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.protocol.errors import ConfigError
 
-CHECKPOINT = Path(__file__).parent / "demo" / "checkpoint"
+CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 FILES = (
     "config.json",
     "generation_config.json",

@@ -9,8 +9,8 @@ import socket
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.endpoint import bindable
-from baton.runtime.keys import load_keys
+from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import logger
 
 PORT_HINT = "choose another with --port N (make serve PORT=N)"
@@ -22,7 +22,7 @@ log = logger("ports")
 def check_router_ports(config: ClusterConfig) -> None:
     """Raises `ConfigError` when the router could not listen where it is told to."""
     check_port(config.router.host, config.router.port, PORT_HINT)
-    control = bindable(config.router.control)
+    control = bindable(config.control)
     if not control.path:
         host = "0.0.0.0" if control.host == "*" else control.host
         check_port(host, control.port, CONTROL_HINT)

@@ -12,14 +12,15 @@ import shutil
 
 import msgspec
 
-from baton.deploy.local import LocalCluster, private_folder
 from baton.deploy.ports import check_port, check_reach
 from baton.deploy.progress import StartProgress
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
+from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import logger
+from baton.runtime.port_pipe import PortPipe
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import to_yaml
 
@@ -28,14 +29,14 @@ ROUTER_GRACE_S = 2.0
 HEALTH_TIMEOUT_S = 1.0
 # On top of the nodes' own deadline: the interpreter's start, and the router's.
 EXTRA_START_S = 20.0
-LISTENING = "listening on http://"
 
 log = logger("serve")
 
 
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit code. Raises `ConfigError` and `NodeError`."""
-    check_reach(config, "router.control", config.router.control)
+    if config.router.control is not None:
+        check_reach(config, "router.control", config.router.control)
     check_port(config.router.host, config.router.port)
     server = LocalServer(config)
     with Interrupts(on_second=server.kill) as interrupts:
@@ -55,11 +56,12 @@ class LocalServer:
     def __init__(self, config: ClusterConfig) -> None:
         self._folder = private_folder()
         control = config.router.control
-        if control == RouterConfig().control:
+        if control is None:
             control = f"ipc://{self._folder}/control"
         router = msgspec.structs.replace(config.router, control=control)
         self._config = msgspec.structs.replace(config, router=router)
-        self._port = config.router.port  # 0: what the router says that it got
+        self._port = config.router.port  # 0 until the router has told which one it picked
+        self._port_pipe = PortPipe()
         self._progress = StartProgress()
         self._router: Child | None = None
         self._nodes = LocalCluster(self._config, control, self._progress.relay)
@@ -71,8 +73,15 @@ class LocalServer:
     def start(self) -> None:
         """Spawn the router and the nodes."""
         settings = self._folder / "router.yaml"
-        settings.write_text(to_yaml(_that_tells_its_port(self._config)))
-        self._router = Child(Command("router", ("router", "--config", str(settings))), self._hear)
+        settings.write_text(to_yaml(self._config))
+        command = Command(
+            "router",
+            ("router", "--config", str(settings)),
+            env=self._port_pipe.env,
+            pass_fds=self._port_pipe.pass_fds,
+        )
+        self._router = Child(command, self._progress.relay)
+        self._port_pipe.started()
         self._nodes.start()
 
     def wait_until_ready(self, interrupts: Interrupts) -> bool:
@@ -113,6 +122,7 @@ class LocalServer:
         if self._router is not None:
             self._router.stop(ROUTER_GRACE_S)
         self._nodes.stop()
+        self._port_pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
@@ -120,14 +130,6 @@ class LocalServer:
         if self._router is not None:
             self._router.kill()
         self._nodes.kill()
-
-    def _hear(self, name: str, line: str) -> None:
-        """Runs in the thread that reads the router's output."""
-        if LISTENING in line and not self._port:
-            address = line.partition(LISTENING)[2].split()[0].rstrip('",}/')
-            port = address.rpartition(":")[2]
-            self._port = int(port) if port.isdecimal() else 0
-        self._progress.relay(name, line)
 
     def _check_router(self) -> None:
         assert self._router is not None
@@ -137,6 +139,7 @@ class LocalServer:
 
     def _health(self) -> tuple[bool, dict[str, str]]:
         """Whether every node is ready, and what each is doing, as the router knows it."""
+        self._port = self._port or self._port_pipe.poll()
         if not self._port:
             return False, {}
         connection = http.client.HTTPConnection(
@@ -145,7 +148,7 @@ class LocalServer:
         try:
             connection.request("GET", "/health")
             reply = connection.getresponse()
-            health = msgspec.json.decode(reply.read(), type=_Health)
+            health = msgspec.json.decode(reply.read(), type=_HealthReply)
         except (OSError, http.client.HTTPException, msgspec.MsgspecError):
             return False, {}
         finally:
@@ -157,7 +160,7 @@ class LocalServer:
         }
 
 
-class _NodeHealth(msgspec.Struct):
+class _NodeReply(msgspec.Struct):
     node_id: str
     state: str
     phase: str = ""
@@ -171,18 +174,10 @@ class _NodeHealth(msgspec.Struct):
         return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
 
 
-class _Health(msgspec.Struct):
+class _HealthReply(msgspec.Struct):
     """The part of GET /health that start-up needs."""
 
-    nodes: list[_NodeHealth] = []
-
-
-def _that_tells_its_port(config: ClusterConfig) -> ClusterConfig:
-    """A router that picks its port says so at level info."""
-    if config.router.port or config.log.level in ("debug", "info"):
-        return config
-    log_config = msgspec.structs.replace(config.log, level="info")
-    return msgspec.structs.replace(config, log=log_config)
+    nodes: list[_NodeReply] = []
 
 
 def greeting(url: str, model: str) -> str:

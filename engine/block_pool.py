@@ -1,15 +1,15 @@
-"""Who owns which KV block of this node: reference counts, generations, quarantine.
+"""The owners of this node's KV blocks: reference counts, generations, quarantine.
 
-Host-only; schedulers are its only callers. A block is free, owned (references > 0), idle in the
-prefix cache (evictable), or quarantined (bytes of an unproven read may still land in it, so it is
-never handed out again in the life of this pool).
+Host-only; only schedulers call it. A block is free, owned (references > 0), idle in the prefix
+cache (evictable), or quarantined: bytes of a read may still land in it, so this pool never hands it
+out again.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.engine.prefix_cache import PrefixCache
-from baton.protocol.block_hash import BlockHash
+from baton.protocol.blocks import BlockHash, blocks_for
 from baton.protocol.errors import InvariantBroken
 
 
@@ -41,10 +41,10 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_quarantined
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each, of a new generation."""
+        """Return `count` blocks with one reference each, of a new generation."""
         if count > self.num_free:
             raise InvariantBroken(f"allocate {count} of {self.num_free} free blocks")
         blocks = [self._free.popleft() if self._free else self.cache.evict() for _ in range(count)]
@@ -74,7 +74,7 @@ class BlockPool:
                 self._free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Take owned blocks out of circulation: nobody can prove that they are quiet."""
+        """Take owned blocks out of circulation for good: bytes may still land in them."""
         for block in blocks:
             if self._references[block] != 1 or self.cache.holds(block):
                 raise InvariantBroken(f"block {block} is shared and cannot be quarantined")
@@ -82,7 +82,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The cached blocks of the longest known prefix, each with one more reference."""
+        """Return the cached blocks of the longest known prefix, each with one more reference."""
         blocks = self.cache.lookup(hashes)
         self.retain(blocks)
         return blocks
@@ -97,7 +97,7 @@ class BlockPool:
         return tuple(self._generations[block] for block in blocks)
 
     def take_fresh(self) -> tuple[tuple[int, int], ...]:
-        """(block, generation) of every block allocated since the last call."""
+        """Return (block, generation) of every block allocated since the last call."""
         fresh = tuple(self._fresh.items())
         self._fresh.clear()
         return fresh

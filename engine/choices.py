@@ -1,6 +1,6 @@
 """The sequences that one message about a prompt stands for, and which of them are still wanted.
 
-Held by both schedulers from the message until its sequences have lives of their own. Pure.
+Both schedulers hold it from the message until its sequences run by themselves. Pure.
 """
 
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ class Choices:
         return tuple(self.key.of_choice(choice) for choice in self.every)
 
     def overlaps(self, other: "Choices") -> bool:
-        """Whether a sequence of both would have the same key, be it still wanted or not."""
+        """Return whether both have a sequence with the same key, still wanted or not."""
         return self._is_same_try(other.key) and not set(self.every).isdisjoint(other.every)
 
     def cancel(self, keys: tuple[Key, ...]) -> bool:
-        """Strike the choices that `keys` name; True when that was the last of them."""
+        """Strike the choices that `keys` name; return True when none is left because of it."""
         return self._strike({key.choice for key in keys if self._is_same_try(key)})
 
     def supersede(self, newer: "Choices") -> bool:
-        """Strike what a higher attempt has taken over; True when that was the last of them."""
+        """Strike the choices of a higher attempt; return True when none is left because of it."""
         if newer.key.request_id != self.key.request_id or newer.key.attempt <= self.key.attempt:
             return False
         return self._strike(set(newer.every))

@@ -1,7 +1,7 @@
-"""The contract between a node's loop and whatever computes: one process or one worker per rank.
+"""The contract between a node's loop and what computes its steps.
 
 Two implementations under one contract suite: `InProcessExecutor` (one rank, a compute thread) and
-`WorkerExecutor` (one process per rank, typed messages over ipc). The loop never learns which.
+`WorkerExecutor` (one process per rank, typed messages over sockets). The loop never learns which.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +11,17 @@ import msgspec
 
 from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import TransferPort
-from baton.protocol.kv_layout import KVLayout
-from baton.protocol.messages import RankAddress
+from baton.protocol.messages import KVLayout, RankAddress
 
 # (phase, done, total); called at least once a second during start.
 Progress = Callable[[str, int, int], None]
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """What is known once weights are loaded and the pool is allocated."""
+    """What is known once weights are loaded and the pool is allocated.
+
+    `NodeInfo` has all of these fields under the same names.
+    """
 
     num_blocks: int
     layout: KVLayout
@@ -28,6 +30,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
 
 
 class Executor(Protocol):
@@ -36,11 +40,11 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step. At most two may be unsettled; results come in order."""
+        """Queue a step. At most two may be unsettled; their results come in order."""
         ...
 
     def poll(self) -> StepResult | None:
-        """The next finished step, or None. Never blocks. `NodeError` if a rank died."""
+        """Return the next finished step, or None. Never blocks. `NodeError` if a rank died."""
         ...
 
     def fileno(self) -> int:

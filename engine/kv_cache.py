@@ -17,13 +17,13 @@ from baton.engine.model_config import DecoderConfig
 from baton.kv_transfer.host_pool import HostPool
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
-from baton.protocol.kv_layout import KVLayout, Run
+from baton.protocol.messages import KVLayout
 
 
 class KVCache:
     """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
 
-    On a GPU the blocks lie in device memory and `generations` in the host pool's table.
+    On a GPU the blocks lie in device memory, `generations` in host memory.
     """
 
     def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
@@ -31,7 +31,7 @@ class KVCache:
         self.generations = generations
 
     def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
-        """Before the new owners' first store, or a reader could take new bytes for old ones."""
+        """Note new owners, before their first store, so that readers can tell."""
         for block, generation in generations:
             self.generations[block] = generation
 
@@ -41,13 +41,13 @@ class KVCache:
 
 
 def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCache:
-    """The cache whose blocks are the host pool's own bytes."""
+    """Return the cache whose blocks are the host pool's own bytes."""
     pool = torch.frombuffer(host.buffer, dtype=dtype).view(*shape)
     return KVCache(pool, host.generations)
 
 
 def device_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KVCache:
-    """A cache in device memory; no transport compares generations there, so they stay here."""
+    """Return a cache in device memory; its generations stay on the host, as no reader sees them."""
     pool = torch.zeros(tuple(shape), dtype=dtype, device=device)
     return KVCache(pool, np.zeros(shape[0], dtype=np.uint32))
 
@@ -62,10 +62,9 @@ def pool_shape(
 def kv_layout(
     config: DecoderConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
 ) -> KVLayout:
-    """The layout of each of `num_ranks` pools. Pools of other degrees share its fingerprint."""
-    kv_heads = _num_kv_heads(config, num_ranks)
+    """Return the layout of each rank's pool. All ranks share its fingerprint."""
     head_bytes = config.num_layers * 2 * config.head_dim * dtype.itemsize
-    block_bytes = kv_heads * head_bytes * cache.block_size
+    block_bytes = _num_kv_heads(config, num_ranks) * head_bytes * cache.block_size
     shared = (
         "heads-layers-kv-tokens", str(dtype), config.num_kv_heads, config.num_layers,
         config.head_dim, cache.block_size,
@@ -73,16 +72,12 @@ def kv_layout(
     return KVLayout(
         block_size=cache.block_size,
         block_bytes=block_bytes,
-        groups={"kv": (Run(0, block_bytes),)},
-        trailer_bytes=0,
-        kv_heads=kv_heads,
-        bytes_per_token=kv_heads * head_bytes * num_ranks,
         fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
     )
 
 
 def num_blocks_for(cache: CacheConfig, layout: KVLayout, num_ranks: int) -> int:
-    """What is configured, or what fits the memory; raises `ConfigError` when that is nothing."""
+    """Return the blocks that are configured or fit the memory; `ConfigError` when none do."""
     if cache.num_blocks:
         return cache.num_blocks
     num_blocks = (cache.memory_mib << 20) // (layout.block_bytes * num_ranks)

@@ -1,7 +1,6 @@
-"""What connects an engine loop with other processes, as the loop sees it.
+"""The connections of an engine loop to other processes, as the loop sees them.
 
-The real one (`engine/sockets.py`) holds ZMQ sockets; the simulator and tests have their own. The
-loop is the only caller. Nothing here blocks but `wait`.
+`engine/sockets.py` implements them over ZMQ. Only the loop calls them, and only `wait` blocks.
 """
 
 from typing import Protocol
@@ -19,7 +18,7 @@ class FromRouter(msgspec.Struct, frozen=True):
 
 
 class RouterLost(msgspec.Struct, frozen=True):
-    """The channel broke or the router was silent too long; its requests are nobody's now."""
+    """The channel to that router broke; what it asked for is not wanted any more."""
 
     origin: Origin
 
@@ -39,5 +38,5 @@ class Links(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until something may have come, at most `timeout_s` seconds."""
+        """Return when something may have come, after `timeout_s` seconds at the latest."""
         ...

@@ -1,8 +1,7 @@
 """One rank in this process: a compute thread between two queues.
 
-`load_rank` builds what computes a rank, here and in the worker process of each rank. The compute
-thread is the only one that touches the runner; the loop's thread submits and polls, and hears of
-results through an eventfd. Whatever the compute thread raises ends the node.
+Only the compute thread touches the runner. The loop's thread submits and polls, and an eventfd
+tells it of results. An error in the compute thread ends the node.
 """
 
 import contextlib
@@ -88,7 +87,7 @@ class InProcessExecutor:
             self._event_fd = -1
 
     def _work(self, runner: Runner, threads: int) -> None:
-        """The compute thread: until told to stop, or until a step fails."""
+        """Run the compute thread until it is told to stop or a step fails."""
         torch.set_num_threads(threads)  # each thread of a process has its own
         while (plan := self._plans.get()) is not None:
             try:

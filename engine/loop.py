@@ -1,28 +1,31 @@
-"""The loop of an engine process: listen, settle, connect, plan, execute, speak.
+"""The loop of an engine process: listen, settle, connect, plan, launch, speak.
 
-Plain code on non-blocking parts; it never computes (executors do), so it renews leases and answers
-cancels while a step runs. It never asks which node it is in.
+Plain code on non-blocking parts. Executors compute, so the loop renews leases and answers cancels
+while a step runs. It never asks which node it is in.
 """
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, assert_never
 
+from baton.engine.event_ring import EventRing
 from baton.engine.executor import Executor
 from baton.engine.links import FromRouter, LinkEvent, Links, RouterLost
+from baton.engine.outputs import Origin
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.scheduler import Scheduler
 from baton.kv_transfer.interfaces import (
     Connector,
     ConnectorEvent,
+    FromPeer,
     FromRank,
+    PeerLost,
     PeersChanged,
     ReadEnded,
     ToRank,
 )
 from baton.protocol.errors import InvariantBroken, NodeError
-from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, Welcome
-from baton.runtime.event_ring import EventRing
+from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, ToNode
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25
@@ -30,8 +33,8 @@ RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
 
 
-class Vitals(Protocol):
-    """Where the loop leaves what the beat thread, metrics and step records report."""
+class LoopObserver(Protocol):
+    """Hears what the beat thread, the stats line and the step records report."""
 
     def step_started(self, at_s: float, predicted_s: float) -> None: ...
 
@@ -43,7 +46,7 @@ class Vitals(Protocol):
 
 
 class StepForecast:
-    """Predicted seconds of a step from the recent seconds per token and per step."""
+    """Predicts the seconds of a step from the recent seconds per token and per step."""
 
     def __init__(self) -> None:
         self._per_token_s = 0.0
@@ -63,7 +66,7 @@ class StepForecast:
 class EngineLoop:
     """Drives one scheduler, one executor and one connector over `links`.
 
-    Errors end the process; its supervisor starts it afresh. `ring` holds what was heard last.
+    An error ends the process; its supervisor starts it afresh. `ring` holds the last events.
     """
 
     def __init__(
@@ -72,14 +75,14 @@ class EngineLoop:
         executor: Executor,
         connector: Connector,
         links: Links,
-        vitals: Vitals,
+        observer: LoopObserver,
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.connector = connector
         self.links = links
-        self.vitals = vitals
+        self.observer = observer
         self.ring = EventRing(RING_EVENTS)
         self._clock = clock
         self._forecast = StepForecast()
@@ -91,7 +94,7 @@ class EngineLoop:
             links.watch(port.fileno())
 
     def turn(self) -> None:
-        """Everything that can be done now, then wait for the next event."""
+        """Do everything that can be done now, then wait for the next event."""
         now_s = self._clock()
         for event in self.links.receive(now_s):
             self.ring.record(now_s, event)
@@ -100,26 +103,33 @@ class EngineLoop:
         self._connect(now_s)
         self._launch(now_s)
         self._speak()
-        self.vitals.set_load(self.scheduler.load())
+        self.observer.set_load(self.scheduler.load())
         wake_s = MAX_WAIT_S if self._wake_at_s is None else self._wake_at_s - self._clock()
         self.links.wait(min(max(wake_s, 0.0), MAX_WAIT_S))
 
     def _hear(self, now_s: float, event: LinkEvent) -> None:
         match event:
-            case FromRouter(origin, (Prefill() | Decode()) as message):
-                self.scheduler.add(now_s, origin, message)
-            case FromRouter(origin, Cancel(keys=keys)):
-                self.scheduler.cancel(origin, keys)
-            case FromRouter(_, Peers(nodes=nodes)):
-                self._events.append(PeersChanged(nodes))
-            case FromRouter(_, Refused(failure=failure)):
-                raise NodeError(f"the router refused this node: {failure.message}")
-            case FromRouter(_, Welcome()):
-                pass
+            case FromRouter(origin, message):
+                self._hear_router(now_s, origin, message)
             case RouterLost(origin):
                 self.scheduler.forget(origin)
+            case FromPeer() | PeerLost():
+                self._events.append(event)
             case _:
-                self._events.append(event)  # type: ignore[arg-type]
+                assert_never(event)
+
+    def _hear_router(self, now_s: float, origin: Origin, message: ToNode) -> None:
+        match message:
+            case Prefill() | Decode():
+                self.scheduler.add(now_s, origin, message)
+            case Cancel(keys=keys):
+                self.scheduler.cancel(origin, keys)
+            case Peers(nodes=nodes):
+                self._events.append(PeersChanged(nodes))
+            case Refused(failure=failure):
+                raise NodeError(f"the router refused this node: {failure.message}")
+            case _:
+                assert_never(message)
 
     def _settle(self, now_s: float) -> None:
         while (result := self.executor.poll()) is not None:
@@ -129,16 +139,16 @@ class EngineLoop:
                 raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
             self.scheduler.settle(now_s, plan, result)
             self._forecast.learn(plan, result)
-            self.vitals.step_settled(plan, result)
+            self.observer.step_settled(plan, result)
             if self._launched:
-                self.vitals.step_started(now_s, self._forecast.predict(self._launched[0]))
+                self.observer.step_started(now_s, self._forecast.predict(self._launched[0]))
 
     def _connect(self, now_s: float) -> None:
-        """Run the connector until neither it nor the scheduler has more to say to the other."""
+        """Run the connector until it and the scheduler have nothing new for each other."""
         for rank, port in enumerate(self.executor.ports):
             for event in port.poll():
                 if isinstance(event, ReadEnded):
-                    self.vitals.read_ended(rank, event)
+                    self.observer.read_ended(rank, event)
                 self.ring.record(now_s, event)
                 self._events.append(FromRank(rank, event))
         self._events.extend(self.scheduler.outputs.take_connector_events())
@@ -158,15 +168,18 @@ class EngineLoop:
             self._events.extend(self.scheduler.outputs.take_connector_events())
 
     def _launch(self, now_s: float) -> None:
-        """Keep the executor busy. Planning may admit, and so offer or land; and what lands at once
-        may be planned at once, for no event will come to wake this loop for it."""
+        """Keep the executor busy.
+
+        Planning may admit prompts, and so offer or land. A prompt that lands at once is planned at
+        once: no event will come to wake this loop for it.
+        """
         while True:
             while len(self._launched) < MAX_LAUNCHED:
                 plan = self.scheduler.plan(now_s)
                 if plan is None:
                     break
                 if not self._launched:
-                    self.vitals.step_started(now_s, self._forecast.predict(plan))
+                    self.observer.step_started(now_s, self._forecast.predict(plan))
                 self._launched.append(plan)
                 self.executor.submit(plan)
             if not self.scheduler.outputs.to_connector:

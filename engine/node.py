@@ -1,48 +1,47 @@
-"""An engine process from start to exit: everything prefill and decode nodes wire up alike.
+"""An engine process from start to exit, wired alike for prefill and decode nodes.
 
-Called by the two rooms' `main.run`. Beats start before anything heavy, so the router sees progress
+The two rooms' `main.run` call it. Beats start before anything heavy, so the router sees progress
 while weights load; one deadline covers start-up; a fatal error is one log line and a non-zero exit.
 """
 
 import os
 import secrets
-import signal
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
+from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.loop import EngineLoop
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.records import Records
-from baton.engine.scheduler import Limits, Scheduler
-from baton.engine.sockets import NodeSockets
+from baton.engine.scheduler import NodeLimits, Scheduler
+from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, InvariantBroken, NodeError
+from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
-from baton.runtime.beats import BeatThread, Vitals
+from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import monotonic
-from baton.runtime.keys import load_keys
+from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 
-MakeScheduler = Callable[[BlockPool, Limits], Scheduler]
+MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
 MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
 
 log = logger("node")
 
 
-class NodeVitals:
-    """The loop's reports, passed on to the beat thread, the records and the stats line."""
+class NodeObserver:
+    """Passes what the loop reports on to the beat thread, the records and the stats line."""
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
         self._vitals = vitals
@@ -88,7 +87,7 @@ class NodeVitals:
 
 
 class EngineNode:
-    """One engine node. `run` is a process's whole life and returns its exit code."""
+    """One engine node. `run` is the whole life of its process."""
 
     def __init__(
         self,
@@ -107,12 +106,12 @@ class EngineNode:
         self._stopping = threading.Event()
 
     def run(self) -> int:
+        """Serve until SIGTERM or Ctrl-C, and return the exit code."""
         die_with_parent()
         setup(self.config.log, str(self.node_id))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         try:
-            self.serve()
+            with Interrupts(on_first=self.stop):
+                self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
             return 1
@@ -132,7 +131,7 @@ class EngineNode:
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
-        sockets = NodeSockets(self.config.node.routers, hello, keys)
+        sockets = EngineSockets(self.config.node.routers, hello, keys)
         try:
             beats.start()
             self._serve(executor, sockets, records)
@@ -142,18 +141,20 @@ class EngineNode:
             sockets.close()
             records.close()
 
-    def _serve(self, executor: Executor, sockets: NodeSockets, records: Records) -> None:
+    def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
         info = self._start(executor)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
-            self.node_id, self.epoch, self.role, endpoint,
-            info.num_blocks, info.layout, info.ranks, info.model,
-            info.max_model_len, info.vocab_size, info.eos_token_ids,
-        )  # fmt: skip
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            control_endpoint=endpoint,
+            **{name: getattr(info, name) for name in info.__struct_fields__},
+        )
         pool = BlockPool(
             info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
         )
-        limits = Limits(
+        limits = NodeLimits(
             self.config.engine.chunk_tokens,
             self.config.engine.max_num_seqs,
             info.max_model_len,
@@ -165,12 +166,19 @@ class EngineNode:
             executor,
             NodeConnector(node, self.config.transfer),
             sockets,
-            NodeVitals(self._vitals, records, self.config.log.stats_s),
+            NodeObserver(self._vitals, records, self.config.log.stats_s),
             monotonic,
         )
         self._vitals.set_ready()
         sockets.ready(node)
-        log.info("ready", role=self.role, blocks=info.num_blocks, max_len=info.max_model_len)
+        log.info(
+            "ready",
+            role=self.role,
+            blocks=info.num_blocks,
+            max_len=info.max_model_len,
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+        )
         try:
             while not self._stopping.is_set():
                 loop.turn()
@@ -196,14 +204,9 @@ class EngineNode:
         log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
         os._exit(1)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping.is_set():
-            raise NodeError("stopped by a second signal")
-        self._stopping.set()
-
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
-    """The executor that `config` asks for."""
+    """Make the executor that `config` asks for."""
     if config.engine.workers or config.engine.tensor_parallel > 1:
         return WorkerExecutor(config, epoch)
     return InProcessExecutor(config, epoch)

@@ -1,6 +1,6 @@
-"""What a scheduler wants said, collected until the loop takes it: to routers and to the connector.
+"""The messages of a scheduler to routers and to the connector, until the loop takes them.
 
-`origin` is opaque to schedulers: the loop's number of the router link a request came by.
+`origin` is opaque to schedulers: it is the loop's number of the router that sent a request.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Outputs:
         self.to_routers.append((origin, message))
 
     def emit(self, origin: Origin, entry: TokenEntry) -> None:
-        """Tokens of one step leave in one message per router."""
+        """Add tokens; those of one step leave in one message per router."""
         self._entries.setdefault(origin, []).append(entry)
 
     def flush(self, origin: Origin) -> None:

@@ -1,4 +1,4 @@
-"""What one step computes, and what came of it: the language between scheduler and executor.
+"""What one step computes and what came of it: the language between scheduler and executor.
 
 Host-only, and it travels to worker processes as msgpack. A decode step is a slice of length one;
 a chunk of a prompt is a longer slice; one plan mixes both. A plan carries what a cost model needs.
@@ -13,10 +13,10 @@ from baton.protocol.sampling import Sampling
 class Slice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, start + length) of one sequence.
 
-    `token_ids` empty means: the token that was last sampled for this key (length 1), so a step can
-    be planned while the one before it still runs. `block_table` covers every position below
-    start + length. The last position is sampled once per entry of `draws`: a choice index for
-    each; empty means that no token is wanted.
+    Empty `token_ids` stand for the token that was last sampled for this key (length 1), so a step
+    can be planned while the one before it still runs. `block_table` covers every position below
+    start + length. The last position is sampled once per entry of `draws`, a choice index
+    each; with no entry, no token is wanted.
     """
 
     key: Key
@@ -30,11 +30,11 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. `copies` (source block, target block) happen before any slice is computed.
+    """One step. `copies` (source block, target block) are made before any slice is computed.
 
     `generations` are (block, generation) of the blocks that got a new owner since the last plan;
     they are written to the pool's generation table before anything is stored, so that a reader can
-    tell a stale block.
+    recognise a stale block.
     """
 
     step_id: int
@@ -44,7 +44,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What came of a plan: `tokens[i]` holds one token id per draw of slice i.
+    """The result of a plan: `tokens[i]` holds one token id per draw of slice i.
 
     `started_s` and `ended_s` are on this host's monotonic clock. A result is delivered after every
     store of its step is finished and visible to transports.

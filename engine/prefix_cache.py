@@ -1,4 +1,4 @@
-"""Which blocks hold which prefixes, and which of them nobody uses at the moment.
+"""The blocks that hold known prefixes, and those of them that are idle.
 
 Only `BlockPool` calls it. Idle blocks are evicted least recently used first. A block enters whole
 and settled; when the same content is offered twice, the block that came first stays.
@@ -7,7 +7,7 @@ and settled; when the same content is offered twice, the block that came first s
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from baton.protocol.block_hash import BlockHash
+from baton.protocol.blocks import BlockHash
 
 
 class PrefixCache:
@@ -27,7 +27,7 @@ class PrefixCache:
         return block in self._hash_of
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest known prefix of the chain `hashes`."""
+        """Return the blocks of the longest known prefix of the chain `hashes`."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -42,14 +42,14 @@ class PrefixCache:
             self._hash_of[block] = block_hash
 
     def rest(self, block: int) -> None:
-        """The last user of this block is gone; it may be evicted from now on."""
+        """Let a block that has lost its last user be evicted."""
         self._idle[block] = None
 
     def revive(self, block: int) -> None:
         del self._idle[block]
 
     def evict(self) -> int:
-        """Forget the idle block that was used least recently, and hand it over."""
+        """Forget the idle block that was used least recently, and return it."""
         block, _ = self._idle.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         return block

@@ -6,6 +6,7 @@ allocated. Starts no threads but the port's own.
 """
 
 import ctypes
+import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
-from baton.protocol.kv_layout import KVLayout
+from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
 
@@ -97,6 +98,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
+        batch_invariant=is_batch_invariant(runner),
+        compute=compute_path(runner),
     )
     return LoadedRank(runner, pool, port, info)
 
@@ -146,6 +149,23 @@ def load_runner(
     backend = _backend(plan, cache, ranks.size, progress)
     sampler = Sampler(plan.decoder.eos_token_ids)
     return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+
+
+def is_batch_invariant(runner: Runner) -> bool:
+    """Whether the bits of a token depend on its own sequence alone."""
+    has_rules = all(linear.rule is not None for linear in runner.decoder.linears())
+    return has_rules and runner.backend.is_batch_invariant
+
+
+def compute_path(runner: Runner) -> str:
+    """Equal for two ranks of one model if they compute the same bits, as far as is known."""
+    digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
+    if runner.device.type == "cuda":
+        digest.update(torch.cuda.get_device_name(runner.device).encode())
+    rules = [linear.rule for linear in runner.decoder.linears() if linear.rule is not None]
+    for rule in sorted({rule.digest for rule in rules}):
+        digest.update(rule)
+    return f"{runner.backend.name}-{digest.hexdigest()}"
 
 
 def warm_up(runner: Runner) -> None:

@@ -1,7 +1,7 @@
-"""What a node did, step by step and read by read, for tests, benchmarks and bug reports.
+"""A node's log of its steps and reads, for tests, benchmarks and bug reports.
 
 `Records` keeps counters for the stats line and, when a folder is configured, appends one JSON line
-per settled step and per ended read. Called by the node's shell; never by a scheduler.
+per settled step and per ended read. The node's shell calls it; schedulers never do.
 """
 
 from io import TextIOWrapper
@@ -98,6 +98,6 @@ class Records:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of one node, in the order in which they were written."""
+    """Return the records of one node, in the order in which they were written."""
     decoder = msgspec.json.Decoder(Record)
     return [decoder.decode(line) for line in path.read_bytes().splitlines()]

@@ -60,9 +60,8 @@ class Runner:
         batch = self.pack(slices)
         drawing = [i for i, part in enumerate(slices) if part.draws]
         last = [batch.spans[i].row + batch.spans[i].length - 1 for i in drawing]
-        rows = last + [0] * (self.backend.padded(len(last)) - len(last))
         logits = self.decoder.forward(
-            batch, torch.tensor(rows, dtype=torch.int64, device=self.device), self.backend
+            batch, torch.tensor(last, dtype=torch.int64, device=self.device), self.backend
         )
         # One row per draw: choices of one prompt share its logits.
         draws = [row for row, i in enumerate(drawing) for _ in slices[i].draws]
@@ -73,7 +72,7 @@ class Runner:
         return drawn
 
     def pack(self, slices: tuple[Slice, ...]) -> Batch:
-        """The slices one after the other, and padding."""
+        """The slices one after the other."""
         block_size = self.cache.pool.shape[4]
         spans: list[Span] = []
         token_ids: list[int] = []
@@ -87,10 +86,9 @@ class Runner:
             table = np.array(part.block_table[first:], dtype=np.int64)
             positions.append(own)
             slots.append(table[own // block_size - first] * block_size + own % block_size)
-        padding = [0] * (self.backend.padded(len(token_ids)) - len(token_ids))
         return Batch(
-            torch.tensor(token_ids + padding, device=self.device),
-            self._tensor(np.concatenate([*positions, np.array(padding, dtype=np.int64)])),
+            torch.tensor(token_ids, device=self.device),
+            self._tensor(np.concatenate(positions)),
             self._tensor(np.concatenate(slots)),
             tuple(spans),
         )

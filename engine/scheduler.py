@@ -1,14 +1,17 @@
-"""What the loop asks of a scheduler, and the facts every scheduler is built with.
+"""What the loop asks of a scheduler, and what both schedulers do alike with a message. Pure.
 
-Prefill and decode nodes each have their own; the loop never learns which it drives. A scheduler is
-pure: time comes in as `now_s`, what it wants said goes out through `outputs`. `plan` may be called
-again before the last plan is settled.
+Prefill and decode nodes each have their own scheduler; the loop never learns which it drives. Time
+comes in as `now_s`, messages go out through `outputs`. `plan` may be called again before the last
+plan is settled.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from baton.engine.block_pool import BlockPool
+from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import ConnectorReport
@@ -19,8 +22,8 @@ from baton.protocol.messages import Decode, Load, Prefill
 from baton.protocol.sampling import MAX_CHOICES
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """What bounds a step and a sequence on this node."""
+class NodeLimits(msgspec.Struct, frozen=True):
+    """The bounds of a step and of a sequence on this node."""
 
     chunk_tokens: int  # token budget of one step
     max_num_seqs: int  # sequences in one step
@@ -29,13 +32,19 @@ class Limits(msgspec.Struct, frozen=True):
     vocab_size: int = 1 << 31  # token ids are below it
 
 
-def problem_of(message: Prefill | Decode, limits: Limits) -> BatonError | None:
-    """Why nobody could work on this: a wrong message ends one request, never a process."""
+def problem_of(
+    message: Prefill | Decode, limits: NodeLimits, is_in_use: Callable[[Choices], bool]
+) -> BatonError | None:
+    """Return why no node could work on this message: it ends one request, never a process.
+
+    `is_in_use` says whether a sequence of this node already has one of its keys.
+    """
     num_tokens = len(message.token_ids)
     num_output = num_tokens - message.num_prompt_tokens
     first, end = message.key.choice, message.key.choice + message.num_choices
     if not 0 <= first < end <= MAX_CHOICES:
-        return MalformedMessage(f"{message.num_choices} choices from {first} on cannot be")
+        text = f"choices {first} to {end - 1} are not within 0 to {MAX_CHOICES - 1}"
+        return MalformedMessage(text)
     if not 0 <= num_output < num_tokens:
         text = f"{message.num_prompt_tokens} of {num_tokens} tokens cannot be the prompt"
         return MalformedMessage(text)
@@ -47,18 +56,32 @@ def problem_of(message: Prefill | Decode, limits: Limits) -> BatonError | None:
         return RequestError(text, code="context_length_exceeded", param="prompt")
     if num_output >= message.sampling.max_tokens:
         return RequestError("no token is left to generate", param="max_tokens")
+    if is_in_use(Choices.of(message)):
+        return MalformedMessage(f"{message.key} is in use")
     return None
+
+
+def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:
+    """Return the load of a node with this pool, for its router and the stats line."""
+    return Load(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        free_blocks=pool.num_free,
+        total_blocks=pool.num_blocks,
+        cached_blocks=len(pool.cache),
+        quarantined_blocks=pool.num_quarantined,
+    )
 
 
 class Scheduler(Protocol):
     outputs: Outputs
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        """Take a request in, or say `Failed`. It never raises for what a message holds."""
+        """Take a request in, or say `Failed`. Never raises because of a message."""
         ...
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        """End these sequences; `CancelDone` goes out at once, blocks follow when safe."""
+        """End these sequences. `CancelDone` goes out at once, blocks follow when it is safe."""
         ...
 
     def forget(self, origin: Origin) -> None:
@@ -68,7 +91,7 @@ class Scheduler(Protocol):
     def on_report(self, now_s: float, report: ConnectorReport) -> None: ...
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """Return the next step, or None when there is nothing to compute."""
         ...
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None: ...

@@ -1,17 +1,18 @@
 """The ZMQ side of an engine process: channels to its routers and to its peer nodes.
 
-Implements `Links` for the engine loop, its only caller, on one thread. Every router hears Hello and
-Ready again whenever its channel begins anew, so a router that restarts needs to know nothing.
+Implements `Links` for the engine loop, its only caller, on one thread. A router hears Hello and
+Ready again whenever its channel begins anew, so a router that restarts needs no memory.
 """
 
 import select
 from dataclasses import dataclass
+from typing import assert_never
 
 import zmq
 
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.outputs import Origin
-from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
+from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
     to_decode_codec,
     to_node_codec,
@@ -19,7 +20,6 @@ from baton.protocol.codec import (
     to_router_codec,
 )
 from baton.protocol.errors import ConfigError
-from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     Hello,
     NodeInfo,
@@ -30,13 +30,12 @@ from baton.protocol.messages import (
     ToPrefill,
     ToRouter,
 )
-from baton.runtime.channel import Dialer, Disconnected, Listener
-from baton.runtime.keys import NO_KEYS, Keys
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Listener
 from baton.runtime.log import logger
 
-Peer = tuple[NodeId, Epoch]
-
-# Handshakes in a row that fail until it is said: one may fail because a router ends.
+# Failed handshakes in a row before the log says so: one may fail because a router ends.
 REFUSALS_TO_TELL = 3
 
 log = logger("sockets")
@@ -44,18 +43,18 @@ log = logger("sockets")
 
 @dataclass(slots=True)
 class Introduced:
-    """Who is at the other end of a connection that a peer made, by its own word."""
+    """The peer at the other end of a connection that it made, by its own word."""
 
     hello: PeerHello
     is_answered: bool = False
     is_dropped: bool = False
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerName:
         return self.hello.node_id, self.hello.epoch
 
 
-class NodeSockets:
+class EngineSockets:
     """Dials `routers`; `listen` opens the endpoint that prefill nodes dial (decode nodes only)."""
 
     def __init__(self, routers: tuple[str, ...], hello: Hello, keys: Keys = NO_KEYS) -> None:
@@ -78,7 +77,7 @@ class NodeSockets:
             for endpoint in routers
         ]
         self._listener: Listener[ToPrefill, ToDecode] | None = None
-        self._dialled: dict[Peer, Dialer[ToDecode, ToPrefill]] = {}
+        self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
         self._introduced: dict[bytes, Introduced] = {}
         self._lost: list[PeerLost] = []  # that could not even be dialled
         for dialer in self._routers:
@@ -86,7 +85,7 @@ class NodeSockets:
             dialer.send(hello)
 
     def listen(self, endpoint: str) -> str:
-        """Bind for prefill nodes; the endpoint that they can dial."""
+        """Bind for prefill nodes, and return the endpoint that they can dial."""
         self._listener = Listener[ToPrefill, ToDecode](
             endpoint, to_prefill_codec(), to_decode_codec(), self._context, self._keys
         )
@@ -127,6 +126,8 @@ class NodeSockets:
                 self._drop((node, epoch))
             case ToPeer(node=node, epoch=epoch, message=message):
                 self._send_to_peer((node, epoch), message)
+            case _:
+                assert_never(command)
 
     def watch(self, fileno: int) -> None:
         self._epoll.register(fileno, select.EPOLLIN)
@@ -152,7 +153,7 @@ class NodeSockets:
             dialer.send(self._ready)
 
     def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode]) -> None:
-        """One line for the operator, not one per try."""
+        """Log a refusal once, not once per try."""
         if dialer.connected:
             self._refusing.discard(origin)
         elif dialer.refusals >= REFUSALS_TO_TELL and origin not in self._refusing:
@@ -182,7 +183,7 @@ class NodeSockets:
         self._dialled[peer] = dialer
         self.watch(dialer.fileno())
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: PeerName) -> None:
         dialer = self._dialled.pop(peer, None)
         if dialer is not None:
             self._epoll.unregister(dialer.fileno())
@@ -190,7 +191,7 @@ class NodeSockets:
         for known in self._introduced.values():
             known.is_dropped = known.is_dropped or known.peer == peer
 
-    def _send_to_peer(self, peer: Peer, message: ToDecode | ToPrefill) -> None:
+    def _send_to_peer(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
         if peer in self._dialled:
             self._dialled[peer].send(message)  # type: ignore[arg-type]
             return
@@ -204,7 +205,7 @@ class NodeSockets:
             self._listener.send(identity, message)  # type: ignore[arg-type]
             return
 
-    def _receive_dialled(self, peer: Peer, events: list[LinkEvent]) -> None:
+    def _receive_dialled(self, peer: PeerName, events: list[LinkEvent]) -> None:
         dialer = self._dialled[peer]
         while (message := dialer.receive()) is not None:
             if isinstance(message, Disconnected):
@@ -222,7 +223,7 @@ class NodeSockets:
                 self._forget(received.peer, events)
             elif isinstance(received.message, PeerHello):
                 self._meet(received.peer, received.message, events)
-            elif known is not None:  # before its PeerHello a peer is nobody
+            elif known is not None:  # before its PeerHello a peer is not heard
                 if known.is_dropped:
                     # Only this side dropped it: to the peer, this is the same connection.
                     known.is_dropped = False
@@ -230,7 +231,7 @@ class NodeSockets:
                 events.append(FromPeer(*known.peer, received.message))
 
     def _meet(self, identity: bytes, hello: PeerHello, events: list[LinkEvent]) -> None:
-        """A peer says who it is; one connection has one name, and one name one connection."""
+        """Take a peer's name: one connection has one name, and one name has one connection."""
         met = Introduced(hello)
         known = self._introduced.get(identity)
         if known is not None and known.peer != met.peer:

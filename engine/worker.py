@@ -1,4 +1,4 @@
-"""The process of one rank: loads it, then runs plan after plan for the executor that spawned it.
+"""The process of one rank: it loads the rank, then runs plan after plan for its executor.
 
 `python -m baton.engine.worker STEPS PORT`, where both are inherited socket descriptors. The main
 thread computes; a second thread carries the transfer agent's commands and events. The process ends
@@ -41,7 +41,7 @@ class Worker:
         self._port = port
 
     def run(self) -> int:
-        """The process's exit code."""
+        """Load, compute until the executor is gone, and return the exit code."""
         try:
             first = self._steps.wait()
             if first is None:

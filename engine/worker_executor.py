@@ -1,8 +1,8 @@
-"""One process per rank under one `Executor`: spawns workers, hands out plans, gathers results.
+"""One process per rank under one `Executor`: it spawns workers, sends plans, gathers results.
 
-The node's loop calls it like `InProcessExecutor`. Every plan goes to every rank; a result is given
-out when all ranks are through and agree on the tokens. A rank that dies or fails ends the node:
-nothing is restarted here. No call but `start` and `close` ever blocks.
+The node's loop calls it like `InProcessExecutor`. Every plan goes to every rank; `poll` returns a
+result when all ranks have finished the step and agree on its tokens. A rank that dies or fails ends
+the node: nothing is restarted here. Only `start` and `close` block.
 """
 
 import os
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
+from typing import assert_never
 
 import msgspec
 
@@ -45,16 +46,16 @@ class WorkerExecutor:
     def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
         self._config = config
         self._epoch = epoch
-        self._workers: list[_Worker] = []
+        self._workers: list[_RankProcess] = []
         self._epoll = select.epoll()
         self._error: NodeError | ConfigError | None = None
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        """Spawns and loads; raises what the first failing rank says."""
+        """Spawn the workers and load. Raises the error of the first rank that fails."""
         size = self._config.engine.tensor_parallel
         with _meeting(size) as (memory, peers):
             for rank in range(size):
-                worker = _Worker(rank, self._config, (memory, *peers[rank]))
+                worker = _RankProcess(rank, self._config, (memory, *peers[rank]))
                 self._workers.append(worker)
                 self._epoll.register(worker.steps, select.EPOLLIN)
                 load = LoadRank(self._config, self._epoch, rank, memory, peers[rank])
@@ -105,18 +106,18 @@ class WorkerExecutor:
         self._workers = []
         self._epoll.close()
 
-    def _send(self, worker: "_Worker", message: LoadRank | RunStep) -> None:
+    def _send(self, worker: "_RankProcess", message: LoadRank | RunStep) -> None:
         worker.steps.send(message)
         self._watch(worker)
 
-    def _watch(self, worker: "_Worker") -> None:
-        """A plan larger than the socket's buffer goes on when the worker has read some of it."""
+    def _watch(self, worker: "_RankProcess") -> None:
+        """Watch for room too while a plan larger than the socket's buffer is being sent."""
         unsent = select.EPOLLOUT if worker.steps.has_unsent else 0
         if not worker.steps.is_closed:
             self._epoll.modify(worker.steps, select.EPOLLIN | unsent)
 
     def _hear(self, timeout_s: float) -> None:
-        """Everything that the workers have said, waiting at most so long for the first."""
+        """Take every message of the workers; wait at most `timeout_s` for the first."""
         if self._epoll.closed:
             return
         by_fd = {worker.steps.fileno(): worker for worker in self._workers}
@@ -130,7 +131,7 @@ class WorkerExecutor:
                 self._epoll.unregister(descriptor)
                 self._error = self._error or worker.loss()
 
-    def _take(self, worker: "_Worker", message: FromWorker) -> None:
+    def _take(self, worker: "_RankProcess", message: FromWorker) -> None:
         match message:
             case Loading(phase, done, total):
                 worker.progress = (phase, done, total)
@@ -140,10 +141,12 @@ class WorkerExecutor:
                 worker.results.append(result)
             case WorkerFailed(failure):
                 self._error = self._error or _error(worker.rank, failure)
+            case _:
+                assert_never(message)
 
 
-class _Worker:
-    """One rank's process, as seen from here."""
+class _RankProcess:
+    """One rank's process, as its executor sees it."""
 
     def __init__(self, rank: int, config: ClusterConfig, meeting: tuple[int, ...]) -> None:
         ours, theirs = socket.socketpair()
@@ -168,7 +171,7 @@ class _Worker:
             )
 
     def loss(self) -> NodeError:
-        """Why the stream ended, as far as the process can tell."""
+        """Return why the stream ended, as far as the process tells."""
         if not self.child.wait(monotonic() + EXIT_S):
             return NodeError(f"rank {self.rank} closed its socket")
         last = self.child.tail[-1] if self.child.tail else "it wrote nothing"
@@ -184,12 +187,12 @@ class RemotePort:
         self._is_closed = False
 
     def send(self, command: AgentCommand) -> None:
-        """What the socket does not take now goes with the next call of `send` or `poll`."""
+        """Send a command; the rest of a full socket goes with the next `send` or `poll`."""
         if not self._is_closed:
             self._socket.send(command)
 
     def poll(self) -> list[AgentEvent]:
-        """Raises `NodeError` once the worker is gone and all its events were given out."""
+        """Return new events. Raises `NodeError` once the worker is gone and none are left."""
         if self._is_closed:
             return []
         self._socket.flush()
@@ -208,7 +211,7 @@ class RemotePort:
 
 @contextmanager
 def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
-    """What the ranks inherit: memory that all share, and for each a socket to every other."""
+    """Make what the ranks inherit: memory that all share, and a socket between any two."""
     with ExitStack() as stack:
         memory = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
         stack.callback(os.close, memory)
@@ -221,18 +224,24 @@ def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
 
 
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
-    """All ranks' addresses in one; whatever else they say must be equal."""
-    info = msgspec.structs.replace(
-        infos[0], ranks=tuple(address for info in infos for address in info.ranks)
-    )
+    """Return one info with the addresses and compute paths of all ranks.
+
+    The ranks must agree on all the rest.
+    """
+    shared = {
+        "ranks": tuple(address for info in infos for address in info.ranks),
+        "batch_invariant": all(info.batch_invariant for info in infos),
+        "compute": "+".join(dict.fromkeys(info.compute for info in infos)),
+    }
+    info = msgspec.structs.replace(infos[0], **shared)
     for rank, other in enumerate(infos):
-        if msgspec.structs.replace(other, ranks=info.ranks) != info:
+        if msgspec.structs.replace(other, **shared) != info:
             raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
     return info
 
 
 def _agreed(results: Sequence[StepResult]) -> StepResult:
-    """One step on all ranks. Ranks that draw different tokens would store different sequences."""
+    """Return one result for all ranks. They must agree on the tokens, or their KV would differ."""
     first = results[0]
     for rank, result in enumerate(results):
         if (result.step_id, result.tokens) != (first.step_id, first.tokens):

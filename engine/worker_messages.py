@@ -1,4 +1,4 @@
-"""What an executor and the worker of each rank say to one another, and the socket it goes over.
+"""The messages between an executor and the worker of each rank, and the socket that carries them.
 
 Two socket pairs join them: one for steps, one for the rank's transfer agent, so that a long step
 delays no lease. A message is four bytes of length and msgpack; the end of a stream means that the
@@ -97,11 +97,11 @@ class MessageSocket(Generic[T]):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` is to be called once the socket takes bytes again."""
+        """Whether `flush` must be called once the socket takes bytes again."""
         return bool(self._out)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Whole and in order; what a non-blocking socket does not take now waits for `flush`."""
+        """Send a message whole and in order. What a full socket does not take waits for `flush`."""
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(f"message of {len(body)} bytes exceeds {MAX_MESSAGE_BYTES}")
@@ -114,7 +114,7 @@ class MessageSocket(Generic[T]):
             self._flush()
 
     def receive(self) -> list[T]:
-        """What a non-blocking socket holds. Sets `is_closed` at the end of the stream."""
+        """Return what a non-blocking socket holds. Sets `is_closed` at the end of the stream."""
         while self._read():
             pass
         messages = []
@@ -123,14 +123,14 @@ class MessageSocket(Generic[T]):
         return messages
 
     def wait(self) -> T | None:
-        """The next message of a blocking socket; None at the end of the stream."""
+        """Return the next message of a blocking socket, or None at the end of the stream."""
         while (message := self._take()) is None:
             if not self._read():
                 return None
         return message
 
     def close(self) -> None:
-        """Idempotent. The other side sees the end of the stream, even if a child holds this end."""
+        """End the stream, even if a child still holds this end. Idempotent."""
         self.is_closed = True
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
@@ -147,7 +147,7 @@ class MessageSocket(Generic[T]):
             self._out.clear()
 
     def _read(self) -> bool:
-        """Whether anything came."""
+        """Read what is there, and return whether anything came."""
         try:
             data = self._stream.recv(READ_BYTES)
         except BlockingIOError:

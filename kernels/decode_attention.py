@@ -34,7 +34,7 @@ MAX_SPLITS = 64  # per sequence: a longer context has longer splits, so the work
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class DecodeTiling:
     """How the split kernel is compiled for a dtype and head size."""
 
     tile: int
@@ -43,11 +43,13 @@ class Tiling:
     per_multiprocessor: int
 
 
-def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+def tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
     """Tiles such that the programs of one multiprocessor keep some 100 KiB of loads in flight."""
     if dtype == torch.float32:
-        return Tiling(tile=32, num_warps=4, num_stages=2, per_multiprocessor=4)
-    return Tiling(tile=min(8192 // head_dim, 128), num_warps=4, num_stages=3, per_multiprocessor=3)
+        return DecodeTiling(tile=32, num_warps=4, num_stages=2, per_multiprocessor=4)
+    return DecodeTiling(
+        tile=min(8192 // head_dim, 128), num_warps=4, num_stages=3, per_multiprocessor=3
+    )
 
 
 def paged_decode_attention(

@@ -30,7 +30,7 @@ from baton.kernels.paged import (
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class PrefillTiling:
     """How the kernel is compiled for a dtype: queries by keys, and the resources for a tile."""
 
     queries: int
@@ -39,11 +39,11 @@ class Tiling:
     num_stages: int
 
 
-def tiling(dtype: torch.dtype) -> Tiling:
+def tiling(dtype: torch.dtype) -> PrefillTiling:
     """Tiles that fill a Hopper multiprocessor without a spill; fp32 is for parity only."""
     if dtype == torch.float32:
-        return Tiling(queries=32, keys=32, num_warps=16, num_stages=2)
-    return Tiling(queries=128, keys=64, num_warps=8, num_stages=3)
+        return PrefillTiling(queries=32, keys=32, num_warps=16, num_stages=2)
+    return PrefillTiling(queries=128, keys=64, num_warps=8, num_stages=3)
 
 
 def paged_prefill_attention(

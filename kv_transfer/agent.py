@@ -1,7 +1,7 @@
 """One rank's transfer agent: a thread that reads peers' blocks into the local pool.
 
-Executors and workers make it with `make_port`; their node talks to it through `TransferPort`. What
-it does is in `agent_turns`, this is the thread and its descriptors. It never decides what a read
+Executors and workers make it with `make_port`; their node talks to it through `TransferPort`. This
+file holds the thread and its descriptors, `agent_turns` the work. It never decides what a read
 means, and never blocks its caller.
 """
 
@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from baton.kv_transfer.agent_turns import AgentTurns, Limits
+from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, PoolMemory, Transport
-from baton.kv_transfer.transports.make import make_transports
+from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Epoch
@@ -27,25 +27,25 @@ MAX_WAIT_S = 0.005
 
 
 def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
-    """The agent of the rank that owns `pool`, in the process lifetime `epoch`; already running.
+    """Start the agent of the rank that owns `pool`, in the process lifetime `epoch`.
 
-    Publish `.address()` as this rank's `RankAddress`. `.close()` it before the pool. A pool that is
-    no `HostPool` (a GPU's) can only be read through nixl. Raises `ConfigError` when the configured
-    transport cannot work here.
+    Publish `.address()` as this rank's `RankAddress`, and `.close()` it before the pool. A pool
+    that is no `HostPool` (a GPU's) can only be read through nixl. Raises `ConfigError` when the
+    configured transport cannot work here.
     """
     transports = make_transports(pool, epoch, config)
     shape = pool.shape if isinstance(pool, HostPool) else pool
-    return TransferAgent(transports, shape.block_bytes, Limits(read_s=config.lease_s))
+    return TransferAgent(transports, shape.block_bytes, AgentLimits(read_s=config.lease_s))
 
 
 class TransferAgent:
     """`TransferPort` over `transports`, which it owns from here on."""
 
     def __init__(
-        self, transports: Sequence[Transport], block_bytes: int, limits: Limits | None = None
+        self, transports: Sequence[Transport], block_bytes: int, limits: AgentLimits | None = None
     ) -> None:
         self._transports = tuple(transports)
-        self._turns = AgentTurns(transports, block_bytes, limits or Limits(), monotonic)
+        self._turns = AgentTurns(transports, block_bytes, limits or AgentLimits(), monotonic)
         self._address = RankAddress({t.name: t.address() for t in transports})
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()
@@ -59,18 +59,18 @@ class TransferAgent:
     # --- the node's side ------------------------------------------------------------------------
 
     def address(self) -> RankAddress:
-        """How peers can read the local pool."""
+        """Return how peers can read the local pool."""
         return self._address
 
     def send(self, command: AgentCommand) -> None:
-        """After `close` nothing is heard any more."""
+        """Queue a command; dropped after `close`."""
         if self._closing:
             return
         self._commands.append(command)
         os.eventfd_write(self._wake, 1)
 
     def poll(self) -> list[AgentEvent]:
-        """Raises `InvariantBroken` when the agent's thread has ended of a bug."""
+        """Return new events. Raises `InvariantBroken` when a bug has ended the agent's thread."""
         if self._closing:
             return []
         _drain(self._ready)
@@ -85,7 +85,7 @@ class TransferAgent:
         return self._ready
 
     def close(self) -> None:
-        """Ends the thread and every transport, so that nothing lands any more. Idempotent."""
+        """End the thread and every transport, so that nothing lands any more. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -123,12 +123,12 @@ class TransferAgent:
             if moved or self._commands:
                 moved_s = monotonic()
                 continue
-            # In step with how long slices take: an end is seen late by an eighth of that at most.
+            # Scaled with how long slices take: an end is seen at most an eighth of that late.
             self._wait(poller, min(max(MIN_WAIT_S, (monotonic() - moved_s) / 8), MAX_WAIT_S))
             _drain(self._wake)
 
     def _wait(self, poller: select.poll, poll_s: float) -> None:
-        """Until a command, a connection or a deadline."""
+        """Wait for a command, a connection or a deadline."""
         wake_at_s = self._turns.wake_at_s(poll_s)
         if wake_at_s is None:
             poller.poll()

@@ -1,14 +1,14 @@
 """What a transfer agent does, one turn at a time, without its thread: see `agent`.
 
 Reads are cut into slices, two in flight for a peer, peers in turn; commands are heard between
-slices. A read ends exactly once: when all of it is there, or when it failed and is quiet, or when
-nobody could tell within `quiet_s` whether it is quiet. Never waits; time comes from the clock it
-was given.
+slices. A read ends exactly once: when all of it is there, when it failed and is quiet, or when it
+is still not certain after `quiet_s` that it is quiet. Never waits; time comes from the given clock.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import msgspec
 
@@ -31,9 +31,9 @@ from baton.runtime.clock import Clock
 MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """`read_s`: from command to end, then a read fails. `quiet_s`: how long a read that is given up
-    may take to become quiet before its blocks are reported as not quiet."""
+class AgentLimits(msgspec.Struct, frozen=True):
+    """A read that has not ended `read_s` after its command fails. A failed read whose slices are
+    not quiet after `quiet_s` ends as not quiet."""
 
     slice_bytes: int = 16 << 20
     connect_s: float = 10.0
@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A `Read` on its way. `stop_at_s`: its deadline; once `failure` is set, that of its quiet."""
+    """A `Read` under way. `stop_at_s` is its deadline; after a failure, that of becoming quiet."""
 
     command: Read
     stop_at_s: float
@@ -55,7 +55,7 @@ class _Reading:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _ReadablePeer:
     command: AddPeer
     transport: Transport
     connect_by_s: float
@@ -71,18 +71,18 @@ class _Peer:
 
 
 class AgentTurns:
-    """The peers and reads of one rank over `transports`, whose owner drives it."""
+    """The peers and reads of one rank over `transports`. The owner calls `hear` and `turn`."""
 
     def __init__(
-        self, transports: Sequence[Transport], block_bytes: int, limits: Limits, clock: Clock
+        self, transports: Sequence[Transport], block_bytes: int, limits: AgentLimits, clock: Clock
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._slice_blocks = max(1, limits.slice_bytes // block_bytes)
         self._block_bytes = block_bytes
         self._transports = {transport.name: transport for transport in transports}
-        self._peers: dict[Epoch, _Peer] = {}
-        self._readings: dict[int, _Peer] = {}
+        self._peers: dict[Epoch, _ReadablePeer] = {}
+        self._readings: dict[int, _ReadablePeer] = {}
         self._events: list[AgentEvent] = []
 
     def hear(self, command: AgentCommand) -> None:
@@ -100,9 +100,11 @@ class AgentTurns:
                 for reading in peer.reads if peer else ():
                     if reading.command.ticket == ticket:
                         self._fail(now_s, reading, Cancelled("the read was cancelled"))
+            case _:
+                assert_never(command)
 
     def turn(self) -> bool:
-        """Whatever can be done now; True when it is worth another turn at once."""
+        """Do what can be done now. Return True when another turn at once is worthwhile."""
         now_s = self._clock()
         for transport in self._transports.values():
             for epoch in transport.service():
@@ -123,8 +125,10 @@ class AgentTurns:
         return events
 
     def wake_at_s(self, poll_s: float) -> float | None:
-        """When the next turn is due without a command: a deadline, or `poll_s` from now where
-        something is on its way that has no descriptor. None: never."""
+        """Return when the next turn is due without a command, or None.
+
+        That is a deadline, or `poll_s` from now where something is under way without a descriptor.
+        """
         times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
         for peer in self._peers.values():
             connecting = not peer.up and not peer.removed
@@ -155,9 +159,9 @@ class AgentTurns:
             self._events.append(PeerDown(command.peer, error.to_failure()))
             return
         by_s = now_s + self._limits.connect_s
-        self._peers[command.peer] = _Peer(command, transport, by_s)
+        self._peers[command.peer] = _ReadablePeer(command, transport, by_s)
 
-    def _connect(self, now_s: float, peer: _Peer) -> None:
+    def _connect(self, now_s: float, peer: _ReadablePeer) -> None:
         try:
             peer.up = peer.transport.connected(peer.command.peer)
             if not peer.up and now_s >= peer.connect_by_s:
@@ -173,14 +177,14 @@ class AgentTurns:
             self._remove(now_s, peer, error)
             self._events.append(PeerDown(epoch, error.to_failure()))
 
-    def _remove(self, now_s: float, peer: _Peer, error: TransferError) -> None:
+    def _remove(self, now_s: float, peer: _ReadablePeer, error: TransferError) -> None:
         peer.removed = True
         peer.next_command = None
         for reading in peer.reads:
             self._fail(now_s, reading, error)
         self._end_slices(now_s, peer)
 
-    def _forget(self, now_s: float, peer: _Peer) -> None:
+    def _forget(self, now_s: float, peer: _ReadablePeer) -> None:
         peer.transport.remove_peer(peer.command.peer)
         del self._peers[peer.command.peer]
         if peer.next_command is not None:
@@ -197,8 +201,8 @@ class AgentTurns:
         peer.reads.append(_Reading(command, now_s + self._limits.read_s))
         self._readings[command.ticket] = peer
 
-    def _post_slice(self, peer: _Peer) -> bool:
-        """Posts one slice of the oldest read that has one left; shm copies it right here."""
+    def _post_slice(self, peer: _ReadablePeer) -> bool:
+        """Post one slice of the oldest read that has one left. shm copies it in this call."""
         if peer.num_in_flight >= MAX_IN_FLIGHT:
             return False
         for reading in peer.reads:
@@ -223,8 +227,8 @@ class AgentTurns:
             reading.in_flight[handle] = len(remote) * self._block_bytes
         return True
 
-    def _end_slices(self, now_s: float, peer: _Peer) -> bool:
-        """Looks after every slice in flight and ends the reads that are through."""
+    def _end_slices(self, now_s: float, peer: _ReadablePeer) -> bool:
+        """Test every slice in flight, and end the reads that are through."""
         moved = False
         for reading in list(peer.reads):
             for handle in list(reading.in_flight):
@@ -249,7 +253,7 @@ class AgentTurns:
         return moved
 
     def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
-        """Posts no more of it. It ends when its slices are quiet, or with `quiet` False."""
+        """Post no more of it. It ends when its slices are quiet, or with `quiet` False."""
         if reading.failure is None:
             reading.failure = error.to_failure()
             reading.stop_at_s = now_s + self._limits.quiet_s
@@ -258,7 +262,7 @@ class AgentTurns:
             if transport.cancel(handle):
                 del reading.in_flight[handle]
 
-    def _end(self, peer: _Peer, reading: _Reading) -> None:
+    def _end(self, peer: _ReadablePeer, reading: _Reading) -> None:
         ended_s = self._clock()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
         ticket, quiet = reading.command.ticket, not reading.in_flight

@@ -1,18 +1,16 @@
 """The connector of one node: routes events to its offers, its landings and its peers. Pure.
 
-Called by the engine loop (and by the simulator) only. Both roles are in one object. It decides
-nothing about blocks itself, and never touches a clock, a socket or memory. The state tables of the
-machines behind it are in `docs/transfer.md`.
+Only the engine loop calls it. Both roles are in one object. It decides nothing about blocks itself,
+and never touches a clock, a socket or memory. `docs/transfer.md` shows the machines behind it.
 """
 
 from collections.abc import Sequence
+from typing import assert_never
 
-from baton.kv_transfer.arrivals import Arrivals
-from baton.kv_transfer.effects import Effects, PeerName
+from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
     AgentEvent,
-    Complete,
     ConnectorEvent,
     ConnectorStep,
     Expect,
@@ -22,26 +20,26 @@ from baton.kv_transfer.interfaces import (
     Offer,
     PeerDown,
     PeerLost,
+    PeerName,
     PeersChanged,
     PeerUp,
-    Publish,
     ReadEnded,
-    Withdraw,
 )
+from baton.kv_transfer.landing.landings import Landings
 from baton.kv_transfer.offers import Offers
-from baton.kv_transfer.peers import CONNECT_S, HELLO_S, Channel, Peer, Peers
+from baton.kv_transfer.peers import CONNECT_S, HELLO_S, Channel, Peer, PeerTable
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.messages import (
     Declined,
     Done,
     End,
-    Landing,
     NodeInfo,
+    Offered,
     PeerHello,
     Renew,
+    Renewed,
     Span,
-    Started,
     ToDecode,
     ToPrefill,
     Withdrawn,
@@ -53,9 +51,9 @@ class NodeConnector:
 
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._lease_s = transfer.lease_s
-        self._peers = Peers(node, transfer)
+        self._peers = PeerTable(node, transfer)
         self._offers = Offers(self._peers, transfer.lease_s)
-        self._arrivals = Arrivals(node, self._peers)
+        self._landings = Landings(node, self._peers)
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep:
         out = Effects(self._peers.reachable)
@@ -64,7 +62,7 @@ class NodeConnector:
         wake_at_s = self._wake_at_s()
         if wake_at_s is not None and wake_at_s <= now_s:
             self._end_waits(now_s, out)
-            self._arrivals.renew(now_s, out)
+            self._landings.renew(now_s, out)
             wake_at_s = self._wake_at_s()
         self._peers.forget_unlisted(self._used_peers, out)
         return ConnectorStep(out.commands, out.reports, wake_at_s)
@@ -75,19 +73,21 @@ class NodeConnector:
                 self._on_message(now_s, self._peers.get((node, epoch)), message, out)
             case FromRank(rank, rank_event):
                 self._on_rank(now_s, rank, rank_event, out)
-            case Publish() | Complete() | Withdraw():
+            case Span() | End() | Withdrawn():
                 self._offers.advance(now_s, event, out)
             case Land() | Abandon():
-                self._arrivals.advance(now_s, event, out)
+                self._landings.advance(now_s, event, out)
             case Offer():
                 self._offers.offer(now_s, event, out)
             case Expect():
-                self._arrivals.expect(now_s, event, out)
+                self._landings.expect(now_s, event, out)
             case PeersChanged(nodes):
                 self._peers.changed(nodes)
-                self._arrivals.peers_changed(now_s, out)
+                self._landings.peers_changed(now_s, out)
             case PeerLost(node, epoch):
                 self._lose(now_s, self._peers.get((node, epoch)), out)
+            case _:
+                assert_never(event)
 
     # --- channels ------------------------------------------------------------------------------
 
@@ -98,27 +98,29 @@ class NodeConnector:
             self._greet(now_s, peer, message, out)
             return
         if peer.channel is Channel.NONE:
-            return  # before it introduces itself it is nobody
+            return  # it has not introduced itself
         peer.heard_s = now_s
         match message:
-            case Started() | Span() | End() | Withdrawn():
-                self._arrivals.announced(now_s, peer, message, out)
+            case Offered() | Span() | End() | Withdrawn() | Renewed():
+                self._landings.announced(now_s, peer, message, out)
             case Renew(keys=keys):
                 for key in keys:
                     self._offers.answered(now_s, peer, key, message, out)
-            case Landing() | Done() | Declined():
+            case Done() | Declined():
                 self._offers.answered(now_s, peer, message.key, message, out)
+            case _:
+                assert_never(message)
 
     def _greet(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> None:
         if peer.channel in (Channel.UP, Channel.REFUSED):
-            # The other end began anew, and has ended everything that we had in common.
+            # The other end began anew, and has ended every handoff with this node.
             self._end_all_of(now_s, peer.name, _broken(peer.name), out)
         failure = self._peers.greeted(now_s, peer, hello, out)
         if failure is None:
             self._offers.reconnected(now_s, peer.name, out)
         else:
             self._end_all_of(now_s, peer.name, failure, out)
-            self._arrivals.refused(now_s, peer.name, failure, out)
+            self._landings.refused(now_s, peer.name, failure, out)
 
     def _lose(self, now_s: float, peer: Peer, out: Effects) -> None:
         self._peers.lost(peer)
@@ -126,39 +128,41 @@ class NodeConnector:
 
     def _end_all_of(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         self._offers.channel_lost(now_s, peer, failure, out)
-        self._arrivals.channel_lost(now_s, peer, failure, out)
+        self._landings.channel_lost(now_s, peer, failure, out)
 
     # --- ranks ---------------------------------------------------------------------------------
 
     def _on_rank(self, now_s: float, rank: int, event: AgentEvent, out: Effects) -> None:
         if isinstance(event, ReadEnded):
-            self._arrivals.read_ended(now_s, event, out)
+            self._landings.read_ended(now_s, event, out)
             return
         peer = self._peers.of_epoch(event.peer)
+        if peer is None:
+            return  # that process is already forgotten
         match event:
-            case PeerDown() if peer is not None:
-                self._rank_down(now_s, peer, rank, event.failure, out)
-            case PeerUp() if peer is not None:
+            case PeerDown(failure=failure):
+                self._rank_down(now_s, peer, rank, failure, out)
+            case PeerUp():
                 self._peers.rank_up(peer, rank, out)
-                self._arrivals.rank_up(now_s, peer.name, event, out)
+                self._landings.rank_up(now_s, peer.name, event, out)
             case _:
-                pass  # of a process that is already forgotten
+                assert_never(event)
 
     def _rank_down(
         self, now_s: float, peer: Peer, rank: int, failure: Failure, out: Effects
     ) -> None:
         self._peers.remove_rank(peer, rank, out)
-        self._arrivals.rank_down(now_s, peer.name, failure, out)
+        self._landings.rank_down(now_s, peer.name, failure, out)
 
     # --- time ----------------------------------------------------------------------------------
 
     def _end_waits(self, now_s: float, out: Effects) -> None:
         for name in sorted(self._offers.end_leases(now_s, out)):
-            # Live decode nodes renew; one that says nothing for a lease is not there any more.
+            # A live decode node renews; one that was silent for a whole lease is gone.
             peer = self._peers.get(name)
             if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= now_s:
                 self._hang_up(now_s, peer, out)
-        self._arrivals.end_waits(now_s, out)
+        self._landings.end_waits(now_s, out)
         for peer in self._peers.all():
             if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= now_s:
                 self._hang_up(now_s, peer, out)
@@ -171,12 +175,12 @@ class NodeConnector:
         self._lose(now_s, peer, out)
 
     def _wake_at_s(self) -> float | None:
-        limits = [*self._offers.deadlines(), *self._arrivals.deadlines()]
+        limits = [*self._offers.deadlines(), *self._landings.deadlines()]
         limits += [peer.deadline_s for peer in self._peers.all() if peer.deadline_s is not None]
         return min(limits, default=None)
 
     def _used_peers(self) -> set[PeerName]:
-        return self._offers.used_peers() | self._arrivals.used_peers()
+        return self._offers.used_peers() | self._landings.used_peers()
 
 
 def _broken(peer: PeerName) -> Failure:

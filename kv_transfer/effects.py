@@ -10,18 +10,16 @@ from baton.kv_transfer.interfaces import (
     AgentCommand,
     ConnectorCommand,
     ConnectorReport,
+    PeerName,
     ToPeer,
     ToRank,
 )
-from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import ToDecode, ToPrefill
-
-PeerName = tuple[NodeId, Epoch]
 
 
 @dataclass(slots=True)
 class Effects:
-    """`reachable`: peers that have a channel; what is told to others would go nowhere."""
+    """`reachable` are the peers that have a channel. A message to any other peer is dropped."""
 
     reachable: set[PeerName]
     commands: list[ConnectorCommand] = field(default_factory=list)

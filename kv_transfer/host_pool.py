@@ -1,9 +1,9 @@
 """One rank's KV pool in host memory that other processes on this host can map.
 
-A memfd holds the blocks, behind them (page aligned) one uint32 generation per block, behind that a
-nonce page. The executor writes all of it; peers get the descriptor from the `shm` transport and can
-map it only for reading: a seal forbids every other writable mapping, and another forbids to shrink
-it under a reader. Created by executors and workers; imports neither torch nor the engine.
+A memfd holds the blocks, then (page aligned) one uint32 generation per block, then a nonce page.
+The executor writes all of it. Peers get the descriptor from the `shm` transport and can map it only
+for reading: one seal forbids every other writable mapping, another forbids shrinking the file under
+a reader. Executors and workers create it; it imports neither torch nor the engine.
 """
 
 import ctypes
@@ -12,12 +12,13 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, TransferError
 
 NONCE_BYTES = 16
 # Linux 5.1; the fcntl module does not name it. Mappings that exist stay writable.
@@ -28,7 +29,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
 class PoolShape(msgspec.Struct, frozen=True):
-    """Where things lie in a pool's file, in bytes; both ends compute the same."""
+    """The offsets of a pool's file, in bytes. Both ends compute the same."""
 
     num_blocks: int
     block_bytes: int
@@ -93,7 +94,7 @@ class HostPool:
 
     @property
     def address(self) -> int:
-        """Where block 0 lies in this process."""
+        """The address of block 0 in this process."""
         return int(np.frombuffer(self._file, np.uint8).ctypes.data)
 
     def fileno(self) -> int:
@@ -101,7 +102,7 @@ class HostPool:
         return self._fd
 
     def close(self) -> None:
-        """Idempotent. The memory goes when the last view and the last peer's mapping are gone."""
+        """Close the descriptor. Idempotent; the memory goes with the last view and mapping."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -109,10 +110,10 @@ class HostPool:
 
 
 def _populate(descriptor: int, file: mmap.mmap) -> None:
-    """Takes every page now: one that cannot be had later is SIGBUS in the middle of a step.
+    """Take every page now: a page that cannot be had later is SIGBUS in the middle of a step.
 
-    Mapping them too keeps page faults, here five times the time of the copy, out of steps and
-    reads. Through ctypes because it lets the GIL go, which `mmap.madvise` does not.
+    Mapping them too keeps page faults, which take five times as long as the copy, out of steps and
+    reads. ctypes releases the GIL, which `mmap.madvise` does not.
     """
     address = np.frombuffer(file, np.uint8).ctypes.data
     madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -124,8 +125,24 @@ def _populate(descriptor: int, file: mmap.mmap) -> None:
     os.posix_fallocate(descriptor, 0, len(file))
 
 
+def check_read(
+    remote: Sequence[int], num_remote: int, local: Sequence[int], num_local: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the remote and local ids of one read as arrays.
+
+    Raises `TransferError` unless they pair and lie in their pools: address arithmetic follows.
+    """
+    source, target = np.asarray(remote, np.int64), np.asarray(local, np.int64)
+    if len(source) != len(target):
+        raise TransferError("a read needs a local block for each remote one")
+    for ids, num_blocks in ((source, num_remote), (target, num_local)):
+        if len(ids) and int(ids.view(np.uint64).max()) >= num_blocks:  # negative ones are huge
+            raise TransferError(f"a block id is outside of 0..{num_blocks - 1}")
+    return source, target
+
+
 def available_bytes() -> int:
-    """Memory that can be taken without swapping, as the kernel estimates it."""
+    """Return the memory that can be taken without swapping, as the kernel estimates it."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

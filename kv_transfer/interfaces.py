@@ -1,7 +1,7 @@
 """The interfaces of this room: `Transport` moves bytes, `TransferPort` is one rank's agent as its
 node sees it, and `Connector` knows requests: events in, commands and reports out.
 
-A read is *stale* if its lease ended before it did; the connector decides that, transports only say
+A read is *stale* if it ended after its lease did. The connector decides that; transports only say
 when a read was posted and when it ended. All times are seconds on this host's monotonic clock.
 """
 
@@ -12,17 +12,29 @@ import msgspec
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
-from baton.protocol.messages import FirstToken, NodeInfo, RankAddress, ToDecode, ToPrefill
+from baton.protocol.messages import (
+    End,
+    FirstToken,
+    NodeInfo,
+    Offered,
+    RankAddress,
+    Span,
+    ToDecode,
+    ToPrefill,
+    Withdrawn,
+)
+
+PeerName = tuple[NodeId, Epoch]  # one process: the same node id with another epoch is another
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of commands to and events from a transfer agent."""
+    """Root of the commands to a transfer agent and of its events."""
 
 
 class AddPeer(AgentMessage, frozen=True):
-    """Make the pool of that rank readable, in the background. Answered by PeerUp or PeerDown."""
+    """Make a rank's pool readable, in the background. PeerUp or PeerDown follows."""
 
     peer: Epoch
     transport: str
@@ -32,17 +44,17 @@ class AddPeer(AgentMessage, frozen=True):
 
 
 class RemovePeer(AgentMessage, frozen=True):
-    """Forget that pool; its reads end as failed first."""
+    """Forget that pool. Its reads fail and end first."""
 
     peer: Epoch
 
 
 class Read(AgentMessage, frozen=True):
-    """Copy blocks `remote` of `peer` into `local`; one ReadEnded follows, whatever happens.
+    """Copy blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
 
-    `generations`: what prefill announced; a transport that can read the peer's generation table
-    (shm) compares it again after the copy. Slots beyond `valid_tokens` of the last block hold
-    whatever the peer had there; attention masks them.
+    `generations` are those that prefill announced; a transport that can read the peer's generation
+    table (shm) compares them again after the copy. The slots behind the prompt's last token hold
+    what the peer had there; attention masks them.
     """
 
     ticket: int
@@ -72,7 +84,7 @@ class PeerDown(AgentMessage, frozen=True):
 
 
 class ReadEnded(AgentMessage, frozen=True):
-    """`quiet` False: bytes of this read may still land in `local` at any time (quarantine)."""
+    """`quiet` False: bytes of this read may still land in `local` at any time."""
 
     ticket: int
     posted_s: float
@@ -110,18 +122,18 @@ class PoolMemory(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """Reads blocks of peers into the local pool. Called from one thread, the agent's.
+    """Reads blocks of peers into the local pool. Only the agent's thread calls it.
 
-    Only `read` may block, while it copies, for one slice at most. `test` returns True when the read
-    has ended and raises `TransferError` when it failed; either forgets the handle, as does `cancel`
-    returning True. After `cancel` returns True no byte of that read can land any more; False means
-    that nobody knows: the handle stays, and `test` may still see its end.
+    Only `read` may block, while it copies one slice. `test` returns True when the read has ended
+    and raises `TransferError` when it failed; both forget the handle. `cancel` returns True, and
+    forgets the handle, when no byte of that read can land any more. False means that this is not
+    certain: the handle stays, and `test` may still see the end.
     """
 
     name: str
 
     def address(self) -> bytes:
-        """Opaque metadata with which a peer's `add_peer` can read the local pool."""
+        """Return opaque metadata with which a peer's `add_peer` can read the local pool."""
         ...
 
     def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
@@ -129,18 +141,18 @@ class Transport(Protocol):
         ...
 
     def connected(self, peer: Epoch) -> bool:
-        """True once `read` will work; `TransferError` when it never will."""
+        """Return True once `read` works. Raises `TransferError` when it never will."""
         ...
 
     def remove_peer(self, peer: Epoch) -> None:
-        """Forget that pool; an unknown one is no error. Its reads must have ended or been given up:
-        what could not be cancelled may land until `close`."""
+        """Forget that pool; an unknown one is no error. Its reads have ended or been given up: one
+        that could not be cancelled may land until `close`."""
         ...
 
     def read(
         self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
     ) -> int:
-        """Post a read of one slice; returns its handle. Raises `TransferError`."""
+        """Post a read of one slice and return its handle. Raises `TransferError`."""
         ...
 
     def test(self, handle: int) -> bool: ...
@@ -148,11 +160,11 @@ class Transport(Protocol):
     def cancel(self, handle: int) -> bool: ...
 
     def fileno(self) -> int:
-        """Readable when `service` has something to do; -1: never."""
+        """Readable when `service` has something to do; -1 if it never has."""
         ...
 
     def service(self) -> list[Epoch]:
-        """Answer peers that connect; returns the peers that were found to be gone."""
+        """Answer peers that connect, and return the peers whose processes are gone."""
         ...
 
     def close(self) -> None: ...
@@ -166,7 +178,7 @@ class ConnectorMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeersChanged(ConnectorMessage, frozen=True):
-    """From the router's `Peers`: every ready node of the other role."""
+    """The router listed every ready node of the other role."""
 
     nodes: tuple[NodeInfo, ...]
 
@@ -190,7 +202,10 @@ class FromRank(ConnectorMessage, frozen=True):
 
 
 class Offer(ConnectorMessage, frozen=True):
-    """Source: all blocks of this prompt are reserved; tell decode."""
+    """Prefill: all blocks of this prompt are reserved; offer them to `decode_node`.
+
+    The scheduler's Span, End and Withdrawn for this key follow, and travel as they are.
+    """
 
     key: Key
     decode_node: NodeId
@@ -198,39 +213,15 @@ class Offer(ConnectorMessage, frozen=True):
     num_blocks: int
 
 
-class Publish(ConnectorMessage, frozen=True):
-    """Source: these blocks are final (their step is settled)."""
-
-    key: Key
-    first_block: int
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    valid_tokens: int
-
-
-class Complete(ConnectorMessage, frozen=True):
-    """Source: everything was published and the first tokens are known."""
-
-    key: Key
-    tokens: tuple[FirstToken, ...]
-
-
-class Withdraw(ConnectorMessage, frozen=True):
-    """Source: this handoff is cancelled or failed. `Released` follows."""
-
-    key: Key
-    failure: Failure
-
-
 class Expect(ConnectorMessage, frozen=True):
-    """Destination: a `Decode` that names a prefill node came. Offered or LandingEnded follows."""
+    """Decode: `prefill_node` computes the prompt of a request. Offered or LandingEnded follows."""
 
     key: Key
     prefill_node: NodeId
 
 
 class Land(ConnectorMessage, frozen=True):
-    """Destination: the answer to Offered: read blocks [first_block, ...) into `block_ids`."""
+    """Decode: read the offered blocks from `first_block` on into `block_ids`."""
 
     key: Key
     first_block: int
@@ -238,7 +229,7 @@ class Land(ConnectorMessage, frozen=True):
 
 
 class Abandon(ConnectorMessage, frozen=True):
-    """Destination: the request is cancelled or refused. `LandingEnded` follows when it is quiet."""
+    """Decode: the request is cancelled or refused. LandingEnded follows when its reads end."""
 
     key: Key
     failure: Failure
@@ -246,7 +237,7 @@ class Abandon(ConnectorMessage, frozen=True):
 
 ConnectorEvent = (
     PeersChanged | PeerLost | FromPeer | FromRank
-    | Offer | Publish | Complete | Withdraw
+    | Offer | Span | End | Withdrawn
     | Expect | Land | Abandon
 )  # fmt: skip
 
@@ -265,7 +256,7 @@ class ToRank(ConnectorMessage, frozen=True):
 
 
 class DialPeer(ConnectorMessage, frozen=True):
-    """Open a control channel to this node (prefill dials decode)."""
+    """Open a control channel to this node. Prefill dials decode."""
 
     node: NodeInfo
 
@@ -279,7 +270,7 @@ ConnectorCommand = ToPeer | ToRank | DialPeer | DropPeer
 
 
 class Released(ConnectorMessage, frozen=True):
-    """Source: nobody will read these blocks any more. `failure` None: decode has them all.
+    """Prefill: no reader needs these blocks any more. `failure` None: decode has all of them.
 
     Exactly one per Offer.
     """
@@ -288,16 +279,8 @@ class Released(ConnectorMessage, frozen=True):
     failure: Failure | None = None
 
 
-class Offered(ConnectorMessage, frozen=True):
-    """Destination: prefill holds the prompt; reserve the blocks and answer with Land or Abandon."""
-
-    key: Key
-    num_tokens: int
-    num_blocks: int
-
-
 class Landed(ConnectorMessage, frozen=True):
-    """Destination: every block is here and End has come. The last report of its key."""
+    """Decode: every block is here and End has come. The last report of its key."""
 
     key: Key
     tokens: tuple[FirstToken, ...]
@@ -307,9 +290,9 @@ class Landed(ConnectorMessage, frozen=True):
 
 
 class LandingEnded(ConnectorMessage, frozen=True):
-    """Destination: it failed or was abandoned, and is quiet. The last report of its key.
+    """Decode: the landing failed or was abandoned. The last report of its key.
 
-    All landing blocks may be reused but `quarantined`, into which bytes may still land.
+    Its blocks may be reused, except those in `quarantined`, into which bytes may still land.
     """
 
     key: Key
@@ -321,7 +304,7 @@ ConnectorReport = Released | Offered | Landed | LandingEnded
 
 
 class ConnectorStep(msgspec.Struct, frozen=True):
-    """What one step of the connector wants done. `wake_at_s`: call again by then (None: never)."""
+    """What one step of the connector wants done. Call again by `wake_at_s`, if it is set."""
 
     commands: list[ConnectorCommand]
     reports: list[ConnectorReport]
@@ -329,11 +312,11 @@ class ConnectorStep(msgspec.Struct, frozen=True):
 
 
 class Connector(Protocol):
-    """Per node, pure: no clock, no I/O, ties broken by key. Both roles in one object.
+    """One per node, for both roles. Pure: no clock, no I/O, ties broken by key.
 
-    Exactly one `Released` per Offer and exactly one `Landed` or `LandingEnded` per Expect; every
-    state that is not final has a deadline. Replies to messages of keys that have ended are part of
-    the contract (tombstones answer); messages of keys not yet expected are parked 5 s, bounded.
+    Exactly one Released follows each Offer, and exactly one Landed or LandingEnded each Expect.
+    Every state that is not final has a deadline. Messages of keys that have ended are answered from
+    tombstones; messages of keys that are not yet expected are parked for 5 s, a bounded number.
     """
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep: ...

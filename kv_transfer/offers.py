@@ -1,14 +1,14 @@
 """All handoffs that this node offers: finds the machine of a key, or answers for it.
 
-Held by the connector, which tells it about channels and time. A key that has ended or was never
-offered meets a tombstone: who still wants to read is told that it was withdrawn.
+Held by the connector, which tells it about channels and time. A reader that renews a key that has
+ended, or that was never offered, is told that the handoff was withdrawn.
 """
 
 from collections.abc import Iterable
 
-from baton.kv_transfer.effects import Effects, PeerName
-from baton.kv_transfer.interfaces import Complete, Offer, Publish, Released, Withdraw
-from baton.kv_transfer.peers import Peer, Peers
+from baton.kv_transfer.effects import Effects
+from baton.kv_transfer.interfaces import Offer, PeerName, Released
+from baton.kv_transfer.peers import Peer, PeerTable
 from baton.kv_transfer.source import (
     ChannelLost,
     LeaseEnded,
@@ -20,11 +20,11 @@ from baton.kv_transfer.source import (
 from baton.kv_transfer.tombstones import Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Declined, Done, Landing, Renew, Withdrawn
+from baton.protocol.messages import Declined, Done, End, Renew, Span, Withdrawn
 
 
 class Offers:
-    def __init__(self, peers: Peers, lease_s: float) -> None:
+    def __init__(self, peers: PeerTable, lease_s: float) -> None:
         self._peers = peers
         self._lease_s = lease_s
         self._sources: dict[Key, SourceHandoff] = {}
@@ -35,7 +35,7 @@ class Offers:
             raise InvariantBroken(f"{offer.key} was offered twice")
         self._tombstones.note_attempt(offer.key)
         for lower in [k for k in self._sources if k.is_superseded_by(offer.key)]:
-            self._on(now_s, self._sources[lower], Withdraw(lower, superseded()), out)
+            self._on(now_s, self._sources[lower], Withdrawn(lower, superseded()), out)
         peer = self._peers.current(offer.decode_node)
         failure = self._refusal_of(offer, peer)
         if failure is not None:
@@ -46,8 +46,8 @@ class Offers:
         self._peers.dial(now_s, peer, out)
         self._sources[offer.key] = SourceHandoff(now_s, offer, peer.name, self._lease_s, out)
 
-    def advance(self, now_s: float, event: Publish | Complete | Withdraw, out: Effects) -> None:
-        """What the scheduler says about an offer; one that crossed Released means nothing."""
+    def advance(self, now_s: float, event: Span | End | Withdrawn, out: Effects) -> None:
+        """Take the scheduler's events of an offer; one that crossed Released is dropped."""
         if event.key in self._sources:
             self._on(now_s, self._sources[event.key], event, out)
 
@@ -56,14 +56,14 @@ class Offers:
         now_s: float,
         peer: Peer,
         key: Key,
-        message: Landing | Renew | Done | Declined,
+        message: Renew | Done | Declined,
         out: Effects,
     ) -> None:
-        """What decode says about an offer."""
+        """Take what decode says about an offer."""
         source = self._sources.get(key)
         if source is not None and source.peer == peer.name:
             self._on(now_s, source, message, out)
-        elif isinstance(message, Landing | Renew):
+        elif isinstance(message, Renew):
             unknown = TransferError("prefill does not hold this prompt").to_failure()
             out.tell(peer.name, self._tombstones.answer(key) or Withdrawn(key, unknown))
 
@@ -76,7 +76,7 @@ class Offers:
             self._on(now_s, source, Reconnected(), out)
 
     def end_leases(self, now_s: float, out: Effects) -> set[PeerName]:
-        """Returns the peers that let a lease end."""
+        """End the leases that are over, and return the peers that let them end."""
         ended = [source for source in self._sources.values() if source.deadline_s <= now_s]
         for source in ended:
             self._on(now_s, source, LeaseEnded(), out)

@@ -1,23 +1,18 @@
 """The processes this node moves blocks to or from: their channels and their readable ranks.
 
-Held by the connector only. A peer is a process, so it is named by node id and epoch; both sides
-introduce themselves with `PeerHello`, and whoever differs in version, model or block layout is
-refused with a typed failure. Ranks are connected on need, in the background.
+Held by the connector only. A peer is a process, so it is named by node id and epoch. Both sides
+introduce themselves with `PeerHello`; a peer that differs in version, model, block layout or number
+of ranks is refused with a typed failure. Rank i reads rank i of a peer; ranks are connected on
+need, in the background.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.kv_transfer.choice import choose_transport
-from baton.kv_transfer.edges import source_ranks
-from baton.kv_transfer.effects import Effects, PeerName
-from baton.kv_transfer.interfaces import (
-    AddPeer,
-    DialPeer,
-    DropPeer,
-    RemovePeer,
-)
+from baton.kv_transfer.effects import Effects
+from baton.kv_transfer.interfaces import AddPeer, DialPeer, DropPeer, PeerName, RemovePeer
+from baton.kv_transfer.transports.choice import choose_transport
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch, NodeId
@@ -60,7 +55,7 @@ class Peer:
 
     @property
     def is_gone(self) -> bool:
-        """No router lists it, and there is something to close."""
+        """True if no router lists it and there is something to close."""
         if self.is_listed is None:
             return self.channel is Channel.NONE
         has_ranks = any(link is not RankLink.ABSENT for link in self.ranks)
@@ -78,8 +73,8 @@ class Peer:
         return min(limits, default=None)
 
 
-class Peers:
-    """`reachable` names the peers to whom messages can be sent now."""
+class PeerTable:
+    """Every peer that was listed or has spoken. `reachable` names those with a channel."""
 
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._node = node
@@ -92,7 +87,7 @@ class Peers:
         return list(self._peers.values())
 
     def get(self, name: PeerName) -> Peer:
-        """That process, remembered from now on."""
+        """Return that process, and remember it from now on."""
         if name not in self._peers:
             num_ranks = len(self._node.ranks)
             self._peers[name] = Peer(
@@ -104,11 +99,12 @@ class Peers:
         return next((peer for peer in self._peers.values() if peer.epoch == epoch), None)
 
     def current(self, node: NodeId) -> Peer | None:
-        """The process that the router last listed as that node."""
+        """Return the process that a router last listed as that node."""
         return self._peers.get(self._current[node]) if node in self._current else None
 
     def changed(self, nodes: tuple[NodeInfo, ...]) -> None:
-        """Routers may disagree for a while, so a node that is not listed is not yet forgotten."""
+        """Take a router's list. Routers may disagree, so a node that is missing is not yet
+        forgotten."""
         for peer in self._peers.values():
             peer.is_listed = None if peer.is_listed is None else False
         for info in nodes:
@@ -117,7 +113,7 @@ class Peers:
             self._current[info.node_id] = peer.name
 
     def forget_unlisted(self, used: Callable[[], set[PeerName]], out: Effects) -> None:
-        """Close and unmap what is neither listed nor used; keep a few addresses for later."""
+        """Close and unmap peers that are neither listed nor used; keep some addresses for later."""
         unlisted = [p for p in self._peers.values() if p.is_gone]
         if not unlisted:
             return
@@ -137,14 +133,14 @@ class Peers:
     # --- channels ------------------------------------------------------------------------------
 
     def refusal_of(self, peer: Peer) -> Failure | None:
-        """Why blocks cannot be exchanged with it, as far as is known."""
+        """Return why blocks cannot be exchanged with it, as far as is known."""
         if peer.refusal is not None or peer.info is None:
             return peer.refusal
         theirs = (peer.info.model, peer.info.layout.fingerprint)
-        return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._degrees(peer)
+        return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._degrees(peer.info)
 
     def dial(self, now_s: float, peer: Peer, out: Effects) -> None:
-        """Have a channel to it; what is sent now waits in it until it is open."""
+        """Open a channel to it; messages that are sent now wait until the channel is open."""
         if peer.channel is Channel.NONE and peer.info is not None:
             peer.channel, peer.is_dialled = Channel.DIALLED, True
             peer.dialled_s = peer.heard_s = now_s
@@ -153,8 +149,10 @@ class Peers:
             out.tell(peer.name, self._hello())
 
     def greeted(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
-        """It introduced itself: answered by the dialled side only, or two nodes would greet each
-        other for ever. Returns why it is refused, if it is."""
+        """Take a peer's greeting and return why the peer is refused, if it is.
+
+        Only the dialled side answers, or two nodes would greet each other for ever.
+        """
         if not peer.is_dialled:
             self.reachable.add(peer.name)
             out.tell(peer.name, self._hello())
@@ -177,27 +175,20 @@ class Peers:
     # --- ranks ---------------------------------------------------------------------------------
 
     def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
-        """Begin to connect every rank that is not. Raises `TransferError` if it never can be."""
-        if peer.info is None:
+        """Begin to connect every rank that is not connected.
+
+        Raises `TransferError` if one never can be: no transport serves both sides.
+        """
+        info = peer.info
+        if info is None:
             return
-        sources = source_ranks(len(peer.info.ranks), len(self._node.ranks))
-        for rank, source in enumerate(sources):
-            if peer.ranks[rank] is RankLink.ABSENT:
-                address = peer.info.ranks[source]
-                transport = choose_transport(
-                    address, self._node.ranks[rank], self._transfer.transport
-                )
-                peer.ranks[rank], peer.adding_s[rank] = RankLink.ADDING, now_s
-                out.order(
-                    rank,
-                    AddPeer(
-                        peer.epoch,
-                        transport,
-                        address,
-                        peer.info.num_blocks,
-                        peer.info.layout.block_bytes,
-                    ),
-                )
+        for rank, address in enumerate(info.ranks):
+            if peer.ranks[rank] is not RankLink.ABSENT:
+                continue
+            transport = choose_transport(address, self._node.ranks[rank], self._transfer.transport)
+            peer.ranks[rank], peer.adding_s[rank] = RankLink.ADDING, now_s
+            add = AddPeer(peer.epoch, transport, address, info.num_blocks, info.layout.block_bytes)
+            out.order(rank, add)
 
     def rank_up(self, peer: Peer, rank: int, out: Effects) -> None:
         if peer.ranks[rank] is RankLink.ABSENT:  # it was given up in the meantime
@@ -206,13 +197,13 @@ class Peers:
             peer.ranks[rank] = RankLink.UP
 
     def remove_rank(self, peer: Peer, rank: int, out: Effects) -> None:
-        """The next landing that needs it connects afresh."""
+        """Disconnect it; the next landing that needs it connects it afresh."""
         if peer.ranks[rank] is not RankLink.ABSENT:
             peer.ranks[rank] = RankLink.ABSENT
             out.order(rank, RemovePeer(peer.epoch))
 
     def late_ranks(self, now_s: float, peer: Peer) -> list[int]:
-        """Ranks that should have been connected by now."""
+        """Return the ranks that should have been connected by now."""
         return [
             rank
             for rank, link in enumerate(peer.ranks)
@@ -240,12 +231,14 @@ class Peers:
                 return TransferError(text, code="peer_mismatch").to_failure()
         return None
 
-    def _degrees(self, peer: Peer) -> Failure | None:
-        assert peer.info is not None
-        degrees = (len(peer.info.ranks), len(self._node.ranks))
-        prefill, decode = degrees if self._node.role == "decode" else degrees[::-1]
-        try:
-            source_ranks(prefill, decode)
-        except TransferError as error:
-            return error.to_failure()
-        return None
+    def _degrees(self, info: NodeInfo) -> Failure | None:
+        """Refuse a peer with another number of ranks: a read names whole blocks of one rank."""
+        theirs, ours = len(info.ranks), len(self._node.ranks)
+        if theirs == ours:
+            return None
+        prefill, decode = (theirs, ours) if self._node.role == "decode" else (ours, theirs)
+        text = (
+            f"prefill with {prefill} ranks cannot feed decode with {decode}: reads of part of a "
+            "block are not supported yet; give both nodes the same tensor_parallel"
+        )
+        return TransferError(text, code="peer_mismatch").to_failure()

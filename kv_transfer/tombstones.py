@@ -1,41 +1,41 @@
-"""What is remembered of handoffs that have ended, and of messages that came too early.
+"""The memory of handoffs that have ended, and of messages that came before their request.
 
 Held by the connector only. Everything is bounded: the oldest tombstone goes first (its key is then
-parked and refused like an unknown one), and what cannot be parked is refused at once.
+parked and refused like an unknown one), and a message that cannot be parked is refused at once.
 """
 
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from baton.kv_transfer.effects import PeerName
+from baton.kv_transfer.interfaces import PeerName
 from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import End, Span, Started
+from baton.protocol.messages import End, Offered, Span
 
 MAX_TOMBSTONES = 4096
 MAX_PARKED_KEYS = 512
 MAX_PARKED_MESSAGES = 8192
 PARKED_S = 5.0
 
-Answer = TypeVar("Answer")
-Early = Started | Span | End
+Reply = TypeVar("Reply")
+EarlyMessage = Offered | Span | End
 
 
-class Tombstones(Generic[Answer]):
-    """Ended keys with the answer to whatever still comes for them, and the newest attempts."""
+class Tombstones(Generic[Reply]):
+    """Keys that have ended, each with the answer to late messages, and the newest attempts."""
 
     def __init__(self, max_keys: int = MAX_TOMBSTONES) -> None:
         self._max_keys = max_keys
-        self._answers: dict[Key, Answer] = {}
+        self._answers: dict[Key, Reply] = {}
         self._newest: dict[tuple[RequestId, int], int] = {}
 
-    def bury(self, key: Key, answer: Answer) -> None:
+    def bury(self, key: Key, answer: Reply) -> None:
         self._answers.pop(key, None)
         self._answers[key] = answer
         if len(self._answers) > self._max_keys:
             del self._answers[next(iter(self._answers))]
 
-    def answer(self, key: Key) -> Answer | None:
+    def answer(self, key: Key) -> Reply | None:
         return self._answers.get(key)
 
     def note_attempt(self, key: Key) -> None:
@@ -54,7 +54,7 @@ class Parked:
 
     peer: PeerName
     until_s: float
-    messages: list[Early] = field(default_factory=list)
+    messages: list[EarlyMessage] = field(default_factory=list)
 
 
 class Parking:
@@ -72,11 +72,11 @@ class Parking:
     def deadline_s(self) -> float | None:
         return next((parked.until_s for parked in self._parked.values()), None)
 
-    def park(self, now_s: float, peer: PeerName, message: Early) -> bool:
-        """False when there is no room, or when it does not belong to what is parked."""
+    def park(self, now_s: float, peer: PeerName, message: EarlyMessage) -> bool:
+        """Return False when there is no room, or when it does not follow a parked Offered."""
         parked = self._parked.get(message.key)
         if parked is None:
-            if not isinstance(message, Started) or len(self._parked) == self._max_keys:
+            if not isinstance(message, Offered) or len(self._parked) == self._max_keys:
                 return False
             parked = self._parked[message.key] = Parked(peer, now_s + PARKED_S)
         if parked.peer != peer or self._num_messages == self._max_messages:

@@ -1,7 +1,7 @@
 """One prompt on its way from a router's request to blocks that decode has read.
 
-Held by the prefill scheduler only. `is_offered` is true from the offer until the connector reports
-`Released`: as long as it is, a reader may need the blocks.
+Held by the prefill scheduler only. `is_offered` holds from the offer until the connector reports
+`Released`; during that time a reader may need the blocks.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,14 @@ class Handoff:
     arrived_s: float
     admitted_s: float = 0.0
     num_cached_tokens: int = 0
-    num_published_blocks: int = 0
+    num_announced_blocks: int = 0
     is_offered: bool = False
     is_ended: bool = False
 
     @classmethod
     def of(cls, message: Prefill, origin: Origin, now_s: float) -> "Handoff":
-        sequence = Sequence(
-            message.key,
-            message.token_ids,
-            message.num_prompt_tokens,
-            message.sampling,
-            message.extra_keys,
-        )
-        return cls(sequence, origin, Choices.of(message), message.decode_node, now_s)
+        choices = Choices.of(message)
+        return cls(Sequence.of(message), origin, choices, message.decode_node, now_s)
 
     @property
     def num_tokens(self) -> int:

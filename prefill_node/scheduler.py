@@ -1,8 +1,8 @@
 """Which prompt tokens the next step computes, and when blocks are announced and given back.
 
-Pure: called by the engine loop only. First come, first served: the oldest prompt takes the whole
+Pure; only the engine loop calls it. First come, first served: the oldest prompt takes the whole
 token budget of a step, the next ones what is left. All blocks of a prompt are reserved before its
-first chunk, so a prompt that has started needs nothing but time; when the pool cannot take the
+first chunk, so a prompt that has started needs nothing but time. When the pool cannot take the
 oldest waiting prompt, nothing passes it.
 """
 
@@ -12,33 +12,29 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import Limits, problem_of
-from baton.kv_transfer.interfaces import (
-    Complete,
-    ConnectorReport,
-    Offer,
-    Publish,
-    Released,
-    Withdraw,
-)
+from baton.engine.reservation import reserve
+from baton.engine.scheduler import NodeLimits, load_of, problem_of
+from baton.kv_transfer.interfaces import ConnectorReport, Offer, Released
 from baton.prefill_node.handoff import Handoff
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import BatonError, Cancelled, InvariantBroken, RequestError
+from baton.protocol.errors import Cancelled, InvariantBroken, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     CancelDone,
     Decode,
+    End,
     Failed,
-    FirstToken,
     FirstTokens,
     Load,
     Prefill,
+    Span,
     StageTimes,
+    Withdrawn,
 )
 
 
 class PrefillScheduler:
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, limits: NodeLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
@@ -50,7 +46,7 @@ class PrefillScheduler:
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        problem = self._problem_of(message)
+        problem = problem_of(message, self.limits, self._uses)
         if problem is not None or not isinstance(message, Prefill):
             error = problem or MalformedMessage("a prefill node was sent a Decode")
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
@@ -113,19 +109,12 @@ class PrefillScheduler:
                 self._release_if_quiet(handoff)
                 continue
             handoff.sequence.store_prefix(self.pool)
-            self._publish(handoff)
+            self._announce(handoff)
             if tokens:
                 self._complete(now_s, handoff, tokens)
 
     def load(self) -> Load:
-        return Load(
-            num_running=len(self._computing),
-            num_waiting=len(self._waiting),
-            free_blocks=self.pool.num_free,
-            total_blocks=self.pool.num_blocks,
-            cached_blocks=len(self.pool.cache),
-            quarantined_blocks=self.pool.num_quarantined,
-        )
+        return load_of(self.pool, len(self._computing), len(self._waiting))
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -135,16 +124,11 @@ class PrefillScheduler:
     def _live(self) -> list[Handoff]:
         return [handoff for handoff in self._known() if not handoff.is_ended]
 
-    def _problem_of(self, message: Prefill | Decode) -> BatonError | None:
-        problem = problem_of(message, self.limits)
-        if problem is None:
-            choices = Choices.of(message)
-            if any(handoff.choices.overlaps(choices) for handoff in self._known()):
-                problem = MalformedMessage(f"{message.key} is in use")
-        return problem
+    def _uses(self, choices: Choices) -> bool:
+        return any(handoff.choices.overlaps(choices) for handoff in self._known())
 
     def _candidates(self, now_s: float) -> list[Handoff]:
-        """Prompts with tokens left to plan, oldest first; admits while the budget lasts."""
+        """Return the prompts with tokens to plan, oldest first; admit while the budget lasts."""
         ready = [
             h for h in self._computing.values() if h.sequence.num_planned_tokens < h.num_tokens
         ]
@@ -161,16 +145,11 @@ class PrefillScheduler:
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
         """Reserve every block of the prompt, cached prefix first; offer them to decode."""
         sequence = handoff.sequence
-        hashes = sequence.hash_blocks(self.pool.block_size, sequence.num_tokens)
-        cached = self.pool.match(hashes[: (sequence.num_tokens - 1) // self.pool.block_size])
-        num_missing = self.pool.blocks_for(sequence.num_tokens) - len(cached)
-        if num_missing > self.pool.num_free:
-            self.pool.release(cached)
+        reservation = reserve(self.pool, sequence, sequence.num_tokens - 1)
+        if reservation is None:
             return False
-        sequence.block_table = cached + self.pool.allocate(num_missing)
-        sequence.num_computed_tokens = len(cached) * self.pool.block_size
-        sequence.num_planned_tokens = sequence.num_computed_tokens
-        handoff.num_cached_tokens = sequence.num_computed_tokens
+        handoff.num_cached_tokens = len(reservation.cached) * self.pool.block_size
+        sequence.start_at(handoff.num_cached_tokens)
         handoff.admitted_s = now_s
         self._computing[sequence.key] = handoff
         if handoff.decode_node is not None:
@@ -179,40 +158,28 @@ class PrefillScheduler:
                 sequence.key, handoff.decode_node, sequence.num_tokens, len(sequence.block_table)
             )
             self.outputs.to_connector.append(offer)
-            self._publish(handoff)
+            self._announce(handoff)
         return True
 
-    def _publish(self, handoff: Handoff) -> None:
+    def _announce(self, handoff: Handoff) -> None:
         """Announce the blocks that became final: whole ones, and the tail with the last token."""
         if not handoff.is_offered:
             return
         sequence = handoff.sequence
-        valid = sequence.num_computed_tokens
-        end = valid // self.pool.block_size
-        if valid == sequence.num_tokens:
+        end = sequence.num_computed_tokens // self.pool.block_size
+        if sequence.num_computed_tokens == sequence.num_tokens:
             end = len(sequence.block_table)
-        first = handoff.num_published_blocks
+        first = handoff.num_announced_blocks
         if end == first:
             return
         blocks = tuple(sequence.block_table[first:end])
-        handoff.num_published_blocks = end
-        self.outputs.to_connector.append(
-            Publish(
-                sequence.key,
-                first,
-                blocks,
-                self.pool.generations_of(blocks),
-                min(end * self.pool.block_size, valid),
-            )
-        )
+        handoff.num_announced_blocks = end
+        span = Span(sequence.key, first, blocks, self.pool.generations_of(blocks))
+        self.outputs.to_connector.append(span)
 
     def _complete(self, now_s: float, handoff: Handoff, token_ids: tuple[int, ...]) -> None:
         sequence = handoff.sequence
-        limits = self.limits
-        tokens = tuple(
-            FirstToken(t, sequence.finish_reason(t, limits.eos_token_ids, limits.max_model_len))
-            for t in token_ids
-        )
+        tokens = sequence.first_tokens(token_ids, self.limits)
         times = StageTimes(
             queue_s=handoff.admitted_s - handoff.arrived_s,
             prefill_s=now_s - handoff.admitted_s,
@@ -224,13 +191,13 @@ class PrefillScheduler:
         del self._computing[sequence.key]
         self._holding[sequence.key] = handoff
         if handoff.is_offered:
-            self.outputs.to_connector.append(Complete(sequence.key, tokens))
+            self.outputs.to_connector.append(End(sequence.key, tokens))
         else:
             handoff.is_ended = True
         self._release_if_quiet(handoff)
 
     def _end(self, handoff: Handoff) -> None:
-        """Nothing more is wanted of it; blocks follow when no step and no reader needs them."""
+        """End a handoff. Its blocks follow when no step and no reader needs them."""
         handoff.is_ended = True
         key = handoff.sequence.key
         if handoff in self._waiting:
@@ -239,7 +206,7 @@ class PrefillScheduler:
         self._holding[key] = self._computing.pop(key, handoff)
         if handoff.is_offered:
             cancelled = Cancelled("the request was cancelled").to_failure()
-            self.outputs.to_connector.append(Withdraw(key, cancelled))
+            self.outputs.to_connector.append(Withdrawn(key, cancelled))
         self._release_if_quiet(handoff)
 
     def _release_if_quiet(self, handoff: Handoff) -> None:

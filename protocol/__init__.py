@@ -1,5 +1,5 @@
-"""The vocabulary of baton: what travels between processes and what configures them.
+"""The vocabulary of baton: the messages between processes and the settings of all of them.
 
-Every other room imports from here; this room imports nothing of baton and nothing but msgspec.
-It holds data and its validation only: no sockets, no clocks, no tensors.
+Every other room imports from here; this room imports no other room and no package but msgspec. It
+holds data and its validation only: no sockets, no clocks, no tensors.
 """

@@ -1,7 +1,7 @@
 """Bytes to messages and back, one typed decoder per channel and direction.
 
-Sizes are bounded before anything is allocated. A malformed message is a `MalformedMessage`, which
-the reader counts and drops; it never ends a process.
+Sizes are bounded before anything is allocated. A reader counts malformed messages, drops them and
+logs some; they never end a process.
 """
 
 from typing import Generic, TypeVar
@@ -21,7 +21,7 @@ class MalformedMessage(BatonError):
 
 
 class Codec(Generic[T]):
-    """Encodes anything, decodes one union."""
+    """Encodes and decodes the messages of one union."""
 
     def __init__(self, union: type[T]) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)

@@ -1,7 +1,8 @@
-"""The settings of a cluster: one frozen tree, help and units in the annotations.
+"""The settings of a cluster: one frozen tree, with help and units in the annotations.
 
-The command line, `docs/config.md` and the YAML form are generated from these structs. What is
-found at run time (block counts, ports, EOS ids) has types of its own and is never written back.
+The command line, `docs/config.md` and the YAML form are generated from these structs. Values that
+are found at run time (block counts, ports, EOS ids) have types of their own and are never written
+back.
 """
 
 from typing import Annotated, Literal
@@ -15,118 +16,135 @@ TransportChoice = Literal["auto", "shm", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and nodes dial
+
+
+def says(
+    meaning: str,
+    unit: str = "",
+    *,
+    ge: int | None = None,
+    gt: int | None = None,
+    le: int | None = None,
+) -> Meta:
+    """Return what a setting means, its unit and its bounds."""
+    extra = {"unit": unit} if unit else None
+    if gt is not None:
+        return Meta(gt=gt, le=le, description=meaning, extra=extra)
+    return Meta(ge=ge, le=le, description=meaning, extra=extra)
+
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: Annotated[str, Meta(description="Hugging Face folder; empty takes the demo model")] = ""
-    name: Annotated[str, Meta(description="name in the API; empty takes the folder's name")] = ""
-    dtype: Annotated[Dtype, Meta(description="weights and KV; auto takes the checkpoint's")] = (
+    path: Annotated[str, says("Hugging Face folder of the model; empty takes the demo model")] = ""
+    name: Annotated[str, says("name of the model in the API; empty takes the folder's name")] = ""
+    dtype: Annotated[Dtype, says("type of weights and KV blocks; auto takes the checkpoint's")] = (
         "auto"
     )
     max_len: Annotated[
-        int,
-        Meta(ge=0, description="longest sequence; 0 takes the model's", extra={"unit": "tokens"}),
+        int, says("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    block_size: Annotated[int, Meta(ge=1, description="KV block", extra={"unit": "tokens"})] = 16
+    block_size: Annotated[int, says("size of a KV block", "tokens", ge=1)] = 16
     memory_mib: Annotated[
-        int, Meta(ge=1, description="KV pool of one node, all ranks", extra={"unit": "MiB"})
+        int, says("memory for the KV pool of one node, all ranks together", "MiB", ge=1)
     ] = 512
     num_blocks: Annotated[
-        int, Meta(ge=0, description="KV pool; 0 derives it from memory", extra={"unit": "blocks"})
+        int, says("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0)
     ] = 0
-    prefix: Annotated[bool, Meta(description="keep finished blocks for equal prefixes")] = True
+    prefix: Annotated[bool, says("keep finished blocks for prompts with the same prefix")] = True
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    device: Annotated[Device, Meta(description="auto takes a GPU when there is one")] = "auto"
-    tensor_parallel: Annotated[int, Meta(ge=1, description="ranks of one node")] = 1
-    threads: Annotated[int, Meta(ge=1, description="CPU compute threads of one rank")] = 1
+    device: Annotated[Device, says("device to compute on; auto takes a GPU when there is one")] = (
+        "auto"
+    )
+    tensor_parallel: Annotated[
+        int, says("number of ranks over which one node splits the model", ge=1)
+    ] = 1
+    threads: Annotated[int, says("number of CPU threads that compute one rank", ge=1)] = 1
     workers: Annotated[
-        bool, Meta(description="a process per rank even for one rank (always for several)")
+        bool, says("run a single rank in a process of its own too; several ranks always do")
     ] = False
-    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 64
-    chunk_tokens: Annotated[
-        int, Meta(ge=1, description="token budget of one step", extra={"unit": "tokens"})
-    ] = 512
+    max_num_seqs: Annotated[int, says("most sequences in one step", ge=1)] = 64
+    chunk_tokens: Annotated[int, says("most tokens that one step computes", "tokens", ge=1)] = 512
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: Annotated[str, Meta(description="HTTP address")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
+    host: Annotated[str, says("address that the HTTP server binds")] = "127.0.0.1"
+    port: Annotated[int, says("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = 8000
     control: Annotated[
-        str, Meta(description="endpoint that nodes dial, as tcp://host:port or ipc://path")
-    ] = "tcp://127.0.0.1:5570"
+        str | None,
+        says(
+            "endpoint that nodes dial, as tcp://host:port or ipc://path; unset is a private "
+            f"socket for nodes that are started here, else {DEFAULT_CONTROL}"
+        ),
+    ] = None
     max_queued: Annotated[
-        int, Meta(ge=0, description="requests that wait for a node; more get 429")
+        int, says("most requests that wait for a node; further ones get 429", ge=0)
     ] = 1024
-    max_inflight: Annotated[int, Meta(ge=1, description="requests on the nodes at once")] = 1024
+    max_inflight: Annotated[int, says("most requests that the nodes work on at once", ge=1)] = 1024
     local_prefill: Annotated[
-        LocalPrefill, Meta(description="where decode nodes may compute prompts themselves")
+        LocalPrefill, says("which prompts decode nodes compute themselves: short ones, none or all")
     ] = "auto"
     local_prefill_tokens: Annotated[
-        int,
-        Meta(ge=0, description="auto: prompts up to this stay local", extra={"unit": "tokens"}),
+        int, says("longest prompt that auto lets decode nodes compute", "tokens", ge=0)
     ] = 32
-    max_attempts: Annotated[int, Meta(ge=1, description="tries of a request over node losses")] = 3
-    max_body_mib: Annotated[
-        int, Meta(ge=1, description="largest request body", extra={"unit": "MiB"})
-    ] = 16
+    max_attempts: Annotated[int, says("most attempts of a request when nodes are lost", ge=1)] = 3
+    max_body_mib: Annotated[int, says("largest body of an HTTP request", "MiB", ge=1)] = 16
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    id: Annotated[str, Meta(description="node id; empty makes one from host, role and pid")] = ""
+    id: Annotated[str, says("id of the node; empty makes one from host, role and pid")] = ""
     routers: Annotated[
-        tuple[str, ...], Meta(description="control endpoints of the routers to dial")
-    ] = ("tcp://127.0.0.1:5570",)
+        tuple[str, ...], says("control endpoints of the routers that the node dials")
+    ] = (DEFAULT_CONTROL,)
     bind: Annotated[
-        str, Meta(description="address that peer nodes dial; tcp://host (free port) or ipc://path")
+        str, says("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
     ] = "tcp://127.0.0.1"
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="from start to ready", extra={"unit": "s"})
+        float, says("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    transport: Annotated[TransportChoice, Meta(description="auto: shm on one host, else nixl")] = (
-        "auto"
-    )
+    transport: Annotated[
+        TransportChoice,
+        says("how blocks are read; auto takes shm on one host and nixl between hosts"),
+    ] = "auto"
     lease_s: Annotated[
-        float,
-        Meta(gt=0, description="how long unread blocks are held for decode", extra={"unit": "s"}),
+        float, says("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
     ] = 30.0
     device: Annotated[
-        str, Meta(description="network device of nixl, such as mlx5_0:1; empty is loopback only")
+        str, says("network device that nixl uses, such as mlx5_0:1; empty allows loopback only")
     ] = ""
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    level: Annotated[LogLevel, Meta(description="least severe line that is printed")] = "info"
-    json: Annotated[bool, Meta(description="one JSON object a line")] = False
-    stats_s: Annotated[
-        float, Meta(ge=0, description="a stats line every so often; 0 is off", extra={"unit": "s"})
-    ] = 10.0
-    prompts: Annotated[bool, Meta(description="log prompts, cut to 200 characters")] = False
+    level: Annotated[LogLevel, says("least severe level that is logged")] = "info"
+    json: Annotated[bool, says("log one JSON object per line")] = False
+    stats_s: Annotated[float, says("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
+    prompts: Annotated[bool, says("log prompts, cut to 200 characters")] = False
     records: Annotated[
-        str, Meta(description="folder for step and transfer records of each node; empty is off")
+        str, says("folder for each node's records of steps and transfers; empty turns them off")
     ] = ""
 
 
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
-        str, Meta(description="the cluster's key, one for all hosts, from `baton keygen FILE`")
+        str, says("file with the cluster's key, the same on all hosts, from `baton keygen FILE`")
     ] = ""
     insecure: Annotated[
-        bool, Meta(description="reach other hosts without a key: the control network is private")
+        bool, says("talk to other hosts without a key; only where the control network is private")
     ] = False
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that can be set, for every process of a cluster."""
+    """All settings of all processes of a cluster."""
 
-    prefill: Annotated[int, Meta(ge=0, description="prefill nodes that `serve` starts")] = 1
-    decode: Annotated[int, Meta(ge=1, description="decode nodes that `serve` starts")] = 1
+    prefill: Annotated[int, says("number of prefill nodes that `serve` starts", ge=0)] = 1
+    decode: Annotated[int, says("number of decode nodes that `serve` starts", ge=1)] = 1
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
@@ -135,3 +153,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferConfig = TransferConfig()
     keys: KeysConfig = KeysConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def control(self) -> str:
+        """The endpoint of a router that starts no nodes itself."""
+        return self.router.control or DEFAULT_CONTROL

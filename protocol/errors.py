@@ -94,7 +94,7 @@ class InvariantBroken(BatonError):
 
 
 def from_failure(failure: Failure) -> BatonError:
-    """The exception a `Failure` stands for, for raising it in another process."""
+    """Return the exception that a `Failure` of another process stands for."""
     kind: type[BatonError] = NodeError if failure.retryable else BatonError
     if failure.code == Cancelled.code:
         kind = Cancelled

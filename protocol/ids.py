@@ -1,7 +1,7 @@
 """Names of requests, nodes and process lifetimes.
 
-A `Key` is on every message about a sequence. The request id is minted by a router (never the
-client's), so two clients that choose the same name cannot meet in a node's tables.
+Every message about a sequence has its `Key`. A router mints the request id, so two clients that
+choose the same name cannot meet in a node's tables.
 """
 
 from typing import NewType
@@ -17,8 +17,8 @@ Epoch = NewType("Epoch", str)
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One try at one choice of one request.
 
-    A leg that computes a prompt for several choices carries the key of its lowest choice; the
-    sequences forked from it carry their own. A higher attempt cancels every lower one.
+    A leg that computes a prompt for several choices has the key of its lowest choice; the sequences
+    forked from it have their own. A higher attempt cancels every lower one.
     """
 
     request_id: RequestId

@@ -11,7 +11,6 @@ import msgspec
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
-from baton.protocol.kv_layout import KVLayout
 from baton.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 1
@@ -24,14 +23,26 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Root of everything that travels; the tag is the class name."""
 
 
+class KVLayout(msgspec.Struct, frozen=True):
+    """One KV block of one rank's pool: what two pools must agree on to exchange blocks.
+
+    A rank's pool is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, so a
+    block is one contiguous region for all layers.
+    """
+
+    block_size: int  # tokens
+    block_bytes: int
+    fingerprint: str  # covers everything that two pools must share
+
+
 class RankAddress(msgspec.Struct, frozen=True):
     """How one rank's pool can be read: transport name -> opaque metadata made by it."""
 
     metadata: dict[str, bytes]
 
 
-class NodeInfo(msgspec.Struct, frozen=True):
-    """What a ready node publishes about itself; the router passes it on to its peers."""
+class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a ready node publishes about itself. The router passes it on to its peers."""
 
     node_id: NodeId
     epoch: Epoch
@@ -44,20 +55,15 @@ class NodeInfo(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
 
 
 # --- router to node ---------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
-    """The answer to Hello. Beats and silence are counted from here."""
-
-    router_id: str
-    router_epoch: Epoch
-
-
 class Peers(Message, frozen=True):
-    """All ready nodes of the other role, each time the set changes: the rendezvous."""
+    """All ready nodes of the other role, sent each time the set changes."""
 
     nodes: tuple[NodeInfo, ...]
 
@@ -65,8 +71,8 @@ class Peers(Message, frozen=True):
 class Prefill(Message, frozen=True):
     """Compute `token_ids` and sample the first token of each choice.
 
-    On a resume `token_ids` hold what was already streamed, and `num_prompt_tokens` says where the
-    prompt ended. `decode_node` is None when nobody takes the blocks (max_tokens = 1).
+    On a resume `token_ids` include the tokens already streamed, and `num_prompt_tokens` says where
+    the prompt ended. `decode_node` is None when no node takes the blocks (max_tokens = 1).
     """
 
     key: Key
@@ -75,14 +81,13 @@ class Prefill(Message, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     decode_node: NodeId | None = None
-    extra_keys: tuple[str, ...] = ()
 
 
 class Decode(Message, frozen=True):
     """Generate from where `Prefill` of the same key ends.
 
-    `prefill_node` None: compute the prompt here. `max_uncached_tokens` bounds that: more, and the
-    request is refused with code `not_cached` before any token; None sets no bound.
+    With no `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
+    of it are not cached, it refuses with code `not_cached` before any token; None sets no bound.
     """
 
     key: Key
@@ -92,11 +97,10 @@ class Decode(Message, frozen=True):
     num_choices: int = 1
     prefill_node: NodeId | None = None
     max_uncached_tokens: int | None = None
-    extra_keys: tuple[str, ...] = ()
 
 
 class Cancel(Message, frozen=True):
-    """End these sequences. Answered per key, with `Cancelled` also for keys not known."""
+    """End these sequences. `CancelDone` answers for all of them, unknown keys included."""
 
     keys: tuple[Key, ...]
     reason: str = "client"
@@ -108,7 +112,7 @@ class Refused(Message, frozen=True):
     failure: Failure
 
 
-ToNode = Welcome | Peers | Prefill | Decode | Cancel | Refused
+ToNode = Peers | Prefill | Decode | Cancel | Refused
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -122,7 +126,7 @@ class Hello(Message, frozen=True):
 
 
 class Starting(Message, frozen=True):
-    """Start-up progress, at least once a second while starting, from the beat thread."""
+    """Start-up progress. The beat thread sends it at least once a second while a node starts."""
 
     node_id: NodeId
     epoch: Epoch
@@ -136,7 +140,7 @@ class Ready(Message, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What a node has in hand, for routing and for the stats line."""
+    """A node's work in hand and blocks, for routing and for the stats line."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -147,7 +151,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beat(Message, frozen=True):
-    """Sent every second by an I/O thread over a socket of its own, however long the step takes."""
+    """Sent every second by a thread with its own socket, however long a step takes."""
 
     node_id: NodeId
     epoch: Epoch
@@ -157,14 +161,14 @@ class Beat(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """Decode has reserved everything the handoff needs (or local computing will need)."""
+    """Decode has reserved every block that the handoff, or computing the prompt itself, needs."""
 
     key: Key
     num_cached_tokens: int = 0
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds of one leg, each on the clock of the node that measured it."""
+    """The stages of one leg in seconds, each on the clock of the node that measured it."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -184,7 +188,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstTokens(Message, frozen=True):
-    """From prefill, once per handoff: entry i is choice `key.choice + i`, all at `position`."""
+    """The first tokens of a prompt: entry i is choice `key.choice + i`, all at `position`."""
 
     key: Key
     position: int
@@ -209,14 +213,14 @@ class Tokens(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """This leg is over and nothing more will come of it."""
+    """This leg is over; no more messages of it follow."""
 
     key: Key
     failure: Failure
 
 
 class CancelDone(Message, frozen=True):
-    """Nothing more will be sent for these keys."""
+    """No more messages follow for these keys."""
 
     keys: tuple[Key, ...]
 
@@ -228,7 +232,7 @@ ToRouter = Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | F
 
 
 class PeerHello(Message, frozen=True):
-    """First on every peer connection, in both directions."""
+    """The first message on every peer connection, in both directions."""
 
     version: int
     node_id: NodeId
@@ -237,8 +241,8 @@ class PeerHello(Message, frozen=True):
     layout_fingerprint: str
 
 
-class Started(Message, frozen=True):
-    """Prefill holds all `num_blocks` blocks of this prompt; land them."""
+class Offered(Message, frozen=True):
+    """Prefill holds all `num_blocks` blocks of this prompt until its lease ends."""
 
     key: Key
     num_tokens: int
@@ -249,23 +253,19 @@ class Started(Message, frozen=True):
 class Span(Message, frozen=True):
     """Blocks [first_block, first_block + len(block_ids)) of the prompt are final.
 
-    `generations` are those of prefill's pool; `valid_tokens` counts the prompt tokens that the
-    whole prompt has up to the end of this span.
+    `block_ids` and `generations` are those of prefill's pool.
     """
 
     key: Key
-    index: int
     first_block: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
-    valid_tokens: int
 
 
 class End(Message, frozen=True):
-    """All spans were announced. Carries the first token of every choice."""
+    """Spans for all blocks were sent. Carries the first token of every choice."""
 
     key: Key
-    num_spans: int
     tokens: tuple[FirstToken, ...]
 
 
@@ -276,17 +276,16 @@ class Withdrawn(Message, frozen=True):
     failure: Failure
 
 
-ToDecode = PeerHello | Started | Span | End | Withdrawn
+class Renewed(Message, frozen=True):
+    """Confirms one `Renew` of this handoff. Confirmations come in the order of the renewals."""
+
+    key: Key
+
+
+ToDecode = PeerHello | Offered | Span | End | Withdrawn | Renewed
 
 
 # --- decode to prefill ------------------------------------------------------------------------
-
-
-class Landing(Message, frozen=True):
-    """Decode reserved its landing: it lacks the blocks from `first_block` on."""
-
-    key: Key
-    first_block: int
 
 
 class Done(Message, frozen=True):
@@ -296,7 +295,7 @@ class Done(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Extends the leases of these handoffs, counted from when it was sent."""
+    """Extend the leases of these handoffs. Decode counts the extension from when it sent this."""
 
     keys: tuple[Key, ...]
 
@@ -308,4 +307,4 @@ class Declined(Message, frozen=True):
     failure: Failure
 
 
-ToPrefill = PeerHello | Landing | Done | Renew | Declined
+ToPrefill = PeerHello | Done | Renew | Declined

@@ -1,7 +1,7 @@
-"""How tokens are chosen: what a user asks for, and the part of it that an engine needs.
+"""How tokens are chosen: the parameters of a user, and the part of them that an engine needs.
 
-`SamplingParams` is the public type (`baton.SamplingParams`); `Sampling` travels to the engines,
-which never see text and therefore know no stop strings.
+`SamplingParams` is the public type (`baton.SamplingParams`). `Sampling` travels to the engines,
+which never see text and therefore have no stop strings.
 """
 
 import math
@@ -17,7 +17,7 @@ SEED_BITS = 63
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Filtering, noise and end of one sequence, complete: the seed is always there."""
+    """Filtering, noise and end of one sequence. The seed is always set."""
 
     seed: int
     max_tokens: int
@@ -31,9 +31,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may ask of generation. Names and defaults follow the field's usage.
+    """What a user may ask for. Names and defaults are the usual ones of serving libraries.
 
-    `max_tokens=None` fills the room the model has left. `stop` takes a string or a list.
+    `max_tokens=None` generates until the model's length is full. `stop` takes a string or a list.
     """
 
     n: int = 1
@@ -62,7 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check(params: SamplingParams) -> None:
-    """Raise `RequestError` naming the first field that cannot be honoured."""
+    """Raise `RequestError` that names the first field out of range."""
     _in_range("n", params.n, 1, MAX_CHOICES)
     _in_range("temperature", params.temperature, 0.0, 100.0)
     _in_range("top_p", params.top_p, 0.0, 1.0, open_low=True)

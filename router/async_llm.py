@@ -1,11 +1,10 @@
-"""`AsyncLLM`: the router as a library. Prompts in, streams of outputs out, on one event loop.
+"""`AsyncLLM`, the router as a library: it takes prompts and returns streams of outputs.
 
-The HTTP handlers and `LLM` call it. It tokenizes once, checks what was asked, and hands the rest to
-`core`; beyond it nobody sees text. It never computes anything itself and never loads torch.
+The HTTP handlers and `LLM` call it on one event loop. It tokenizes a prompt once and hands the ids
+to `core`, which sees no text. It never computes anything itself and never loads torch.
 """
 
 import asyncio
-import importlib
 import os
 import shutil
 import tempfile
@@ -13,15 +12,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import Cancelled, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
-from baton.router.outputs import CompletionOutput, RequestOutput
+from baton.router.outputs import Merged, RequestOutput
 from baton.router.registry import Health, ServedModel
-from baton.router.stream import Cumulated, RequestStream
-from baton.router.text import Text
-from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
+from baton.router.stream import RequestStream
+from baton.router.text.text import Text
+from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
+from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.log import logger
 from baton.runtime.process import Exit
 
@@ -31,12 +31,12 @@ log = logger("router")
 
 
 class LocalNodes(Protocol):
-    """Node processes on this host, as `deploy` starts and restarts them."""
+    """Node processes on this host, which `deploy` starts and restarts."""
 
     def start(self) -> None: ...
 
     def poll(self) -> Sequence[Exit]:
-        """Those that ended since the last call; never blocks."""
+        """Return the processes that have ended since the last call, without blocking."""
         ...
 
     def stop(self) -> None: ...
@@ -57,12 +57,12 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
 class AsyncLLM:
-    """One router, on the event loop that called `start`."""
+    """One router. It lives on the event loop that called `start`."""
 
     def __init__(
         self, config: ClusterConfig, core: RouterCore, text: Text, launcher: Launcher | None = None
     ) -> None:
-        """`launcher` makes the nodes that `start` starts; without one, nodes come by themselves."""
+        """`launcher` makes the nodes that `start` starts. Without it, nodes come on their own."""
         self._config = config
         self._core = core
         self._text = text
@@ -70,9 +70,10 @@ class AsyncLLM:
         self._nodes: LocalNodes | None = None
         self._folder: str | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._live: dict[str, RequestStream | None] = {}  # None: its prompt is being tokenized
-        self._aborted: set[str] = set()  # of those that are being tokenized
+        self._live: dict[str, RequestStream | None] = {}  # None: not tokenized yet
+        self._aborted: set[str] = set()  # requests that were aborted while being tokenized
         self._num_requests = 0
+        self._model_name = config.model.name or Path(config.model.path).resolve().name
         self._is_started = self._is_closed = False
 
     @classmethod
@@ -83,19 +84,20 @@ class AsyncLLM:
         start_nodes: bool = True,
         launcher: Launcher | None = None,
     ) -> "AsyncLLM":
-        """`start_nodes` starts the nodes of `config` here; else they dial `router.control`.
+        """Make a router for the model that `config` names.
 
-        Raises `ConfigError` when the model's folder has no usable tokenizer.
+        With `start_nodes`, `start` starts the nodes here; without, nodes dial `router.control`.
+        Raises `ConfigError` if the model's folder has no usable tokenizer.
         """
         if not config.model.path:
-            raise ConfigError("model.path is empty: name a Hugging Face folder")
+            raise ConfigError("model.path is empty: set it to a Hugging Face model folder")
         text = Text.load(config.model.path)
-        chosen = (launcher or _local_cluster()) if start_nodes else None
+        chosen = (launcher or LocalCluster) if start_nodes else None
         return cls(config, RouterCore(config), text, chosen)
 
     async def start(self) -> None:
-        """Open the control endpoint and start the nodes; does not wait for them."""
-        assert not self._is_started, "an AsyncLLM starts once"
+        """Open the control endpoint and start the nodes, without waiting for them."""
+        assert not self._is_started, "an AsyncLLM can be started only once"
         self._is_started = True
         try:
             endpoint = self._core.start(self._control())
@@ -110,7 +112,7 @@ class AsyncLLM:
     async def ready(self, timeout_s: float) -> None:
         """Wait until the nodes of `config` are in service.
 
-        When some are late it is enough that requests can be served; else raises `NodeError`.
+        After `timeout_s` it is enough that requests can be served; if not, raises `NodeError`.
         """
         num_prefill = self._config.prefill
         if self._config.router.local_prefill == "always":
@@ -123,15 +125,15 @@ class AsyncLLM:
             if not health.can_serve:
                 text = f"no node was ready within {timeout_s:g} s: {health.message}"
                 raise NodeError(text, code="not_ready") from None
-            log.warning("serving with less than all nodes", reason=health.message)
+            log.warning("serving without some of the nodes", reason=health.message)
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
     ) -> RequestStream:
-        """Check, tokenize and queue a request; raises `RequestError` or `Overloaded` at once.
+        """Check, tokenize and queue a request; raises `RequestError` or `Overloaded`.
 
-        The caller must drain the stream or `close` it. `request_id` is for the caller's eyes; one
-        that is live already is refused.
+        The caller must wait for the end of the stream or `close` it. `request_id` is the caller's
+        own name for the request and must not be the name of another one that is live.
         """
         self._num_requests += 1
         name = request_id or f"request-{self._num_requests}"
@@ -143,7 +145,7 @@ class AsyncLLM:
             if name in self._aborted:
                 raise Cancelled("the request was cancelled (client)")
             self._core.check(token_ids)
-            detokenizers = [self._text.detokenizer(token_ids, params) for _ in range(params.n)]
+            detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
             stream = RequestStream(name, text, token_ids, params, detokenizers)
             stream.on_end(lambda: self._forget(name))
             self._live[name] = stream
@@ -156,26 +158,24 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come, in the form of `output_kind`; leaving early aborts the request."""
+        """Yield outputs as they come, in the form of `output_kind`. Leaving early aborts."""
         stream = await self.submit(prompt, sampling_params, request_id)
-        whole = Cumulated(sampling_params.n)
         kind = sampling_params.output_kind
+        merged = Merged(0 if kind == "delta" else sampling_params.n)
+        stream.send_to(merged.add)
         try:
-            while deltas := await stream.take():
+            while await stream.changed():
                 if kind == "delta":
-                    yield stream.output(_merged(deltas, sampling_params.n))
-                    continue
-                for delta in deltas:
-                    whole.add(delta)
-                if kind == "cumulative":
-                    yield stream.output(whole.outputs())
+                    yield stream.output(merged.take())
+                elif kind == "cumulative":
+                    yield stream.output(merged.outputs())
             if kind == "final":
-                yield stream.output(whole.outputs())
+                yield stream.output(merged.outputs())
         finally:
             stream.close()
 
     async def abort(self, request_id: str) -> None:
-        """End a live request, whose reader gets `Cancelled`; unknown ids are ignored."""
+        """End a live request: its reader gets `Cancelled`. An unknown id is ignored."""
         stream = self._live.get(request_id)
         if stream is not None:
             stream.close()
@@ -183,7 +183,7 @@ class AsyncLLM:
             self._aborted.add(request_id)
 
     async def shutdown(self) -> None:
-        """End every request, then the nodes that were started here. Idempotent."""
+        """End every request, then the nodes that were started here. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -195,7 +195,7 @@ class AsyncLLM:
         if nodes is not None:
             try:
                 await asyncio.to_thread(nodes.stop)
-            except RuntimeError:  # the interpreter is ending and starts no threads any more
+            except RuntimeError:  # the interpreter is ending and no longer starts threads
                 nodes.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -209,27 +209,26 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether it has ended for another reason than `shutdown`."""
+        """Whether the router has ended for another reason than `shutdown`."""
         return self._core.has_failed and not self._is_closed
 
     def get_tokenizer(self) -> Text:
         return self._text
 
     def get_model_config(self) -> ServedModel:
-        """What the nodes serve; raises `NodeError` until one was ready."""
+        """Return what the nodes serve; raises `NodeError` until a node has been ready."""
         model = self._core.registry.model
         if model is None:
-            raise NodeError("no node was ready yet", code="not_ready")
-        path = self._config.model.path
+            raise NodeError("no node has been ready yet", code="not_ready")
         return ServedModel(
-            self._config.model.name or Path(path).resolve().name,
-            path,
-            model.model,
-            model.layout.fingerprint,
-            model.max_model_len,
-            model.vocab_size,
-            model.layout.block_size,
-            model.eos_token_ids,
+            name=self._model_name,
+            path=self._config.model.path,
+            fingerprint=model.model,
+            layout_fingerprint=model.layout.fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.layout.block_size,
+            eos_token_ids=model.eos_token_ids,
         )
 
     def _forget(self, name: str) -> None:
@@ -249,47 +248,32 @@ class AsyncLLM:
             case list():
                 return None, _checked(prompt)
         raise RequestError(
-            "a prompt is text, a list of token ids, or a dict with prompt or prompt_token_ids",
+            "a prompt must be text, a list of token ids, or a dict with prompt or prompt_token_ids",
             param="prompt",
         )
 
     def _control(self) -> str:
-        """Nodes of our own meet us in a private folder, unless the settings name an endpoint."""
-        endpoint = self._config.router.control
-        if self._launcher is None or endpoint != RouterConfig().control:
-            return endpoint
-        # Of mode 0700, and short enough for the path of a socket.
+        """Return where nodes dial: in a private folder, unless the settings name an endpoint."""
+        if self._launcher is None or self._config.router.control is not None:
+            return self._config.control
+        # The folder has mode 0700, and its name is short enough for the path of a socket.
         is_long = len(tempfile.gettempdir()) > MAX_IPC_PATH_BYTES // 2
         self._folder = tempfile.mkdtemp(prefix="baton-", dir="/tmp" if is_long else None)
         return f"ipc://{os.path.join(self._folder, 'control')}"
 
     def _watch_nodes(self) -> None:
-        """Nodes are restarted when they end, but one that never gets ready never will."""
+        """Look for nodes that ended. If none was ever ready, a restart will not help: give up."""
         self._watch = asyncio.get_running_loop().call_later(WATCH_S, self._watch_nodes)
         assert self._nodes is not None
         for exit_ in self._nodes.poll():
             log.warning("node process ended", node=exit_.name, code=exit_.code)
             if self._core.registry.model is None:
                 tail = "\n".join(exit_.tail)
-                text = f"{exit_.name} ended with code {exit_.code} at its start:\n{tail}"
+                text = f"{exit_.name} ended with code {exit_.code} while it started:\n{tail}"
                 self._core.fail(NodeError(text, code="start_failed").to_failure())
-
-
-def _merged(deltas: list[CompletionOutput], num_choices: int) -> list[CompletionOutput]:
-    """One delta per choice that has any."""
-    merged = Cumulated(num_choices)
-    for delta in deltas:
-        merged.add(delta)
-    return [merged.output(index) for index in sorted({delta.index for delta in deltas})]
 
 
 def _checked(token_ids: list[int]) -> list[int]:
     if not all(type(token_id) is int for token_id in token_ids):
         raise RequestError("token ids must be integers", param="prompt")
     return token_ids
-
-
-def _local_cluster() -> Launcher:
-    """The launcher of this host. The one place where the router reaches up to a front door."""
-    launcher: Launcher = importlib.import_module("baton.deploy.local").LocalCluster
-    return launcher

@@ -1,8 +1,9 @@
-"""The router without text: requests as token ids in, tokens of every choice out.
+"""The router without text: it takes requests as token ids and returns the tokens of every choice.
 
-`AsyncLLM` is its only caller, on one event loop. It joins the pure parts (`lifecycle` per request,
-`registry`, `policy`, `admission`) with the nodes' sockets and the callers' streams, and decides
-nothing that they could decide. Nothing here blocks; one request's error ends that request alone.
+`AsyncLLM` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
+`registry`, `policy`, `admission`) with the socket of the nodes and the streams of the callers. It
+decides nothing that those parts can decide, it never blocks, and an error of one request must not
+end another.
 """
 
 import asyncio
@@ -31,23 +32,20 @@ from baton.protocol.messages import (
     TokenEntry,
     Tokens,
     ToRouter,
-    Welcome,
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
-from baton.router.leg import Request
-from baton.router.lifecycle import Lifecycle
-from baton.router.nodes import NodeSockets
+from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Change, Entered, Health, Left, Refuse, Registry, Status
-from baton.router.request_events import (
+from baton.router.registry import Change, Differs, Entered, Health, Left, Refuse, Registry, Status
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
+    NodeMessage,
     NotPlaced,
     Outcome,
     Place,
@@ -60,23 +58,23 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import NO_NODE, Lifecycle
 from baton.router.stream import RequestStream
+from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
-from baton.runtime.keys import load_keys
 from baton.runtime.log import logger
 
 TICK_S = 0.25
-# How long requests wait for a node to come (back) before they are turned away.
+# How long requests wait for a node to appear or return before they are turned away.
 PATIENCE_S = 30.0
-
-Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
 
 log = logger("router")
 
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """A request from `submit` until no node owes it anything."""
+    """A request, from `submit` until no node has anything left to do or confirm for it."""
 
     request_id: RequestId
     lifecycle: Lifecycle
@@ -86,7 +84,7 @@ class Active:
 
 
 class RouterCore:
-    """`start`, then `submit`; `close` ends everything."""
+    """Call `start`, then `submit` as often as needed, then `close`."""
 
     def __init__(
         self, config: ClusterConfig, clock: Clock = monotonic, patience_s: float = PATIENCE_S
@@ -101,29 +99,29 @@ class RouterCore:
         self._admission = Admission(config.router.max_queued, config.router.max_inflight)
         self._active: dict[RequestId, Active] = {}
         self._num_requests = 0
-        self._events: deque[tuple[Active, RequestEvent]] = deque()
+        self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
         self._now_s = clock()
         self._failure: Failure | None = None
-        self._sockets: NodeSockets | None = None
+        self._sockets: NodeListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
     # --- its caller -----------------------------------------------------------------------------
 
     def start(self, endpoint: str) -> str:
-        """Open the endpoint that nodes dial, and say what it is; raises `ConfigError`."""
+        """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
         keys = load_keys(self._keys)
-        self._sockets = NodeSockets(endpoint, keys, self._heard, self._gone, self._place_waiting)
+        self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
     def check(self, token_ids: list[int]) -> None:
-        """Raise what a prompt would be refused with; to be called before `submit`."""
+        """Raise `RequestError` or `Overloaded` if `submit` would refuse this prompt."""
         check_prompt(token_ids, self._limits())
 
     def submit(self, stream: RequestStream) -> RequestId:
-        """Take a request in; raises `RequestError` or `Overloaded`, and then it never was."""
+        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
         limits = self._limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
@@ -142,7 +140,7 @@ class RouterCore:
         return request_id
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
-        """End a request, whose stream gets `Cancelled`. Unknown and ended ones are ignored."""
+        """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
         active = self._active.get(request_id)
         if active is not None:
             self._now_s = self._clock()
@@ -156,7 +154,7 @@ class RouterCore:
         return Health(status, nodes, line.num_inflight, line.num_queued, message)
 
     async def wait_for(self, num_prefill: int, num_decode: int) -> None:
-        """Until so many nodes are in service; raises when the router has failed."""
+        """Wait until so many nodes are in service; raises the router's error if it has failed."""
         while True:
             if self._failure is not None:
                 raise from_failure(self._failure)
@@ -167,7 +165,7 @@ class RouterCore:
             await self._changed.wait()
 
     def fail(self, failure: Failure) -> None:
-        """Nothing can be served any more: every caller, present and future, is told why."""
+        """Stop serving: every request that is running or still comes fails with this reason."""
         self._failure = failure
         self._changed.set()
         for active in list(self._active.values()):
@@ -176,7 +174,7 @@ class RouterCore:
 
     @property
     def num_active(self) -> int:
-        """Requests whose nodes have not all confirmed their end."""
+        """The number of requests whose nodes have not all confirmed their end."""
         return len(self._active)
 
     @property
@@ -184,7 +182,7 @@ class RouterCore:
         return self._failure is not None
 
     def close(self) -> None:
-        """End every request and the connections to all nodes. Idempotent."""
+        """End every request and the connections to all nodes. Calling it again does nothing."""
         if self._failure is None:
             text = "the router is shutting down"
             self.fail(Overloaded(text, code="shutting_down").to_failure())
@@ -214,18 +212,17 @@ class RouterCore:
                     self.registry.starting(now_s, message)
             case Hello():
                 self._apply(self.registry.hello(now_s, node, message))
-                self._send(node, Welcome("router", self.epoch))
             case Ready():
                 self._apply(self.registry.ready(now_s, node, message))
             case _:
                 assert_never(message)
 
-    def _said(self, node: NodeId, request_id: RequestId, message: Said) -> None:
+    def _said(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> None:
         active = self._active.get(request_id)
         if active is not None:
-            self._feed(active, NodeSaid(node, message))
+            self._feed(active, message, node)
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
-            # Somebody still works for a request that has ended.
+            # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
 
     def _gone(self, node: NodeId) -> None:
@@ -242,6 +239,8 @@ class RouterCore:
                     log.info("node in service", node=info.node_id, role=info.role)
                     self._introduce(info.role)
                     self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
+                case Differs(node=node, other=other):
+                    log.warning(change.message, node=node, other=other)
                 case Left(node=node, role=role, failure=failure):
                     log.warning("node out of service", node=node, reason=failure.message)
                     self._introduce(role)
@@ -252,34 +251,35 @@ class RouterCore:
         self._changed.set()
 
     def _introduce(self, role: Role) -> None:
-        """The set of these nodes has changed: tell all of the other role."""
+        """Tell all nodes of the other role that the set of nodes with this role has changed."""
         other: Role = "decode" if role == "prefill" else "prefill"
         peers = Peers(self.registry.peers_of(other))
         for node in self.registry.in_service(other):
             self._send(node.node_id, peers)
 
-    def _send(self, node: NodeId, message: Welcome | Peers | Refused | Cancel) -> None:
+    def _send(self, node: NodeId, message: Peers | Refused | Cancel) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _feed(self, active: Active, event: RequestEvent) -> None:
-        """Commands may cause events (a stop string, a caller that leaves): one after the other."""
-        self._events.append((active, event))
+    def _feed(self, active: Active, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+        """Handle an event, then the events that it causes (a caller may leave, say)."""
         if self._is_feeding:
+            self._events.append((active, event, node))
             return
         self._is_feeding = True
         try:
+            self._step(active, event, node)
             while self._events:
                 self._step(*self._events.popleft())
         finally:
             self._is_feeding = False
 
-    def _step(self, active: Active, event: RequestEvent) -> None:
+    def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
         commands: Iterator[RequestCommand] = iter(())
         try:
-            commands = iter(active.lifecycle.step(self._now_s, event))
+            commands = iter(active.lifecycle.step(self._now_s, event, node))
             for command in commands:
                 self._carry_out(active, command)
         except Exception:
@@ -287,22 +287,22 @@ class RouterCore:
             self._contain(active, commands)
 
     def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
-        """A bug met this request. It ends with an error; the others go on."""
+        """End a request that met a bug with an error. The others go on."""
         active.stream.finish(BatonError("the router failed to handle this request"))
         if not active.is_broken:
             active.is_broken = True
-            self._events.append((active, CallerGone("router error")))
+            self._events.append((active, CallerGone("router error"), NO_NODE))
             for command in commands:
                 self._carry_out(active, command)
         elif self._active.pop(active.request_id, None) is not None:
-            # Nodes that still work for it are told to stop when they next speak of it.
+            # A node that still works for it is told to stop with its next message about it.
             self.registry.forget(active.request_id)
             self._admission.forget(active.request_id)
 
     def _carry_out(self, active: Active, command: RequestCommand) -> None:
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                if active.stream.push(choice, token_ids, reason) is not None:
+                if active.stream.push(choice, token_ids, reason):
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):
                 assert self._sockets is not None
@@ -326,7 +326,7 @@ class RouterCore:
                 assert_never(command)
 
     def _limits(self) -> Limits:
-        """What a request must fit; raises when none can be served."""
+        """Return what a request must fit; raises if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)
         model = self.registry.model
@@ -366,12 +366,12 @@ class RouterCore:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         assert self._sockets is not None
-        # Beats may be waiting in the socket if this loop was held up, so they are read first.
+        # If this loop was held up, beats are waiting in the socket, so it is read first.
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
         for key in self._admission.overdue(now_s, self._patience_s):
-            text = "no node is in service that could take this request"
+            text = "no node that is in service can take this request"
             retry_s = self._admission.retry_after_s()
             error = Overloaded(text, code="no_nodes", retry_after_s=retry_s)
             self._admission.leave(key)

@@ -1,7 +1,7 @@
-"""`LLM`: prompts in, outputs out, without asyncio. The offline class over `AsyncLLM`.
+"""`LLM`, the class for scripts and notebooks: it takes prompts and returns outputs, no asyncio.
 
-It owns an event loop on a thread of its own and the node processes behind it, and is what a script
-or a notebook uses. Any thread may call it. It adds nothing to what `AsyncLLM` can do.
+It runs an `AsyncLLM` on an event loop in a thread of its own, and owns the node processes. Any
+thread may call it. It must not be able to do what `AsyncLLM` cannot.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM, Launcher, Prompt
-from baton.router.outputs import RequestOutput
+from baton.router.outputs import Merged, RequestOutput
 from baton.router.registry import ServedModel
-from baton.router.text import Text
+from baton.router.text.text import Text
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model on prefill and decode processes of this host, from construction to `shutdown`.
+    """A model in prefill and decode processes on this host, from construction to `shutdown`.
 
-    Also a context manager; the end of the interpreter shuts it down in any case.
+    It is also a context manager, and the end of the interpreter shuts it down in any case.
     """
 
     def __init__(self, model: str = "", *, launcher: Launcher | None = None, **settings: object):
-        """Starts the nodes and waits for them; raises `ConfigError` or `NodeError`.
+        """Start the nodes and wait for them; raises `ConfigError` or `NodeError`.
 
-        `model` is a Hugging Face folder. `settings` are the fields of `ClusterConfig`, its
-        sections as structs or as dicts: `LLM(path, decode=2, cache={"memory_mib": 1024})`. Nodes
-        print warnings only, unless `log` says otherwise.
+        `model` is a Hugging Face model folder. `settings` are fields of `ClusterConfig`; a section
+        may be a struct or a dict: `LLM(path, decode=2, cache={"memory_mib": 1024})`. Nodes print
+        only warnings, unless `log` says otherwise.
         """
         self.config = _config(model, settings)
         self._llm = AsyncLLM.from_config(self.config, launcher=launcher)
@@ -59,10 +59,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One output per prompt, in their order; `use_tqdm` shows a progress bar.
+        """Return one output per prompt, in the order of the prompts.
 
-        A list of ints is one prompt of token ids. Several `sampling_params` go with one prompt
-        each. The first error of any of them ends the others and is raised.
+        A list of ints is one prompt of token ids. A list of `sampling_params` has one for each
+        prompt. The first error of any prompt ends the others and is raised. `use_tqdm` shows a
+        progress bar.
         """
         many = _as_list(prompts)
         params = _params_of(many, sampling_params)
@@ -91,7 +92,7 @@ class LLM:
         return self._llm.get_model_config()
 
     def shutdown(self) -> None:
-        """End the nodes and the loop. Idempotent."""
+        """End the nodes and the loop. May be called again."""
         if self._loop.is_closed():
             return
         atexit.unregister(self.shutdown)
@@ -116,7 +117,7 @@ class LLM:
     # --- inside ---------------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[None, None, T]) -> T:
-        """On the loop's thread; an interrupt here cancels it there."""
+        """Do `work` on the loop's thread and return its result. An interrupt here cancels it."""
         if self._loop.is_closed():
             work.close()
             raise BatonError("this LLM has been shut down", code="shutting_down")
@@ -137,16 +138,19 @@ class LLM:
         params: Sequence[SamplingParams],
         ended: Callable[[RequestOutput], None],
     ) -> list[RequestOutput]:
-        # More would only wait in the router's line, which is bounded.
+        # More requests would only wait in the router's line, which is bounded.
         room = asyncio.Semaphore(self.config.router.max_inflight)
 
         async def one(prompt: Prompt, wanted: SamplingParams) -> RequestOutput:
             async with room:
                 stream = await self._llm.submit(prompt, wanted)
+                merged = Merged(wanted.n)
+                stream.send_to(merged.add)
                 try:
-                    output = await stream.collect()
+                    await stream.ended()
                 finally:
                     stream.close()
+            output = stream.output(merged.outputs())
             ended(output)
             return output
 
@@ -188,5 +192,5 @@ def _params_of(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
+        raise ValueError(f"there are {len(prompts)} prompts, but {len(params)} sampling_params")
     return list(params)

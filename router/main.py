@@ -1,40 +1,43 @@
-"""The router's process: `run` starts the router and its HTTP side, and ends both on a signal.
+"""The router's process: the router with its HTTP side, from its start to a signal.
 
-The command line calls it. Nodes dial in by themselves; none is started here, and torch is never
-loaded.
+The command line calls `run`. Nodes dial in by themselves: this process starts none, and it must
+never load torch.
 """
 
 import asyncio
 import gc
-import os
-import signal
 import sys
+from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.app import App, Server
 from baton.router.async_llm import AsyncLLM
-from baton.router.chat_template import ChatTemplate
-from baton.router.http_metrics import StatsLine
+from baton.router.http.app import App, Server
+from baton.router.http.metrics import StatsLine
+from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
+from baton.runtime.port_pipe import tell_parent
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_FAILED = 1
 
 log = logger("router")
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. A second signal ends at once."""
+    """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
     setup(config.log, "router")
     try:
-        return asyncio.run(_serve(config))
+        with Interrupts() as interrupts:
+            return asyncio.run(_serve(config, interrupts))
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return EXIT_FAILED
 
 
-async def _serve(config: ClusterConfig) -> int:
-    asked_to_end = _on_signal()
+async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
+    asked_to_end = asyncio.Event()
+    asyncio.get_running_loop().add_reader(interrupts.fileno(), asked_to_end.set)
     llm = AsyncLLM.from_config(config, start_nodes=False)
     app = App(llm, config, _chat_template(config.model.path))
     server = Server(app, config.router.host, config.router.port)
@@ -42,9 +45,10 @@ async def _serve(config: ClusterConfig) -> int:
     try:
         await llm.start()
         url = await server.start()
-        # What lives until here lives to the end: the collector need not look at it again.
+        # What is alive here stays alive to the end, so the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        tell_parent(urlsplit(url).port or 0)
         log.info(f"listening on {url}")
         stats.start()
         await asked_to_end.wait()
@@ -52,14 +56,15 @@ async def _serve(config: ClusterConfig) -> int:
         await server.drain()
     finally:
         stats.stop()
-        # It fails answers that are still under way, and their clients can still be told.
+        # This fails the answers that are under way while their clients can still be told.
         await llm.shutdown()
         await server.stop()
+        asyncio.get_running_loop().remove_reader(interrupts.fileno())
     return 0
 
 
 def _chat_template(model_path: str) -> ChatTemplate | None:
-    """A template that cannot be used takes only chats away."""
+    """Return the model's chat template. Without a usable one, all but chats is served."""
     try:
         return ChatTemplate.load(model_path)
     except ConfigError as error:
@@ -67,22 +72,8 @@ def _chat_template(model_path: str) -> ChatTemplate | None:
         return None
 
 
-def _on_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
-    asked_to_end = asyncio.Event()
-
-    def caught() -> None:
-        if asked_to_end.is_set():
-            os._exit(EXIT_INTERRUPTED)
-        asked_to_end.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, caught)
-    return asked_to_end
-
-
 class _Stats:
-    """Logs a line every so often while something happens."""
+    """Logs a line every `interval_s` seconds in which something happened."""
 
     def __init__(self, app: App, llm: AsyncLLM, interval_s: float) -> None:
         self._line = StatsLine(app.metrics)

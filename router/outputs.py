@@ -1,26 +1,28 @@
-"""What a caller of the router gets back: outputs per choice, and how the request went.
+"""What a caller of the router gets back: the output of each choice, and how the request went.
 
-Made by `stream`, passed through by `async_llm`, `llm` and the HTTP handlers. Plain data: nothing
-here knows nodes, sockets or how text comes about.
+`stream` makes these, and `async_llm`, `llm` and the HTTP handlers pass them on. They are plain
+data: nothing here knows about nodes, sockets or tokenizers.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from baton.protocol.messages import FinishReason, StageTimes
 
-# Which way a request took: a pair of nodes, decode alone (it computed the prompt itself), or
-# prefill alone (one token wanted).
+# How a request was served: by a pair of nodes, by decode alone (it computed the prompt itself),
+# or by prefill alone (one token was wanted).
 Path = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
 
 
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice: all of it so far, or with output kind `delta` (and in streams) only the news.
+class CompletionOutput(msgspec.Struct):
+    """One choice: all of it so far, or only what is new (in streams and with output kind `delta`).
 
-    `stop_reason` is the stop string or stop token id that matched, None at an EOS token or at the
-    length limit. `logprobs` is None in this version.
+    `token_ids` ends with the token that completed a stop string, if one did. `stop_reason` is the
+    stop string or stop token id that matched, None at an EOS token or at the length limit.
+    `logprobs` is None in this version.
     """
 
     index: int
@@ -33,11 +35,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """How a request went. Durations in seconds; each stage on the clock of who measured it."""
+    """How a request went. Each duration was measured on one clock, that of its own process."""
 
     arrival_time: float = 0.0  # seconds since the epoch of time.time()
-    router_queue_s: float = 0.0  # until a pair of nodes was chosen
-    queue_s: float = 0.0  # in prefill's queue
+    router_queue_s: float = 0.0  # from arrival until nodes were chosen
+    queue_s: float = 0.0  # in the queue of the prefill node
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_s: float = 0.0  # transfer after the last chunk was announced
@@ -47,16 +49,16 @@ class RequestMetrics:
     time_to_first_token_s: float | None = None  # from arrival to the first token handed out
     e2e_s: float | None = None
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0  # of all choices
+    num_output_tokens: int = 0  # all choices together
     num_cached_tokens: int = 0
     path: Path | None = None
     local_fallback: bool = False  # local prefill only because no prefill node was ready
     num_attempts: int = 0
     resumed: bool = False  # some choice went on elsewhere after its first token
-    max_tokens_clamped: int | None = None  # the room that was left, when less than max_tokens
+    max_tokens_clamped: int | None = None  # the tokens that had room, if max_tokens was more
 
     def add_stages(self, times: StageTimes, *, of_prompt: bool) -> None:
-        """What one node measured. A resume adds to what was spent before."""
+        """Add what one node measured. After a resume, the stages add up over all attempts."""
         if of_prompt:
             self.queue_s += times.queue_s
             self.prefill_s += times.prefill_s
@@ -70,7 +72,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request, or with output kind `delta` what is new of it."""
+    """A request as it stands, or only what is new (with output kind `delta`)."""
 
     request_id: str
     prompt: str | None
@@ -78,3 +80,45 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+class Merged:
+    """Deltas added up per choice. The first `num_choices` choices need no delta to be listed."""
+
+    def __init__(self, num_choices: int = 0) -> None:
+        self._outputs: dict[int, CompletionOutput] = {}
+        # Texts are joined only when an output is asked for, because `+=` copies the whole text.
+        self._texts: dict[int, list[str]] = {}
+        for index in range(num_choices):
+            self._open(index)
+
+    def add(self, delta: CompletionOutput) -> None:
+        output = self._outputs.get(delta.index) or self._open(delta.index)
+        self._texts[delta.index].append(delta.text)
+        output.token_ids.extend(delta.token_ids)
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = delta.stop_reason
+
+    def outputs(self) -> list[CompletionOutput]:
+        """Return a snapshot of all choices in order, which later deltas do not change."""
+        return [self._snapshot(index) for index in sorted(self._outputs)]
+
+    def take(self) -> list[CompletionOutput]:
+        """Return all choices that had a delta in order, and forget them."""
+        outputs = self.outputs()
+        self._outputs.clear()
+        self._texts.clear()
+        return outputs
+
+    def _open(self, index: int) -> CompletionOutput:
+        self._texts[index] = []
+        output = self._outputs[index] = CompletionOutput(index, "", [])
+        return output
+
+    def _snapshot(self, index: int) -> CompletionOutput:
+        text = "".join(self._texts[index])
+        self._texts[index] = [text]
+        now = self._outputs[index]
+        return CompletionOutput(
+            index, text, list(now.token_ids), None, now.finish_reason, now.stop_reason
+        )

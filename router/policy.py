@@ -1,24 +1,25 @@
-"""Which pair of nodes a leg goes to: the least loaded of each role, ties by node id.
+"""Which nodes a leg goes to: the least loaded of each role, ties by node id.
 
-Pure: `core` asks for every leg and charges the answer at once. It knows loads and sizes, nothing
-of requests. Prefill's load is the prompt tokens that it still has to compute, decode's the
-sequences that it has in hand.
+Pure: `core` asks for every leg and charges the chosen nodes at once. The policy knows loads and
+sizes and nothing else about requests. The load of a prefill node is the number of prompt tokens
+that it has yet to compute, that of a decode node the number of its sequences.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
+from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.outputs import Path
 from baton.router.registry import Charge, Node, Registry
-from baton.router.request_events import Place, Placed
+from baton.router.request.events import Place, Placed
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where to, and what to charge there."""
+    """The chosen nodes, and what each of them is charged."""
 
     placed: Placed
     charges: tuple[tuple[NodeId, Charge], ...]
@@ -37,18 +38,18 @@ class LeastLoaded:
         self._local_tokens = local_prefill_tokens
 
     def choose(self, registry: Registry, place: Place) -> Decision | None:
-        """None: no node can take it now."""
+        """Return nodes for a leg; None if no node can take it now."""
         decode = self._decode_node(registry, place)
         prefill = self._prefill_node(registry, place)
         if self._mode == "always":
-            return _local(place, decode, None)
+            return _local(place, decode)
         if not place.wants_decode and prefill is not None:
             return _pair(place, prefill, None)
         is_short = place.num_tokens <= self._local_tokens
-        if self._mode == "auto" and is_short and place.wants_decode and not place.remote_only:
-            return _local(place, decode, self._local_tokens)
+        if self._mode == "auto" and is_short and place.wants_decode:
+            return _local(place, decode)
         if prefill is None:
-            return _local(place, decode, None, is_fallback=True) if self._mode == "auto" else None
+            return _local(place, decode, is_fallback=True) if self._mode == "auto" else None
         return None if decode is None else _pair(place, prefill, decode)
 
     def _prefill_node(self, registry: Registry, place: Place) -> Node | None:
@@ -62,16 +63,10 @@ class LeastLoaded:
         return min(nodes, key=lambda n: (n.num_sequences, n.num_tokens, n.node_id), default=None)
 
 
-def blocks_needed(block_size: int, num_tokens: int, num_final_tokens: int, num_choices: int) -> int:
-    """Of one pool: the whole blocks of what is sent are shared by all choices, the rest is not."""
-    shared = num_tokens // block_size
-    return shared + (-(-num_final_tokens // block_size) - shared) * num_choices
-
-
 def _fitting(
     registry: Registry, role: Role, num_tokens: int, num_final_tokens: int, num_choices: int
 ) -> list[Node]:
-    """Nodes in service whose pool could hold it, were it empty."""
+    """Return the nodes in service whose pool could hold these tokens if it were empty."""
     fitting: list[Node] = []
     for node in registry.in_service(role):
         assert node.info is not None
@@ -83,16 +78,14 @@ def _fitting(
 
 
 def _preferred(nodes: Sequence[Node], place: Place) -> Sequence[Node]:
-    """Nodes that failed this request are taken only when there is no other."""
+    """Return the nodes that have not failed this request; all of them if there is no other."""
     return [node for node in nodes if node.node_id not in place.avoid] or nodes
 
 
-def _local(
-    place: Place, decode: Node | None, max_uncached: int | None, *, is_fallback: bool = False
-) -> Decision | None:
+def _local(place: Place, decode: Node | None, *, is_fallback: bool = False) -> Decision | None:
     if decode is None:
         return None
-    placed = Placed(place.key, None, decode.node_id, max_uncached)
+    placed = Placed(place.key, None, decode.node_id)
     charge = Charge(place.num_tokens * place.num_choices, place.num_choices)
     return Decision(placed, ((decode.node_id, charge),), is_fallback)
 

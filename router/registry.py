@@ -1,8 +1,8 @@
-"""Which nodes there are, in what state, and what was charged to each.
+"""The nodes that have dialled in: their state and the work that this router charged to each.
 
-Pure: `core` feeds it what nodes say and how time passes, and acts on the changes it returns. It
-never picks a node (`policy` does) and never speaks to one. A node that falls silent or is stuck
-is out of service but remembered: with its next good beat it is back.
+Pure: `core` tells it what nodes say and when time has passed, and acts on the changes that it
+returns. It never picks a node (`policy` does) and never sends to one. A node that is silent or
+stuck is out of service but stays known: its next good beat brings it back.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from baton.protocol.messages import (
     Starting,
 )
 
-# Three beats of one second, and half of one for a busy router.
+# Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
@@ -34,7 +34,7 @@ Status = Literal["starting", "ready", "degraded", "failed"]
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What the nodes serve, as the first of them that was ready told it."""
+    """The model that the nodes serve, as the first ready node described it."""
 
     name: str
     path: str
@@ -50,22 +50,24 @@ class NodeHealth(msgspec.Struct, frozen=True):
     node_id: NodeId
     role: Role
     state: NodeState
-    phase: str  # of start-up, with `done` of `total`
+    phase: str  # of start-up, of which `done` of `total` is complete
     done: int
     total: int
     load: Load  # as of the last beat
     beat_age_s: float
     step_age_s: float
     num_legs: int  # charged by this router
-    num_tokens: int  # of those
+    num_tokens: int  # of those legs
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`ready` and `degraded` (some node is not ready) serve requests; the others do not."""
+    """`degraded` means that some node is not ready. Requests are served if `can_serve`."""
 
     status: Status
     nodes: tuple[NodeHealth, ...]
-    num_running: int  # requests with nodes
+    num_running: int  # requests that have nodes
     num_queued: int  # requests that wait for nodes
     message: str = ""
 
@@ -81,7 +83,7 @@ class Charge(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One process. `info` is there once it was ready."""
+    """One node process. `info` is set once it has been ready."""
 
     node_id: NodeId
     role: Role
@@ -100,42 +102,59 @@ class Node:
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Tell this node, connected but not taken in, why."""
+    """The node was turned away and must be told why."""
 
     node: NodeId
     failure: Failure
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """In service from now on."""
+    """The node is in service from now on."""
 
     info: NodeInfo
 
 
 class Left(msgspec.Struct, frozen=True):
-    """Out of service: nothing more is expected of what it was given."""
+    """The node is out of service: nothing more will come of what it was given."""
 
     node: NodeId
     role: Role
     failure: Failure
 
 
-Change = Refuse | Entered | Left
+class Differs(msgspec.Struct, frozen=True):
+    """A node that was just ready computes other bits than one that is in service."""
+
+    node: NodeId
+    other: NodeId
+
+    @property
+    def message(self) -> str:
+        return (
+            "two nodes compute different bits: a stream that moves from one to the other is a "
+            "valid continuation, but it may differ from one that was never interrupted"
+        )
+
+
+Change = Refuse | Entered | Left | Differs
 
 
 class Registry:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
         self._model: NodeInfo | None = None
+        # Every request asks for these, so they are kept until the state of a node changes.
+        self._in_service: dict[Role, list[Node]] = {}
+        self._largest_pool: dict[Role, int | None] = {}
 
     # --- what nodes say -------------------------------------------------------------------------
 
     def hello(self, now_s: float, peer: NodeId, message: Hello) -> list[Change]:
         if message.version != PROTOCOL_VERSION:
-            text = f"this router speaks protocol {PROTOCOL_VERSION}, not {message.version}"
+            text = f"this router speaks protocol version {PROTOCOL_VERSION}, not {message.version}"
             return [Refuse(peer, _mismatch("protocol_mismatch", text))]
         if message.node_id != peer:
-            text = f"{message.node_id} dials as {peer}"
+            text = f"a node that calls itself {message.node_id} dialled in as {peer}"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         changes = self.gone(peer, "a new process took its place")
         self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
@@ -151,16 +170,18 @@ class Registry:
         info = message.info
         node = self._node(peer, info.epoch)
         if node is None or info.node_id != peer or info.role != node.role:
-            text = "ready without a hello of the same process"
+            text = "a Ready came without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         if (failure := self._stranger(info)) is not None:
             del self._nodes[peer]
+            self._changed()
             return [Refuse(peer, failure)]
         if self._model is None or not self._serves_any():
             self._model = info
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase = "ready"
-        return [Entered(info)]
+        self._changed()
+        return [Entered(info), *self._differences(info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
@@ -171,17 +192,20 @@ class Registry:
             return []
         was = node.state
         node.state = "stuck" if _is_stuck(message) else "ready"
+        if was != node.state:
+            self._changed()
         if was == "ready" and node.state == "stuck":
-            text = f"{node.node_id} is stuck: its step runs for {message.step_age_s:.0f} s"
+            text = f"{node.node_id} is stuck: its step has run for {message.step_age_s:.0f} s"
             return [Left(node.node_id, node.role, _lost(text))]
         return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
 
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
-        """Its channel ended. It will introduce itself again, if it lives."""
+        """Drop a node whose channel ended. If it is alive, it will introduce itself again."""
         node = self._nodes.pop(peer, None)
+        self._changed()
         if node is None or node.info is None:
             return []
-        # Those that are not `ready` left before, but may have been given a cancel since.
+        # A node that was not `ready` has left before, but may have been sent a cancel since.
         return [Left(peer, node.role, _lost(f"{peer} is lost: {why}"))]
 
     def tick(self, now_s: float) -> list[Change]:
@@ -189,31 +213,38 @@ class Registry:
         for node in self._nodes.values():
             if node.state == "ready" and now_s - node.heard_s > SILENCE_S:
                 node.state = "silent"
-                failure = _lost(f"{node.node_id} is silent for {SILENCE_S:g} s")
+                self._changed()
+                failure = _lost(f"{node.node_id} has been silent for {SILENCE_S:g} s")
                 changes.append(Left(node.node_id, node.role, failure))
         return changes
 
     # --- what it knows --------------------------------------------------------------------------
 
     def in_service(self, role: Role) -> list[Node]:
-        """Ready nodes, in order of their ids."""
-        nodes = (node for node in self._nodes.values() if node.role == role)
-        return sorted((n for n in nodes if n.state == "ready"), key=lambda node: node.node_id)
+        """Return the ready nodes of a role, in order of their ids."""
+        found = self._in_service.get(role)
+        if found is None:
+            nodes = [n for n in self._nodes.values() if n.role == role and n.state == "ready"]
+            found = self._in_service[role] = sorted(nodes, key=lambda node: node.node_id)
+        return found
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
-        """What nodes of `role` are to know: those of the other one."""
+        """Return the nodes that nodes of `role` must know: those of the other role."""
         other: Role = "decode" if role == "prefill" else "prefill"
         return tuple(node.info for node in self.in_service(other) if node.info is not None)
 
     @property
     def model(self) -> NodeInfo | None:
-        """The node that stands for the model that all serve; None until one was ready."""
+        """The node whose model all others must serve; None until one has been ready."""
         return self._model
 
     def largest_pool(self, role: Role) -> int | None:
-        """In blocks, of the nodes of that role that were ever ready here; None without any."""
-        infos = (node.info for node in self._nodes.values() if node.role == role)
-        return max((info.num_blocks for info in infos if info is not None), default=None)
+        """Return the blocks of the largest pool of a role; None until a node has been ready."""
+        if role not in self._largest_pool:
+            infos = (node.info for node in self._nodes.values() if node.role == role)
+            blocks = (info.num_blocks for info in infos if info is not None)
+            self._largest_pool[role] = max(blocks, default=None)
+        return self._largest_pool[role]
 
     def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
         nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
@@ -222,20 +253,20 @@ class Registry:
     # --- load -----------------------------------------------------------------------------------
 
     def forget(self, request_id: RequestId) -> None:
-        """Take every charge of a request off, whatever became of it."""
+        """Take all charges of a request off all nodes."""
         for node in self._nodes.values():
             for key in [key for key in node.charges if key.request_id == request_id]:
                 self.release(node.node_id, key)
 
     def charge(self, node_id: NodeId, key: Key, charge: Charge) -> None:
         node = self._nodes[node_id]
-        assert key not in node.charges, f"{key} is charged to {node_id} already"
+        assert key not in node.charges, f"{key} is already charged to {node_id}"
         node.charges[key] = charge
         node.num_tokens += charge.num_tokens
         node.num_sequences += charge.num_sequences
 
     def release(self, node_id: NodeId, key: Key) -> None:
-        """A node that was lost took its charges with it, and its successor starts at zero."""
+        """Take a charge off. A lost node took its charges along: its successor starts at zero."""
         node = self._nodes.get(node_id)
         charge = node.charges.pop(key, None) if node is not None else None
         if node is not None and charge is not None:
@@ -248,24 +279,38 @@ class Registry:
         node = self._nodes.get(node_id)
         return node if node is not None and node.epoch == epoch else None
 
+    def _changed(self) -> None:
+        self._in_service.clear()
+        self._largest_pool.clear()
+
     def _serves_any(self) -> bool:
         return any(node.info is not None for node in self._nodes.values())
 
+    def _differences(self, info: NodeInfo) -> list[Change]:
+        """The first node in service that computes other bits than `info`, as far as both say."""
+        infos = (node.info for node in sorted(self._nodes.values(), key=lambda node: node.node_id))
+        for other in infos:
+            if other is not None and info.compute and other.compute not in ("", info.compute):
+                return [Differs(info.node_id, other.node_id)]
+        return []
+
     def _stranger(self, info: NodeInfo) -> Failure | None:
-        """Why a node cannot serve next to the others."""
+        """Return why a node cannot serve next to the others; None if it can."""
         sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
         if min(sizes) < 1:
-            return _mismatch("impossible_node", f"{info.node_id} is ready with nothing to offer")
+            return _mismatch(
+                "impossible_node", f"{info.node_id} offers no blocks, no tokens or no vocabulary"
+            )
         model = self._model
         if model is None:
             return None
         if info.model != model.model:
             text = f"{info.node_id} serves another model ({info.model}, not {model.model})"
             return _mismatch("model_mismatch", text)
-        # A cluster that is replaced as a whole may have other blocks, but not another model.
+        # A cluster that is replaced as a whole may have another layout, but not another model.
         if self._serves_any() and info.layout.fingerprint != model.layout.fingerprint:
             ours, theirs = model.layout.fingerprint, info.layout.fingerprint
-            text = f"KV blocks of {info.node_id} have another layout ({theirs}, not {ours})"
+            text = f"the KV blocks of {info.node_id} have another layout ({theirs}, not {ours})"
             return _mismatch("layout_mismatch", text)
         return None
 
@@ -288,6 +333,8 @@ def _health(now_s: float, node: Node) -> NodeHealth:
         node.step_age_s,
         len(node.charges),
         node.num_tokens,
+        node.info is not None and node.info.batch_invariant,
+        node.info.compute if node.info is not None else "",
     )
 
 

@@ -1,19 +1,28 @@
 """The settings as a flat list: name, type, default, unit and help of each leaf of a config tree.
 
-Used by `settings`, which makes flags of it, and by the generator of docs/config.md.
+`flag_parser` makes flags of the list, for the server as for the benchmark, `with_values` puts what
+was given back into the tree, and the generator of docs/config.md prints the list.
 """
 
 import functools
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
 
+S = TypeVar("S", bound=msgspec.Struct)
+
 
 class Field(msgspec.Struct, frozen=True):
-    """One setting. `name` is dotted, `section` empty at the top level."""
+    """One setting. `name` is dotted, `section` empty at the top level.
+
+    `extra` of its Meta may hold a `unit`, and `repeated` for a list whose flag is given once per
+    entry.
+    """
 
     section: str
     key: str
@@ -28,19 +37,30 @@ class Field(msgspec.Struct, frozen=True):
     def plain_type(self) -> object:
         """The type without its annotations."""
         is_annotated = get_origin(self.annotation) is Annotated
-        return get_args(self.annotation)[0] if is_annotated else self.annotation
+        plain = get_args(self.annotation)[0] if is_annotated else self.annotation
+        # What may be unset is set as its type.
+        return str if plain == str | None else plain
 
     @property
     def meta(self) -> Meta:
-        for extra in get_args(self.annotation)[1:]:
-            if isinstance(extra, Meta):
-                return extra
-        raise TypeError(f"setting {self.name} has no Meta with a description")
+        if (found := self._meta) is None:
+            raise TypeError(f"setting {self.name} has no Meta with a description")
+        return found
+
+    @property
+    def is_described(self) -> bool:
+        return self._meta is not None
+
+    @property
+    def _meta(self) -> Meta | None:
+        extras = get_args(self.annotation)[1:]
+        return next((extra for extra in extras if isinstance(extra, Meta)), None)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        is_literal = get_origin(self.plain_type) is Literal
-        return tuple(get_args(self.plain_type)) if is_literal else ()
+        """The texts that a setting, or an entry of a list, may have; empty if it may have any."""
+        kind = get_args(self.plain_type)[0] if self.is_list else self.plain_type
+        return tuple(get_args(kind)) if get_origin(kind) is Literal else ()
 
     @property
     def is_bool(self) -> bool:
@@ -51,17 +71,29 @@ class Field(msgspec.Struct, frozen=True):
         return get_origin(self.plain_type) is tuple
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether the flag of a list is given once per entry, which may then hold commas."""
+        return bool((self.meta.extra or {}).get("repeated"))
+
+    @property
     def unit(self) -> str:
         return str((self.meta.extra or {}).get("unit", ""))
 
     @property
+    def flag(self) -> str:
+        """The flag that does not name the section."""
+        return "--" + self.key.replace("_", "-")
+
+    @property
     def metavar(self) -> str:
+        if self.is_repeated:
+            return "TEXT"
+        if self.is_list:
+            return "A,B"
         if self.choices:
             return "{" + ",".join(filter(None, self.choices)) + "}"
         if self.is_bool:
             return "true|false"
-        if self.is_list:
-            return "A,B"
         if self.plain_type is str:
             return self.key.upper()
         return self.unit.upper() or "N"
@@ -78,34 +110,45 @@ class Field(msgspec.Struct, frozen=True):
             return str(self.default).lower()
         if isinstance(self.default, tuple):
             return ",".join(str(entry) for entry in self.default) or "none"
+        if self.default is None:
+            return "unset"
         return "empty" if self.default == "" else str(self.default)
 
     @property
     def help(self) -> str:
         """For argparse, which gives the percent sign a meaning."""
         text = self.meta.description or ""
-        unit = f" {self.unit}" if self.unit else ""
-        return f"{text} (default: {self.shown_default}{unit})".replace("%", "%%")
+        if self.default not in ("", ()):
+            is_float = isinstance(self.default, float)
+            shown = f"{self.default:g}" if is_float else self.shown_default
+            text += f" (default: {shown}{f' {self.unit}' if self.unit else ''})"
+        return text.replace("%", "%%")
 
-    def from_text(self, text: str) -> object:
-        """The value that a flag or `--set` gives; raises `ConfigError`."""
-        if self.is_list:
-            return self._convert(tuple(part for part in text.split(",") if part), strict=True)
-        return self._convert(text, strict=False)
+    def from_text(self, text: str | list[str], shown: str = "") -> object:
+        """Return the value that a flag or `--set` gives; raises `ConfigError`, naming `shown`.
+
+        `text` is a list for a flag that was repeated.
+        """
+        given: object = text
+        if self.is_list and isinstance(text, str):
+            given = tuple(part for part in text.split(",") if part)
+        return self._convert(given, text, shown, strict=False)
 
     def from_yaml(self, value: object) -> object:
-        """The value that a file gives; raises `ConfigError`."""
-        return self._convert(value, strict=True)
+        """Return the value that a file gives; raises `ConfigError`."""
+        return self._convert(value, value, "", strict=True)
 
-    def _convert(self, value: object, *, strict: bool) -> object:
+    def _convert(self, given: object, written: object, shown: str, *, strict: bool) -> object:
+        why = "expected a finite number"
         try:
-            return msgspec.convert(value, self.annotation, strict=strict)
+            value: object = msgspec.convert(given, self.annotation, strict=strict)
+            if not isinstance(value, float) or math.isfinite(value):
+                return value
         except msgspec.ValidationError as error:
-            if self.choices:
-                why = f"it is one of {', '.join(filter(None, self.choices))}"
-            else:
-                why = _in_words(str(error))
-            raise ConfigError(f"setting {self.name} cannot be {value!r}: {why}") from error
+            why = _in_words(str(error))
+        if self.choices:
+            why = f"it is one of {', '.join(filter(None, self.choices))}"
+        raise ConfigError(f"{shown or f'setting {self.name}'} cannot be {written!r}: {why}")
 
 
 def _in_words(error: str) -> str:
@@ -113,23 +156,36 @@ def _in_words(error: str) -> str:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
     for kind, word in words.items():
         error = error.replace(f", got `{kind}`", "").replace(f"`{kind}`", word)
-    return error.replace("Expected", "expected")
+    return error.partition(" - at ")[0].replace("Expected", "expected")
 
 
 @functools.cache
 def fields_of(config: type[msgspec.Struct]) -> tuple[Field, ...]:
     """Every leaf of `config`, top level first, then section by section."""
+    return _fields("", config())
+
+
+def _fields(section: str, config: msgspec.Struct) -> tuple[Field, ...]:
     leaves: list[Field] = []
     nested: list[Field] = []
-    hints = get_type_hints(config, include_extras=True)
-    for info in msgspec.structs.fields(config):
-        annotation = hints[info.name]
-        if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-            inner = get_type_hints(annotation, include_extras=True)
-            nested += [
-                Field(info.name, leaf.name, inner[leaf.name], leaf.default)
-                for leaf in msgspec.structs.fields(annotation)
-            ]
+    for key, annotation in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, key)
+        if isinstance(value, msgspec.Struct):
+            nested += _fields(f"{section}.{key}" if section else key, value)
         else:
-            leaves.append(Field("", info.name, annotation, info.default))
+            leaves.append(Field(section, key, annotation, value))
     return (*leaves, *nested)
+
+
+def with_values(config: S, values: Mapping[str, object]) -> S:
+    """Return `config` with other values of the settings with these dotted names."""
+    for name, value in values.items():
+        config = _with_value(config, name, value)
+    return config
+
+
+def _with_value(config: S, name: str, value: object) -> S:
+    key, _, rest = name.partition(".")
+    return msgspec.structs.replace(
+        config, **{key: _with_value(getattr(config, key), rest, value) if rest else value}
+    )

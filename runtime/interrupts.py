@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as a request to stop; the second one as an order.
 
-Used by the mains that are plain loops (launcher, nodes). asyncio mains install handlers on their
-loop instead.
+Used by every main: a plain loop waits on it or asks `requested`, an asyncio loop watches its
+descriptor.
 """
 
 import os
@@ -18,10 +18,14 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 class Interrupts:
     """A context in which signals are noted; enter it from the main thread."""
 
-    def __init__(self, on_second: Callable[[], None]) -> None:
-        """`on_second` runs in the signal handler, right before the process ends with 130."""
+    def __init__(
+        self,
+        on_first: Callable[[], object] | None = None,
+        on_second: Callable[[], object] | None = None,
+    ) -> None:
+        """Both run in the signal handler; the process ends with 130 right after `on_second`."""
         self.requested = False
-        self._on_second = on_second
+        self._on_first, self._on_second = on_first, on_second
         self._previous: list[tuple[signal.Signals, Handler]] = []
         self._read_end, self._write_end = -1, -1
 
@@ -54,7 +58,10 @@ class Interrupts:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.requested:
-            self._on_second()
+            if self._on_second is not None:
+                self._on_second()
             os._exit(EXIT_INTERRUPTED)
         self.requested = True
         os.write(self._write_end, b"!")
+        if self._on_first is not None:
+            self._on_first()

@@ -14,7 +14,7 @@ import yaml
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field, fields_of
+from baton.runtime.fields import Field, fields_of, with_values
 from baton.runtime.flag_parser import FlagParser, did_you_mean
 
 # Settings that have a short flag besides `--section-field`.
@@ -39,10 +39,8 @@ SHORT_FLAGS = {
     "keys": "keys.file",
 }
 
-Tree = dict[str, object]
 
-
-class Command(msgspec.Struct, frozen=True):
+class Subcommand(msgspec.Struct, frozen=True):
     """A subcommand that takes settings: those of `sections` as flags, all by `--set` and file.
 
     The section "" holds the settings of the top level.
@@ -53,24 +51,22 @@ class Command(msgspec.Struct, frozen=True):
     sections: tuple[str, ...]
 
 
-def load(command: "Command", arguments: Sequence[str]) -> ClusterConfig:
+def load(command: "Subcommand", arguments: Sequence[str]) -> ClusterConfig:
     """The settings that `arguments` ask for; `--help` prints and exits."""
     parsed = parser(command).parse_args(arguments)
-    tree: Tree = {}
-    if parsed.config is not None:
-        _merge_file(tree, Path(parsed.config))
     known = {field.name: field for field in fields_of(ClusterConfig)}
+    values = {} if parsed.config is None else _of_file(Path(parsed.config))
     for name, text in vars(parsed).items():
         if name in known and text is not None:
-            _put(tree, known[name], known[name].from_text(text))
+            values[name] = known[name].from_text(text)
     for assignment in parsed.set:
         name, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment}: write it as section.field=value")
         if name not in known:
             raise _unknown(f"--set {name}", name, known)
-        _put(tree, known[name], known[name].from_text(text))
-    return checked(msgspec.convert(tree, ClusterConfig))
+        values[name] = known[name].from_text(text)
+    return checked(with_values(ClusterConfig(), values))
 
 
 def to_yaml(config: ClusterConfig) -> str:
@@ -90,13 +86,12 @@ def checked(config: ClusterConfig) -> ClusterConfig:
     return config
 
 
-def parser(command: Command) -> argparse.ArgumentParser:
+def parser(command: Subcommand) -> argparse.ArgumentParser:
     """The parser of `baton command`, with a flag per setting of its sections."""
     built = FlagParser(
         prog=f"baton {command.name}",
         usage=f"baton {command.name} [--config FILE] [flags] [--set A.B=C ...]",
         description=command.description,
-        formatter_class=_HelpFormatter,
     )
     built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
     built.add_argument(
@@ -106,21 +101,8 @@ def parser(command: Command) -> argparse.ArgumentParser:
         metavar="A.B=C",
         help="any setting by its dotted name; overrides flags; may be repeated",
     )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in fields_of(ClusterConfig):
-        if field.section not in command.sections:
-            continue
-        if field.section not in groups:
-            groups[field.section] = built.add_argument_group(field.section or "cluster")
-        optional = {"nargs": "?", "const": "true"} if field.is_bool else {}
-        groups[field.section].add_argument(
-            *flags_of(field),
-            dest=field.name,
-            metavar=field.metavar,
-            help=field.help,
-            default=None,
-            **optional,  # type: ignore[arg-type]
-        )
+    fields = [field for field in fields_of(ClusterConfig) if field.section in command.sections]
+    built.add_settings(fields, flags_of, lambda field: field.section or "cluster")
     return built
 
 
@@ -130,18 +112,8 @@ def flags_of(field: Field) -> tuple[str, ...]:
     return (*short, "--" + field.name.replace(".", "-").replace("_", "-"))
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=100)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`--port, --router-port N`: the value once, not after each name."""
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {action.metavar}"
-
-
-def _merge_file(tree: Tree, path: Path) -> None:
+def _of_file(path: Path) -> dict[str, object]:
+    """The settings of a YAML file, by their dotted names."""
     try:
         content: object = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -149,10 +121,10 @@ def _merge_file(tree: Tree, path: Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if content is None:
-        return
+        return {}
     known = {field.name: field for field in fields_of(ClusterConfig)}
-    for name, value in _leaves(content, known, str(path)):
-        _put(tree, known[name], known[name].from_yaml(value))
+    leaves = _leaves(content, known, str(path))
+    return {name: known[name].from_yaml(value) for name, value in leaves}
 
 
 def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tuple[str, object]]:
@@ -173,15 +145,6 @@ def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tup
         if name not in known:
             raise _unknown(f"{where}: {name}", name, [*known, *sections])
     return leaves
-
-
-def _put(tree: Tree, field: Field, value: object) -> None:
-    if field.section:
-        section = tree.setdefault(field.section, {})
-        assert isinstance(section, dict)
-        section[field.key] = value
-    else:
-        tree[field.key] = value
 
 
 def _unknown(shown: str, name: str, known: Sequence[str] | Mapping[str, Field]) -> ConfigError:

@@ -1,22 +1,24 @@
 """One streamed answer, read as it arrives: its tokens, its usage, and what is wrong with it. Pure.
 
-The client feeds bytes with the stamp of the read that brought them. How many tokens a chunk carries
-is said by token ids if the server returns them, else by running usage, else each chunk with text
-counts as one and the final usage has to agree. An answer is `ANSWERED` only if nothing about it is
-in doubt; nothing here ever guesses a token that no report of the server speaks for.
+The client feeds bytes with the stamp of the read that brought them. Token ids say how many tokens a
+chunk carries; without them the running usage does; without both, each chunk with text counts as one
+and the final usage has to agree. An answer is `ANSWERED` only if nothing about it is in doubt, and
+no token is counted that no report of the server speaks for.
 """
 
+import re
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
 
-from baton.bench.client.sse import EventParser, OversizedEvent
-from baton.bench.client.target import Api
 from baton.bench.records import Arrival, Outcome, Record
 
 MAX_DETAIL = 200
+MAX_EVENT_BYTES = 16 << 20
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # may open a stream
 
 
 class _Delta(msgspec.Struct):
@@ -70,16 +72,52 @@ class Problem(NamedTuple):
     detail: str
 
 
-class AnswerReader:
-    """`feed` until it says that the answer ended, then `fill` a record."""
+class OversizedEvent(ValueError):
+    """An event is longer than any answer of this API."""
 
-    def __init__(self, api: Api) -> None:
+
+class EventParser:
+    """Server-sent events out of bytes that arrive in any pieces.
+
+    Lines end in LF or CRLF. Comments, ids and names of events carry nothing here. An event is
+    complete with its empty line, and `feed` never waits for bytes beyond that.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""  # of the event that is not complete
+        self._has_begun = False
+
+    @property
+    def in_event(self) -> bool:
+        """Whether an event began and is not complete."""
+        return bool(self._rest.strip(b"\r\n"))
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of the events that became complete; raises `OversizedEvent`."""
+        *blocks, self._rest = _BLANK_LINE.split(self._rest + data)
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise OversizedEvent(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+        if blocks and not self._has_begun:
+            self._has_begun = True
+            blocks[0] = blocks[0].removeprefix(_BYTE_ORDER_MARK)
+        events = []
+        for block in blocks:
+            fields = [line.removesuffix(b"\r").partition(b":") for line in block.split(b"\n")]
+            lines = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
+            if lines:
+                events.append(b"\n".join(lines))
+        return events
+
+
+class AnswerReader:
+    """`feed` it until it says that the answer ended, then `fill` a record."""
+
+    def __init__(self, is_chat: bool) -> None:
         self.done = False  # [DONE] came
         self.problem: Problem | None = None
         self.token_ids: list[int] | None = None
         self.timeline: msgspec.Raw | None = None  # the server's own, as it came
-        self._is_chat = api == "chat"
-        self._decode = msgspec.json.Decoder(_Chunk).decode
+        self._is_chat = is_chat
         self._events = EventParser()
         self._pieces: list[_Piece] = []
         self._texts: list[str] = []
@@ -108,7 +146,7 @@ class AnswerReader:
         return self.token_ids is not None
 
     def feed(self, data: bytes, at_s: float) -> bool:
-        """Whether the answer ended, well or not; what follows is not read."""
+        """Return whether the answer ended, well or not; what follows is not read."""
         try:
             events = self._events.feed(data)
         except OversizedEvent as error:
@@ -117,26 +155,24 @@ class AnswerReader:
         for event in events:
             if event == b"[DONE]":
                 self.done = True
-            else:
-                self._on_event(event, at_s)
-            if self.done or self.problem is not None:
+                return True
+            self.problem = self._on_event(event, at_s)
+            if self.problem is not None:
                 return True
         return False
 
     def cut(self, why: str) -> None:
-        """The answer ended although it was not done."""
+        """Note that the answer ended, which is a problem unless it was done."""
         if not self.done and self.problem is None:
             where = "within an event" if self._events.in_event else "without [DONE]"
             text = f"{why} {where}, after {len(self._pieces)} chunks"
             self.problem = Problem(Outcome.TRUNCATED, text)
 
     def fill(self, record: Record, *, num_asked: int) -> None:
-        """Everything that the stream said, and the outcome; `forced_tokens` has to be set."""
+        """Set all that the stream said, and the outcome; `forced_tokens` has to be set before."""
         if (usage := self._usage) is not None:
-            record.prompt_tokens, record.output_tokens = (
-                usage.prompt_tokens,
-                usage.completion_tokens,
-            )
+            record.prompt_tokens = usage.prompt_tokens
+            record.output_tokens = usage.completion_tokens
             if usage.prompt_tokens_details is not None:
                 record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         record.token_ids = self.token_ids
@@ -150,65 +186,54 @@ class AnswerReader:
         )
         record.outcome, record.detail = problem or (Outcome.ANSWERED, note)
 
-    def _on_event(self, event: bytes, at_s: float) -> None:
+    def _on_event(self, event: bytes, at_s: float) -> Problem | None:
+        """Take in one event; return what is wrong with it."""
         try:
-            chunk = self._decode(event)
+            chunk = _decode(event)
         except msgspec.ValidationError as error:
-            text = f"an event is not of this API: {error}"
-            self.problem = Problem(Outcome.MALFORMED, one_line(text))
-            return
+            return _malformed(f"an event is not of this API: {error}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            text = f"an event is no JSON: {event[:80].decode(errors='replace')}"
-            self.problem = Problem(Outcome.MALFORMED, one_line(text))
-            return
-        if _says(chunk.error):
-            self.problem = Problem(Outcome.ERROR_IN_STREAM, message_of(event))
-        elif chunk.choices:
-            self._on_choice(chunk.choices, chunk.usage, at_s)
-        elif chunk.choices is None and chunk.message is not None:
-            self.problem = Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
-        elif chunk.choices is None and chunk.usage is None and not _says(chunk.timeline):
-            text = "an event is not of this API: it has neither choices nor usage"
-            self.problem = Problem(Outcome.MALFORMED, text)
+            return _malformed(f"an event is no JSON: {event[:80].decode(errors='replace')}")
         if chunk.usage is not None:
             self._usage = chunk.usage
         if _says(chunk.timeline):
             self.timeline = chunk.timeline.copy()
+        if _says(chunk.error):
+            return Problem(Outcome.ERROR_IN_STREAM, message_of(event))
+        if chunk.choices is None and chunk.message is not None:
+            return Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
+        if chunk.choices is None and chunk.usage is None and not _says(chunk.timeline):
+            return _malformed("an event is not of this API: it has neither choices nor usage")
+        return self._on_choice(chunk.choices, chunk.usage, at_s) if chunk.choices else None
 
-    def _on_choice(self, choices: list[_Choice], usage: _Usage | None, at_s: float) -> None:
-        choice = choices[0]
+    def _on_choice(
+        self, choices: list[_Choice], usage: _Usage | None, at_s: float
+    ) -> Problem | None:
+        choice, ids = choices[0], choices[0].token_ids
         if len(choices) > 1 or choice.index != 0:
-            self.problem = Problem(Outcome.MALFORMED, "an event is of a choice that was not wanted")
-            return
+            return _malformed("an event is of a choice that was not asked for")
+        text = choice.text
         if self._is_chat:
             if (delta := choice.delta) is None:
-                self.problem = Problem(Outcome.MALFORMED, "an event of a chat has no delta")
-                return
+                return _malformed("an event of a chat has no delta")
             text = delta.content or delta.reasoning_content or delta.reasoning or ""
-        elif choice.text is None:
-            self.problem = Problem(Outcome.MALFORMED, "an event of a completion has no text")
-            return
-        else:
-            text = choice.text
-        if (ids := choice.token_ids) is not None:
+        if text is None:
+            return _malformed("an event of a completion has no text")
+        if ids is not None:
             self.token_ids = self.token_ids or []
             self.token_ids += ids
         if text:
             self._texts.append(text)
-        if choice.finish_reason is not None:
+        is_end = choice.finish_reason is not None
+        if is_end:
             self._finish_reason = choice.finish_reason
-        self._pieces.append(
-            _Piece(
-                at_s,
-                bool(text),
-                choice.finish_reason is not None,
-                None if ids is None else len(ids),
-                None if usage is None else usage.completion_tokens,
-            )
-        )
+        num_ids = None if ids is None else len(ids)
+        total = None if usage is None else usage.completion_tokens
+        self._pieces.append(_Piece(at_s, bool(text), is_end, num_ids, total))
+        return None
 
     def _count(self, num_forced: int) -> tuple[list[int], Problem | None, str]:
-        """Tokens of each piece; how the server contradicts itself; a note on how they were found"""
+        """Return each piece's tokens, how the server contradicts itself, and a note on counting."""
         pieces, usage = self._pieces, self._usage
         reported = None if usage is None else usage.completion_tokens
         if self._has_ids_in_time:
@@ -253,7 +278,7 @@ class AnswerReader:
 
 
 def message_of(body: bytes) -> str:
-    """What an error says: OpenAI's shape and its relatives, else its first characters."""
+    """Return what an error says: by OpenAI's shape and its relatives, else its first characters."""
     try:
         found: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -267,9 +292,16 @@ def message_of(body: bytes) -> str:
 
 
 def one_line(text: str) -> str:
-    """At most `MAX_DETAIL` characters that print."""
+    """Return `text` in one line of at most `MAX_DETAIL` characters that print."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 1] + "…"
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+def _malformed(text: str) -> Problem:
+    return Problem(Outcome.MALFORMED, one_line(text))
 
 
 def _says(value: msgspec.Raw) -> bool:
@@ -283,7 +315,7 @@ def _differs(reported: int | None, counted: int, what: str) -> Problem | None:
 
 
 def _steps(pieces: list[_Piece]) -> tuple[list[int], bool]:
-    """What the running totals add up from, and whether they only grow."""
+    """Return the steps between the running totals, and whether the totals only grow."""
     counts, last = [], 0
     for piece in pieces:
         total = last if piece.total is None else piece.total
@@ -295,9 +327,9 @@ def _steps(pieces: list[_Piece]) -> tuple[list[int], bool]:
 
 
 def _with_silent_tokens(pieces: list[_Piece], is_chat: bool) -> list[list[int]]:
-    """Ways to count where a token that completes no text has a chunk, too; the likeliest first.
+    """Return the ways to count tokens that complete no text, the likeliest way first.
 
-    What is empty before any text opens the answer, and an empty end may or may not be a token.
+    Empty chunks before any text open the answer; an empty end may or may not be a token.
     """
     opening = next((i for i, piece in enumerate(pieces) if piece.has_text), len(pieces))
     after = [int(i >= opening) for i in range(len(pieces))]
@@ -309,7 +341,7 @@ def _with_silent_tokens(pieces: list[_Piece], is_chat: bool) -> list[list[int]]:
 
 
 def _spread(with_text: list[int], num_tokens: int) -> list[int]:
-    """`num_tokens` over the chunks with text, as evenly as whole tokens go."""
+    """Return `num_tokens` spread over the chunks with text, as evenly as whole tokens go."""
     num_texts, seen, counts = sum(with_text), 0, []
     for one in with_text:
         before = seen * num_tokens // num_texts
@@ -319,7 +351,7 @@ def _spread(with_text: list[int], num_tokens: int) -> list[int]:
 
 
 def _arrivals(pieces: list[_Piece], counts: list[int]) -> list[Arrival]:
-    """What came with one read is one arrival."""
+    """Return the arrivals; tokens of one read are one arrival."""
     stamped = [(piece.at_s, count) for piece, count in zip(pieces, counts, strict=True) if count]
     return [
         Arrival(at_s, sum(count for _, count in group))

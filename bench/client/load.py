@@ -1,40 +1,25 @@
 """One load: client processes that each send a share of the requests, and the records of all.
 
 The experiments call `run_load`. All processes count from one start on the host's monotonic clock;
-this one only sleeps meanwhile, so that it takes no time from them. What ends without its records is
-an error, never a smaller number.
+this one only sleeps meanwhile, so that it takes no time from them. Records travel when the load is
+over. What ends without its records is an error, never a smaller number.
 """
 
 import contextlib
-import selectors
-import socket
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
+from multiprocessing.connection import Pipe, wait
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from baton.bench.client.ask import LEAD_S
-from baton.bench.client.target import Target, check
-from baton.bench.client.turns import Unit, units_of
-from baton.bench.client.worker_messages import (
-    LENGTH,
-    Batch,
-    Count,
-    Finished,
-    FromWorker,
-    Go,
-    Misfit,
-    Ready,
-    Share,
-    Stop,
-    ToWorker,
-    decode_from_worker,
-    frame,
-)
-from baton.bench.records import ClientProcess, LoadResult, Planned, Record
+from baton.bench.client.connection import tls_of
+from baton.bench.client.target import Target, check, place_of
+from baton.bench.client.turns import units_of
+from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Child, Command
@@ -42,14 +27,13 @@ from baton.runtime.process import Child, Command
 SHOW_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1
 START_DELAY_S = 0.1
-SEND_TIMEOUT_S = 60.0
 # From a stop to the last record.
 STOP_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 2.0
 MODULE = "baton.bench.client.worker"
 
 
-class Load(msgspec.Struct, frozen=True):
+class Load(msgspec.Struct, frozen=True, tag=True):
     """Requests for a target.
 
     In a closed loop (`closed`) each of `concurrency` clients sends when it has its last answer, and
@@ -66,8 +50,22 @@ class Load(msgspec.Struct, frozen=True):
     keep_text: bool = False
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """So far, warm-up included."""
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """The schedule starts at `start_s` on the monotonic clock that all processes share."""
+
+    start_s: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Send nothing more, give up what is under way, and report."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The process waits for `Go`; the warm-up of a closed loop is over."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Counts so far, warm-up included."""
 
     sent: int = 0
     ended: int = 0
@@ -79,6 +77,26 @@ class Progress(msgspec.Struct, frozen=True):
         return self.sent - self.ended
 
 
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a client process; its records have stamps of the monotonic clock."""
+
+    client: ClientProcess
+    records: list[msgspec.Raw]
+
+
+ToWorker = Load | Go | Stop
+FromWorker = Ready | Progress | Finished
+
+encode = msgspec.msgpack.Encoder().encode
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_record = msgspec.msgpack.Decoder(Record)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    return _to_worker.decode(data)
+
+
 def run_load(
     load: Load,
     *,
@@ -86,26 +104,26 @@ def run_load(
     on_start: Callable[[float], None] | None = None,
     stop: threading.Event | None = None,
 ) -> LoadResult:
-    """Runs it to its end; `stop` ends it early with what there is by then, Ctrl-C with nothing.
+    """Run a load to its end; `stop` ends it early with what there is by then, Ctrl-C with nothing.
 
     Requests under way then are `STOPPED`, and later ones are not there. `on_start` is told
     when the schedule starts, on the monotonic clock, shortly before. Raises `ConfigError` for a
     load that cannot be, and `BatonError` when a client process fails.
     """
-    shares = deal(load)
-    with Workers(shares) as workers:
-        overseer = _Overseer(workers, on_progress or _ignore, stop or threading.Event())
-        overseer.wait_until(lambda: workers.num_ready == len(shares))
+    show = on_progress or (lambda _: None)
+    with Workers(deal(load), show, stop or threading.Event()) as workers:
+        workers.wait_until(lambda: workers.num_ready == workers.num_processes)
         start_s = monotonic() + START_DELAY_S + LEAD_S + _warm_up_s(load)
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        if not overseer.stopping:
+        if not workers.stopping:
             if on_start is not None:
                 on_start(start_s)
             workers.tell(Go(start_s))
-        overseer.wait_until(lambda: workers.num_finished == len(shares))
-        overseer.show()
-    records = sorted(workers.records, key=lambda record: record.index)
-    may_be_fewer = overseer.stopping or load.stop_after_s is not None
+        workers.wait_until(lambda: len(workers.clients) == workers.num_processes)
+        show(workers.progress)
+    records = [_since(start_s, _record.decode(data)) for data in workers.records]
+    records.sort(key=lambda record: record.index)
+    may_be_fewer = workers.stopping or load.stop_after_s is not None
     if len(records) != len(load.requests) and not may_be_fewer:
         text = f"{len(load.requests)} requests were planned and {len(records)} records came back"
         raise BatonError(text)
@@ -113,8 +131,8 @@ def run_load(
     return LoadResult(records, workers.clients, max(wall_s, 0.0), started_at)
 
 
-def deal(load: Load) -> list[Share]:
-    """A share for each process, dealt in turn; raises `ConfigError`."""
+def deal(load: Load) -> list[Load]:
+    """Return the share of each process, dealt in turn; raises `ConfigError`."""
     if not load.requests:
         raise ConfigError("the load has no request")
     if load.processes < 1 or (load.concurrency is not None and load.concurrency < 1):
@@ -122,61 +140,51 @@ def deal(load: Load) -> list[Share]:
     if load.closed and load.concurrency is None:
         raise ConfigError("a closed loop needs a concurrency")
     check(load.target, load.requests)
+    if place_of(load.target.url).is_tls:
+        tls_of(load.target)
     units = units_of(load.requests)
     if not load.closed and any(unit[0].at_s is None for unit in units):
         raise ConfigError("an open loop needs an arrival time for every request")
     slots = load.concurrency
     num_shares = min(load.processes, len(units), slots or load.processes)
-    shares = []
-    for number in range(num_shares):
-        room = None if slots is None else slots // num_shares + (number < slots % num_shares)
-        shares.append(
-            Share(
-                target=load.target,
-                requests=_flat(units[number::num_shares]),
-                concurrency=room if load.closed else None,
-                max_concurrency=None if load.closed else room,
-                stop_after_s=load.stop_after_s,
-                keep_text=load.keep_text,
-            )
+    return [
+        msgspec.structs.replace(
+            load,
+            requests=[planned for unit in units[number::num_shares] for planned in unit],
+            concurrency=slots and slots // num_shares + (number < slots % num_shares),
         )
-    return shares
+        for number in range(num_shares)
+    ]
 
 
 class Workers:
     """The client processes and what came from them. A context manager; all are gone after it."""
 
-    def __init__(self, shares: list[Share]) -> None:
-        self.records: list[Record] = []
+    def __init__(
+        self, shares: list[Load], show: Callable[[Progress], None], stop: threading.Event
+    ) -> None:
+        self.records: list[msgspec.Raw] = []
         self.clients: list[ClientProcess] = []
+        self.num_processes = len(shares)
         self.num_ready = 0
-        self._shares = shares
+        self.stopping = False
+        self._shares, self._show, self._stop = shares, show, stop
         self._ends: list[_End] = []
-        self._selector = selectors.DefaultSelector()
-        self._decode_record = msgspec.msgpack.Decoder(Record).decode
-
-    @property
-    def num_finished(self) -> int:
-        return len(self.clients)
+        self._shown_s = monotonic()
+        self._deadline_s = 0.0
 
     @property
     def progress(self) -> Progress:
-        counts = [end.count for end in self._ends]
-        return Progress(
-            sum(count.sent for count in counts),
-            sum(count.ended for count in counts),
-            sum(count.failed for count in counts),
-            sum(count.tokens for count in counts),
-        )
+        counts = [msgspec.structs.astuple(end.progress) for end in self._ends]
+        return Progress(*map(sum, zip(*counts, strict=True)))
 
     def __enter__(self) -> Self:
         try:
             # All of them first, because each takes a moment to start.
-            for number in range(len(self._shares)):
+            for number in range(self.num_processes):
                 self._ends.append(_End(f"client-{number}"))
             for end, share in zip(self._ends, self._shares, strict=True):
                 end.send(share)
-                self._selector.register(end.socket, selectors.EVENT_READ, end)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -188,7 +196,6 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._selector.close()
         for end in self._ends:
             end.close()
 
@@ -196,85 +203,80 @@ class Workers:
         for end in self._ends:
             end.send(message)
 
-    def stop(self) -> None:
-        """Tells those that still listen. Of one that is gone, `poll` finds out what it left."""
-        for end in self._ends:
-            if not end.finished:
-                end.stop()
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Show how the processes do, and stop them once `stop` is set."""
+        while not is_over():
+            self.poll(LOOK_EVERY_S)
+            now_s = monotonic()
+            if self._stop.is_set() and not self.stopping:
+                self.stopping, self._deadline_s = True, now_s + STOP_TIMEOUT_S
+                self._tell_to_stop()
+            if self.stopping and now_s > self._deadline_s:
+                raise BatonError("the client processes did not stop when told to")
+            if now_s - self._shown_s >= SHOW_EVERY_S:
+                self._shown_s = now_s
+                self._show(self.progress)
 
     def poll(self, timeout_s: float) -> None:
-        """Takes in what comes within `timeout_s`; raises `BatonError` if a process failed."""
-        for key, _ in self._selector.select(timeout_s):
-            end = key.data
-            assert isinstance(end, _End)
-            for message in end.receive():
-                self._on_message(end, message)
+        """Take in what comes within `timeout_s`; raises `BatonError` if a process failed."""
+        listening = [end for end in self._ends if not end.is_finished]
+        heard = wait([end.pipe for end in listening], timeout_s)
+        for end in listening:
+            if end.pipe in heard:
+                self._on_message(end, end.receive())
 
     def _on_message(self, end: "_End", message: FromWorker) -> None:
         match message:
             case Ready():
                 self.num_ready += 1
-            case Count():
-                end.count = message
-            case Batch():
-                self.records += [self._decode_record(data) for data in message.records]
+            case Progress():
+                end.progress = message
             case Finished():
                 self.clients.append(message.client)
-                self._selector.unregister(end.socket)
-                end.finished = True
-            case Misfit():
-                raise ConfigError(message.message)
+                self.records += message.records
+                end.is_finished = True
+
+    def _tell_to_stop(self) -> None:
+        """Tell those that still listen; `poll` finds out how the others ended."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.pipe.send_bytes(encode(Stop()))
 
 
 class _End:
-    """A client process and this side of its socket pair."""
+    """A client process and this side of its pipe."""
 
     def __init__(self, name: str) -> None:
-        self.count = Count(0, 0, 0, 0)
-        self.finished = False
-        self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(SEND_TIMEOUT_S)
+        self.progress = Progress()
+        self.is_finished = False
+        self.pipe, theirs = Pipe()
         descriptor = theirs.fileno()
         command = Command(name, (str(descriptor),), MODULE, pass_fds=(descriptor,))
         try:
-            self._child = Child(command, relay=_ignore_line)
+            # Its last lines are kept by the child, for the error that they belong to.
+            self._child = Child(command, relay=lambda *_: None)
         except BaseException:
-            self.socket.close()
+            self.pipe.close()
             raise
         finally:
             theirs.close()
-        self._rest = bytearray()
 
     def send(self, message: ToWorker) -> None:
         try:
-            self.socket.sendall(frame(message))
+            self.pipe.send_bytes(encode(message))
         except OSError as error:
             raise self._gone(str(error)) from None
 
-    def stop(self) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.sendall(frame(Stop()))
-
-    def receive(self) -> list[FromWorker]:
-        """What is complete of it; to be called when there is something."""
-        data = b""
-        with contextlib.suppress(ConnectionResetError):
-            data = self.socket.recv(1 << 20)
-        if not data:
-            raise self._gone("it ended before the load did")
-        self._rest += data
-        messages = []
-        while len(self._rest) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._rest)[0]
-            if len(self._rest) < end:
-                break
-            messages.append(decode_from_worker(self._rest[LENGTH.size : end]))
-            del self._rest[:end]
-        return messages
+    def receive(self) -> FromWorker:
+        """Return the next message, of which there is a part."""
+        try:
+            return _from_worker.decode(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise self._gone("it ended before the load did") from None
 
     def close(self) -> None:
-        self.socket.close()
-        if self.finished:
+        self.pipe.close()
+        if self.is_finished:
             self._child.wait(monotonic() + EXIT_TIMEOUT_S)
         self._child.kill()
         self._child.wait(monotonic() + EXIT_TIMEOUT_S)
@@ -287,53 +289,18 @@ class _End:
         return BatonError(f"client process {self._child.name} failed ({why}, {status}){last}")
 
 
-class _Overseer:
-    """Waits for the workers, shows how they do, and stops them when told to."""
-
-    def __init__(
-        self, workers: Workers, show: Callable[[Progress], None], stop: threading.Event
-    ) -> None:
-        self.stopping = False
-        self._workers, self._show, self._stop = workers, show, stop
-        self._shown_s = monotonic()
-        self._deadline_s = 0.0
-
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            self._workers.poll(LOOK_EVERY_S)
-            now_s = monotonic()
-            if self._stop.is_set():
-                self.stop()
-            if self.stopping and now_s > self._deadline_s:
-                raise BatonError("the client processes did not stop when told to")
-            if now_s - self._shown_s >= SHOW_EVERY_S:
-                self._shown_s = now_s
-                self._show(self._workers.progress)
-
-    def show(self) -> None:
-        self._show(self._workers.progress)
-
-    def stop(self) -> None:
-        """Idempotent."""
-        if not self.stopping:
-            self.stopping = True
-            self._deadline_s = monotonic() + STOP_TIMEOUT_S
-            self._workers.stop()
-
-
 def _warm_up_s(load: Load) -> float:
-    """How long before the start the first request is due."""
+    """Return how long before the start the first request is due."""
     moments = [planned.at_s for planned in load.requests if planned.at_s is not None]
     return 0.0 if load.closed else max(0.0, -min(moments, default=0.0))
 
 
-def _flat(units: list[Unit]) -> list[Planned]:
-    return [planned for unit in units for planned in unit]
-
-
-def _ignore_line(name: str, line: str) -> None:
-    """The last lines are kept by the child, for the error that they belong to."""
-
-
-def _ignore(progress: Progress) -> None:
-    """Nobody wants to see it."""
+def _since(start_s: float, record: Record) -> Record:
+    """Return the record with its stamps counted from the start of the schedule."""
+    record.intended_s -= start_s
+    record.sent_s -= start_s
+    record.end_s -= start_s
+    if record.first_byte_s is not None:
+        record.first_byte_s -= start_s
+    record.arrivals = [Arrival(one.at_s - start_s, one.num_tokens) for one in record.arrivals]
+    return record

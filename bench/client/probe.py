@@ -1,8 +1,8 @@
 """What a server is and what it can return, asked before any load: a few requests of two tokens.
 
-The experiments call `probe` once per target. Whatever would spoil every request of a load is said
-here in one line, with what to do about it; what the server merely does not know is left out of the
-requests by `Probed.fit`.
+The experiments call `probe` once per target. A server that would spoil every request of a load is
+refused here in one line that says what to do; `Probed.fit` leaves out of the requests what the
+server does not know.
 """
 
 import asyncio
@@ -10,8 +10,9 @@ import asyncio
 import msgspec
 
 from baton.bench.client.answer_reader import Problem, message_of, one_line
-from baton.bench.client.ask import Exchange, Session
-from baton.bench.client.target import PATHS, Target, body_of, check, place_of
+from baton.bench.client.ask import Session
+from baton.bench.client.exchange import Exchange
+from baton.bench.client.target import Target, body_of, check, place_of
 from baton.bench.records import Outcome, Planned
 from baton.protocol.errors import BatonError, ConfigError
 
@@ -36,7 +37,7 @@ class Probed(msgspec.Struct, frozen=True):
     continuous_usage: bool
 
     def fit(self, target: Target) -> Target:
-        """`target` with the model's name, and without what this server would refuse or ignore.
+        """Return `target` with the model's name, without what this server would refuse or ignore.
 
         Running usage is asked for where there are no token ids to count.
         """
@@ -52,22 +53,21 @@ class Probed(msgspec.Struct, frozen=True):
         )
 
 
-class _Model(msgspec.Struct):
+class _Named(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _Said(msgspec.Struct):
+    """A list of models, or a version."""
 
-
-class _Version(msgspec.Struct):
-    version: str
+    data: list[_Named] | None = None
+    version: str = ""
 
 
 def probe(target: Target, stop_fd: int | None = None) -> Probed:
-    """Raises `ConfigError` for what the user can mend, `BatonError` for a server that fails.
+    """Ask the server, and give up when `stop_fd` becomes readable.
 
-    It gives up when `stop_fd` becomes readable.
+    Raises `ConfigError` for what the user can mend, `BatonError` for a server that fails.
     """
     check(target, [])
     return asyncio.run(_probe(target) if stop_fd is None else _until(stop_fd, target))
@@ -87,11 +87,10 @@ async def _until(stop_fd: int, target: Target) -> Probed:
 
 async def _probe(target: Target) -> Probed:
     async with Session(target) as session:
-        asked = await _get(session, target, session.base_path + "/models")
-        model = _model(target, asked)
+        listed = await _send(session, target, "GET", session.base_path + "/models")
         # The bare request first: it has to work, and then a refusal is about the extension.
         bare = msgspec.structs.replace(
-            target, model=model, usage=True, **dict.fromkeys(EXTENSIONS, False)
+            target, model=_model(target, listed), usage=True, **dict.fromkeys(EXTENSIONS, False)
         )
         plain = await _try(session, bare)
         if _is_refused(plain):
@@ -103,110 +102,101 @@ async def _probe(target: Target) -> Probed:
         for name in EXTENSIONS:
             extended = msgspec.structs.replace(bare, **{name: True})
             returned[name] = _has(name, await _try(session, extended))
-        version = await _get(session, target, session.base_path.removesuffix("/v1") + "/version")
+        root = session.base_path.removesuffix("/v1")
+        version = _said(await _send(session, target, "GET", root + "/version"))
         return Probed(
-            model=model,
-            server=one_line(asked.headers.get("server", "")),
-            version=_version(version),
+            model=bare.model,
+            server=one_line(listed.headers.get("server", "")),
+            version=one_line(version.version) if version else "",
             **returned,
         )
 
 
-async def _get(session: Session, target: Target, path: str) -> Exchange:
-    return await _send(session, target, session.request("GET", path))
-
-
 async def _try(session: Session, target: Target) -> Exchange:
     planned = Planned(index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time")
-    path = session.base_path + PATHS[target.api]
-    return await _send(session, target, session.request("POST", path, body_of(target, planned)))
+    path = session.base_path + target.path
+    return await _send(session, target, "POST", path, body_of(target, planned))
 
 
-async def _send(session: Session, target: Target, request: bytes) -> Exchange:
+async def _send(
+    session: Session, target: Target, method: str, path: str, body: bytes = b""
+) -> Exchange:
     timeout_s = min(target.timeout_s, TIMEOUT_S)
-    connection = session.pool.take() or await session.open(timeout_s)
+    connection = session.take() or await session.open(timeout_s)
     if isinstance(connection, Problem):
         raise ConfigError(f"cannot reach {target.url}: {connection.detail}")
     if not connection.is_idle:
         text = "spoke or hung up before it was asked: is another program listening there?"
         raise ConfigError(f"{target.url} {text}")
-    exchange = Exchange(target.api)
-    await session.exchange(connection, request, exchange, timeout_s)
+    exchange = Exchange(target.is_chat)
+    await session.exchange(connection, session.request(method, path, body), exchange, timeout_s)
     return exchange
 
 
-def _model(target: Target, asked: Exchange) -> str:
-    """The model to ask for: the named one, or the only one."""
-    status = asked.status
+def _model(target: Target, listed: Exchange) -> str:
+    """Return the model to ask for: the named one, or the only one."""
+    url, wanted, status = target.url, target.model, listed.status
     if status is None:
-        why = asked.problem.detail if asked.problem is not None else ""
-        hint = "" if target.url.startswith("https:") else "; https:// instead of http://?"
-        raise ConfigError(f"{target.url} gives no answer: {why}{hint}")
+        why = listed.problem.detail if listed.problem is not None else ""
+        hint = "" if url.startswith("https:") else "; https:// instead of http://?"
+        raise ConfigError(f"{url} gives no answer: {why}{hint}")
     if status in (401, 403):
         why = "wrong" if target.api_key else "missing"
-        raise ConfigError(f"{target.url} wants an API key, and it is {why} (status {status})")
-    if status == 404 and target.model:
-        return target.model  # a server without the list; the first request will tell
+        raise ConfigError(f"{url} wants an API key, and it is {why} (status {status})")
+    if status == 404 and wanted:
+        return wanted  # a server without the list; the first request will tell
     if status == 404:
-        text = f"has no {place_of(target.url).base_path}/models (status 404): {PATH_OR_MODEL}"
-        raise ConfigError(f"{target.url} {text}")
+        path = f"{place_of(url).base_path}/models"
+        raise ConfigError(f"{url} has no {path} (status 404): {PATH_OR_MODEL}")
     if status != 200:
-        why = message_of(bytes(asked.body))
-        raise BatonError(f"{target.url} does not list its models (status {status}): {why}")
-    try:
-        names = [model.id for model in msgspec.json.decode(asked.body, type=_Models).data]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        why = message_of(bytes(listed.body))
+        raise BatonError(f"{url} does not list its models (status {status}): {why}")
+    said = _said(listed)
+    if said is None or said.data is None:
         text = "is no server with OpenAI's API: its list of models is not JSON of that form"
-        raise ConfigError(f"{target.url} {text}") from None
+        raise ConfigError(f"{url} {text}")
+    names = [model.id for model in said.data]
     shown = ", ".join(map(one_line, names[:MAX_NAMES])) + (", ..." if names[MAX_NAMES:] else "")
-    if target.model and target.model not in names:
-        text = f"does not serve the model {target.model!r}; it serves {shown or 'none'}"
-        raise ConfigError(f"{target.url} {text}")
-    if not target.model and len(names) != 1:
-        text = f"serves {shown or 'no model'}: name one with --model"
-        raise ConfigError(f"{target.url} {text}")
-    if not target.model and not names[0].isprintable():
-        raise ConfigError(f"{target.url} serves {shown!r}, which is no name to print")
-    return target.model or names[0]
+    if wanted and wanted not in names:
+        text = f"does not serve the model {wanted!r}; it serves {shown or 'none'}"
+        raise ConfigError(f"{url} {text}")
+    if not wanted and len(names) != 1:
+        raise ConfigError(f"{url} serves {shown or 'no model'}: name one with --model")
+    if not wanted and not names[0].isprintable():
+        raise ConfigError(f"{url} serves {shown!r}, which is no name to print")
+    return wanted or names[0]
 
 
-def _is_refused(asked: Exchange) -> bool:
-    return asked.problem is not None and asked.problem.outcome is Outcome.CLIENT_ERROR
-
-
-def _check_streams(target: Target, asked: Exchange) -> None:
-    """Whether a plain stream works at all."""
-    if (problem := asked.problem) is None:
-        return
-    kind = ConfigError if problem.outcome in _MENDABLE else BatonError
-    status = "" if asked.status in (None, 200) else f" (status {asked.status})"
-    text = f"{target.url} does not stream an answer{status}: {problem.detail}"
-    if asked.status == 404:
-        asked_for = place_of(target.url).base_path + PATHS[target.api]
-        text += f"; it was asked for {asked_for}: is the path of --url right?"
-    raise kind(text)
-
-
-_MENDABLE = (Outcome.CLIENT_ERROR, Outcome.NOT_STREAMED)
-
-
-def _has(name: str, asked: Exchange) -> bool:
-    """Whether the answer shows the extension that it was asked for."""
-    if asked.problem is not None:
-        return False
-    match name:
-        case "token_ids":
-            return bool(asked.reader.token_ids)
-        case "timeline":
-            return asked.reader.timeline is not None
-        case "continuous_usage":
-            return asked.reader.has_running_usage
-        case _:
-            return True
-
-
-def _version(asked: Exchange) -> str:
+def _said(exchange: Exchange) -> _Said | None:
     try:
-        return one_line(msgspec.json.decode(asked.body, type=_Version).version)
+        return msgspec.json.decode(exchange.body, type=_Said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+        return None
+
+
+def _is_refused(exchange: Exchange) -> bool:
+    return exchange.problem is not None and exchange.problem.outcome is Outcome.CLIENT_ERROR
+
+
+def _check_streams(target: Target, plain: Exchange) -> None:
+    """Raise what is wrong with a plain stream."""
+    if (problem := plain.problem) is None:
+        return
+    status = "" if plain.status in (None, 200) else f" (status {plain.status})"
+    text = f"{target.url} does not stream an answer{status}: {problem.detail}"
+    if plain.status == 404:
+        path = place_of(target.url).base_path + target.path
+        text += f"; it was asked for {path}: is the path of --url right?"
+    is_mendable = problem.outcome in (Outcome.CLIENT_ERROR, Outcome.NOT_STREAMED)
+    raise ConfigError(text) if is_mendable else BatonError(text)
+
+
+def _has(name: str, extended: Exchange) -> bool:
+    """Whether the answer shows the extension that it was asked for."""
+    reader = extended.reader
+    shown = {
+        "token_ids": bool(reader.token_ids),
+        "timeline": reader.timeline is not None,
+        "continuous_usage": reader.has_running_usage,
+    }
+    return extended.problem is None and shown.get(name, True)

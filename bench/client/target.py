@@ -1,20 +1,23 @@
-"""Whom a load is put on, and what it asks of a server: plain data, with checks.
+"""The server that a load is put on, and what is asked of it: plain data, with checks.
 
-The command line makes a `Target`, the client turns it and a planned request into bytes, and
-`probe.py` finds out what the server can do. The key for the server is in here, so a `Target` is
-never written anywhere; `public` is what reports get.
+`Target` is a group of the user's settings. `settled` fills in what they leave open, the probe what
+the server can do, and the client turns a target and a planned request into bytes. A target holds
+the key for the server, so it leaves this process only through the redaction of reports.
 """
 
-from typing import Literal
+import os
+from collections.abc import Sequence
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
 
 Api = Literal["completions", "chat"]
-PATHS: dict[Api, str] = {"completions": "/completions", "chat": "/chat/completions"}
+API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
 # The client decides about these, and reads the answer accordingly.
 OWN_FIELDS = (
     "model", "prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens",
@@ -25,22 +28,83 @@ class Target(msgspec.Struct, frozen=True):
     """A server, a model on it, and the fields that every request carries.
 
     `token_ids`, `timeline` and `continuous_usage` ask for extensions; `Probed.fit` turns off those
-    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced.
+    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced. The last
+    two fields are the probe's; the user has no flags for them.
     """
 
-    url: str
-    model: str
-    api: Api = "completions"
-    api_key: str = ""
-    verify_tls: bool = True
-    ca_file: str = ""
-    timeout_s: float = 300.0  # of one answer, from sending
-    extra_body: dict[str, object] = {}
-    timeline: bool = False
-    token_ids: bool = False
-    ignore_eos: bool = True
+    url: Annotated[str, Meta(description="address of the server, without /v1")] = (
+        "http://127.0.0.1:8000"
+    )
+    model: Annotated[
+        str, Meta(description="name of the model in the API; not needed if the server has only one")
+    ] = ""
+    api: Annotated[
+        Literal["auto", "completions", "chat"],
+        Meta(description="endpoint to ask; auto takes chat for messages, else completions"),
+    ] = "auto"
+    api_key: Annotated[
+        str,
+        Meta(description=f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported"),
+    ] = ""
+    ca_file: Annotated[
+        str, Meta(description="PEM file of the authority that signed the server's certificate")
+    ] = ""
+    insecure: Annotated[
+        bool, Meta(description="trust any certificate of an https server, as curl --insecure does")
+    ] = False
+    timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0, description="time after which an answer counts as timed_out", extra={"unit": "s"}
+        ),
+    ] = 300.0
+    extra_body: Annotated[
+        str, Meta(description="JSON object that is merged into every request")
+    ] = ""
+    ignore_eos: Annotated[
+        bool, Meta(description="ask the server to go on up to the full output length")
+    ] = True
+    timeline: Annotated[
+        bool, Meta(description="ask for the stages of a request, if the server tells them")
+    ] = True
+    token_ids: Annotated[
+        bool, Meta(description="ask for token ids, if the server returns them")
+    ] = True
     usage: bool = True
     continuous_usage: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return self.api == "chat"
+
+    @property
+    def path(self) -> str:
+        """Return the endpoint below the base path."""
+        return "/chat/completions" if self.is_chat else "/completions"
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """Return `extra_body` as a dict; raises `ConfigError`."""
+        if not self.extra_body:
+            return {}
+        try:
+            return msgspec.json.decode(self.extra_body, type=dict[str, object])
+        except msgspec.DecodeError as error:
+            text = f"--extra-body {self.extra_body!r} is no JSON object: {error}"
+            raise ConfigError(text) from error
+
+
+def settled(target: Target, requests: Sequence[Planned]) -> Target:
+    """Return `target` with its API chosen for `requests`, and by default the environment's key.
+
+    The model may still be open: the probe finds out which one the server has. Raises `ConfigError`.
+    """
+    api = target.api
+    if api == "auto":
+        api = "chat" if any(planned.messages for planned in requests) else "completions"
+    target.extra  # noqa: B018  raises for what is no JSON object
+    api_key = target.api_key or os.environ.get(API_KEY_VARIABLE, "")
+    return msgspec.structs.replace(target, api=api, api_key=api_key)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -53,13 +117,13 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def authority(self) -> str:
-        """The value of the header `Host`."""
+        """Return the value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
 
 
 def place_of(url: str) -> Place:
-    """Raises `ConfigError`. The path may end in /v1 or not."""
+    """Return the place of a URL, whose path may end in /v1 or not; raises `ConfigError`."""
     shown = repr(url.rpartition("@")[2])  # what stands before it may be a password
     try:
         parts = urlsplit(url)
@@ -80,17 +144,17 @@ def place_of(url: str) -> Place:
     return Place(host, port or (443 if is_tls else 80), is_tls, base_path)
 
 
-def check(target: Target, requests: list[Planned]) -> None:
-    """Raises `ConfigError` where these requests cannot be put to this target."""
+def check(target: Target, requests: Sequence[Planned]) -> None:
+    """Raise `ConfigError` where these requests cannot be put to this target."""
     place_of(target.url)
-    if taken := [name for name in OWN_FIELDS if name in target.extra_body]:
+    if taken := [name for name in OWN_FIELDS if name in target.extra]:
         raise ConfigError(f"the extra body must not set {', '.join(taken)}: the load does")
     if not target.api_key.isprintable() or not target.api_key.isascii():
         raise ConfigError("the API key must be printable ASCII")
     for planned in requests:
-        if planned.messages and target.api == "completions":
+        if planned.messages and not target.is_chat:
             raise ConfigError("the load has chat messages; the completions API takes none")
-        if planned.prompt_ids and target.api == "chat":
+        if planned.prompt_ids and target.is_chat:
             raise ConfigError("the load has prompts of token ids; the chat API takes none")
         if planned.turn and planned.prompt_ids and not target.token_ids:
             raise ConfigError(
@@ -105,9 +169,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def body_of(target: Target, planned: Planned) -> bytes:
-    """The JSON of one request."""
+    """Return the JSON of one request."""
     body: dict[str, object] = {"model": target.model}
-    if target.api == "chat":
+    if target.is_chat:
         body["messages"] = planned.messages or [{"role": "user", "content": planned.prompt}]
     else:
         body["prompt"] = planned.prompt_ids or planned.prompt
@@ -126,4 +190,4 @@ def body_of(target: Target, planned: Planned) -> bytes:
         body["return_token_ids"] = True
     if target.timeline:
         body["timeline"] = True
-    return _encoder.encode(body | target.extra_body)
+    return _encoder.encode(body | target.extra)

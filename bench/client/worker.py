@@ -1,8 +1,8 @@
 """A client process of a load: sends its share on schedule, and does little else meanwhile.
 
-Started by `load.py` with one end of a socket pair. Garbage collection is frozen, records are
-encoded as requests end and leave when all have ended. The schedule is absolute: a request that is
-late does not delay the ones after it.
+Started by `load.py` with one end of a pipe. Garbage collection is frozen, records are encoded as
+requests end and leave when all have ended. The schedule is absolute: a request that is late does
+not delay the ones after it.
 """
 
 import asyncio
@@ -11,38 +11,39 @@ import gc
 import math
 import os
 import resource
-import socket
+import select
+import selectors
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 import msgspec
 
-from baton.bench.client.ask import LEAD_S, Session, Stopped, ask_from
-from baton.bench.client.pacing import CpuShare, LoopLag, new_loop
-from baton.bench.client.turns import Unit, lost_turn, next_turn, units_of
-from baton.bench.client.worker_messages import (
-    LENGTH,
-    Batch,
-    Count,
+from baton.bench.client.ask import LEAD_S, Session, Stopped, ask
+from baton.bench.client.load import (
     Finished,
+    FromWorker,
     Go,
-    Misfit,
+    Load,
+    Progress,
     Ready,
-    Share,
-    ToWorker,
     decode_to_worker,
-    frame,
+    encode,
 )
-from baton.bench.records import Arrival, ClientProcess, Outcome, Planned, Record
-from baton.protocol.errors import ConfigError
+from baton.bench.client.turns import Unit, lost_turn, next_turn, units_of
+from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
 
 COUNT_EVERY_S = 0.5
 OPEN_AHEAD_S = 5.0
-BATCH_BYTES = 1 << 20
+TICK_S = 0.01
+CPU_EVERY_S = 0.5
+CPU_SPAN_S = 5.0
+# epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
+COARSE_S = 0.003
 # How long a client of a closed loop leaves a server alone that turned it away.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 LONGEST_RETRY_AFTER_S = 10.0
@@ -58,123 +59,173 @@ TURNED_AWAY = (
 
 def main() -> None:
     die_with_parent()
-    end = socket.socket(fileno=int(sys.argv[1]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_main(end))
+    with Connection(int(sys.argv[1])) as pipe, asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_work(pipe))
 
 
-class Tally:
-    """Counts of this process, and its records: encoded, once the start is known."""
+async def _work(pipe: Connection) -> None:
+    share = decode_to_worker(pipe.recv_bytes())
+    assert isinstance(share, Load)
+    await Worker(pipe, share).run()
 
-    def __init__(self, keep_text: bool) -> None:
-        self.sent = self.ended = self.failed = self.tokens = 0
-        self.encoded: list[bytes] = []
-        self._early: list[Record] | None = []
-        self._keep_text = keep_text
+
+class Worker:
+    """Sends the units of a share. All moments and stamps are on the monotonic clock."""
+
+    def __init__(self, pipe: Connection, share: Load) -> None:
+        self._pipe, self._share = pipe, share
+        self._loop = asyncio.get_running_loop()
+        self._session = Session(share.target)
+        limit = None if share.closed else share.concurrency
+        self._room = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        self._start: asyncio.Future[float | None] = self._loop.create_future()
+        self._sent = self._ended = self._failed = self._tokens = 0
+        self._records: list[bytes] = []
         self._encode = msgspec.msgpack.Encoder().encode
 
+    async def run(self) -> None:
+        """Warm up, wait for the start, send what is to be measured, and report it."""
+        self._loop.add_reader(self._pipe.fileno(), self._hear)
+        self._count()
+        async with self._session:
+            client = await self._carry_out()
+        self._counting.cancel()
+        self._loop.remove_reader(self._pipe.fileno())
+        self._tell(self._progress())
+        self._tell(Finished(client, [msgspec.Raw(data) for data in self._records]))
+
     def add(self, record: Record) -> None:
-        """Takes its text away if nobody wants it."""
-        self.ended += 1
-        self.failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
-        self.tokens += record.num_tokens
-        if not self._keep_text:
+        """Count a record and encode it, without its text if the load does not want that."""
+        self._ended += 1
+        self._failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
+        self._tokens += record.num_tokens
+        text = record.text
+        if not self._share.keep_text:
             record.text = None
-        if self._early is not None:
-            self._early.append(record)
-        else:
-            self.encoded.append(self._encode(record))
+        self._records.append(self._encode(record))
+        record.text = text  # for the next turn
 
-    def start(self, later_s: float) -> None:
-        """The schedule starts so much later than the zero of the records so far."""
-        early, self._early = self._early or [], None
-        self.encoded += [self._encode(_moved(record, -later_s)) for record in early]
+    def _hear(self) -> None:
+        """Take in one message; the end of the load's process is a stop, too."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            if isinstance(message := decode_to_worker(self._pipe.recv_bytes()), Go):
+                self._start.set_result(message.start_s)
+                return
+        self._loop.remove_reader(self._pipe.fileno())
+        self._session.stop()
+        if not self._start.done():
+            self._start.set_result(None)
 
-    def count(self) -> Count:
-        return Count(self.sent, self.ended, self.failed, self.tokens)
+    def _tell(self, message: FromWorker) -> None:
+        self._pipe.send_bytes(encode(message))
 
+    def _count(self) -> None:
+        self._tell(self._progress())
+        self._counting = self._loop.call_later(COUNT_EVERY_S, self._count)
 
-class Runner:
-    """Sends units; their moments and all stamps count from `zero_s`."""
+    def _progress(self) -> Progress:
+        return Progress(self._sent, self._ended, self._failed, self._tokens)
 
-    def __init__(self, session: Session, share: Share, tally: Tally) -> None:
-        self.zero_s = monotonic()  # until the start of the schedule is known
-        self._session, self._share, self._tally = session, share, tally
-        limit = share.max_concurrency
-        self._room = None if limit is None else asyncio.Semaphore(limit)
+    async def _carry_out(self) -> ClientProcess:
+        share, units = self._share, units_of(self._share.requests)
+        num_clients = share.concurrency or 0
+        if share.closed:
+            await self._closed_loop([unit for unit in units if unit[0].warm_up], monotonic())
+            units = [unit for unit in units if not unit[0].warm_up]
+            # All clients start at once, and that is crowded enough without opening connections.
+            timeout_s = min(share.target.timeout_s, OPEN_AHEAD_S)
+            await self._session.open_ahead(min(num_clients, len(units)), timeout_s)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # cycles are rare here, and a collection would stop the clock of all requests
+        self._tell(Ready())
+        start_s = await self._start
+        strain = Strain(self._loop)
+        ended, tokens = self._ended, self._tokens
+        cpu_s, wall_s = time.process_time(), monotonic()
+        if start_s is not None and share.closed:
+            await asyncio.sleep(start_s - monotonic())
+            await self._closed_loop(units, start_s)
+        elif start_s is not None:
+            await self._open_loop(units, start_s)
+        strain.stop()
+        return ClientProcess(
+            pid=os.getpid(),
+            cpu_s=time.process_time() - cpu_s,
+            wall_s=monotonic() - wall_s,
+            num_requests=self._ended - ended,
+            num_tokens=self._tokens - tokens,
+            max_loop_lag_s=strain.max_lag_s,
+            busiest_cpu=strain.busiest_cpu,
+        )
 
-    async def open_ahead(self, num_connections: int) -> None:
-        """All clients of a closed loop start at once, and that is crowded enough."""
-        timeout_s = min(self._share.target.timeout_s, OPEN_AHEAD_S)
-        await self._session.open_ahead(num_connections, timeout_s)
-
-    async def open_loop(self, units: Sequence[Unit]) -> None:
-        """Each unit at the moment of its first request."""
+    async def _open_loop(self, units: Sequence[Unit], start_s: float) -> None:
+        """Send each unit at the moment of its first request."""
+        moments = [(start_s + (unit[0].at_s or 0.0), unit) for unit in units]
         async with asyncio.TaskGroup() as group:
-            for unit in sorted(units, key=_moment):
-                if not await self._session.waits.until(self.zero_s + _moment(unit) - LEAD_S):
+            for due_s, unit in sorted(moments, key=lambda pair: pair[0]):
+                if not await self._session.until(due_s - LEAD_S):
                     return
-                group.create_task(self._follow(unit))
+                group.create_task(self._follow(unit, due_s))
 
-    async def closed_loop(self, units: Sequence[Unit], concurrency: int) -> None:
-        """So many clients; each takes the next unit when it has the last answer.
+    async def _closed_loop(self, units: Sequence[Unit], start_s: float) -> None:
+        """Run the clients; each takes the next unit when it has the last answer.
 
-        One that was turned away pauses first, or a server that is away for a moment would have
-        been asked for everything before it is back.
+        A client that was turned away pauses first: else it would have asked everything of a server
+        that is away for a moment.
         """
-        waiting, waits = deque(units), self._session.waits
+        waiting, session = deque(units), self._session
         stop_after_s = self._share.stop_after_s
-        over_s = math.inf if stop_after_s is None else self.zero_s + stop_after_s
+        over_s = math.inf if stop_after_s is None else start_s + stop_after_s
 
         async def client() -> None:
             pauses = Pauses()
-            while waiting and not waits.ended and monotonic() < over_s:
-                answer = await self._follow([_at_once(planned) for planned in waiting.popleft()])
+            while waiting and not session.stopped and monotonic() < over_s:
+                answer = await self._follow(waiting.popleft(), None)
                 if answer is not None and waiting:
-                    await waits.until(min(monotonic() + pauses.after(answer), over_s))
+                    await session.until(min(monotonic() + pauses.after(answer), over_s))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(waiting))):
+            for _ in range(min(self._share.concurrency or 0, len(waiting))):
                 group.create_task(client())
 
-    async def _follow(self, unit: Unit) -> Record | None:
-        """The turns of a unit, each after the answer to the one before; the last answer."""
-        before: Planned | None = None
-        answer: Record | None = None
-        last: Record | None = None
+    async def _follow(self, unit: Unit, due_s: float | None) -> Record | None:
+        """Ask the turns of a unit, each after the answer to the one before.
+
+        Return the last answer that came, or None if the load was stopped before the moment of one.
+        """
+        answer = last = None
+        before = unit[0]
         for turn in unit:
             planned = turn
-            if before is not None and answer is not None:
+            if answer is not None:
                 planned = next_turn(turn, before, answer)
-                if (lost := lost_turn(planned, answer)) is not None:
-                    self._tally.sent += 1
-                    self._tally.add(lost)
+                due_s = answer.end_s + turn.think_s
+                if (lost := lost_turn(planned, answer, due_s)) is not None:
+                    self._sent += 1
+                    self.add(lost)
                     before, answer = planned, lost
                     continue
-            answer = last = await self._ask(planned)
+            answer = last = await self._ask(planned, due_s)
             if answer is None:
                 return None
+            self.add(answer)
             before = planned
-            # Encoded without its text, perhaps, but the next turn wants it.
-            text = answer.text
-            self._tally.add(answer)
-            answer.text = text
         return last
 
-    async def _ask(self, planned: Planned) -> Record | None:
-        """None if the load was stopped before the moment came."""
-        ready_s = 0.0 if planned.at_s is None else self.zero_s + planned.at_s - LEAD_S
-        if not await self._session.waits.until(ready_s):
+    async def _ask(self, planned: Planned, due_s: float | None) -> Record | None:
+        """Return None if the load was stopped before the moment came."""
+        if not await self._session.until(0.0 if due_s is None else due_s - LEAD_S):
             return None
-        async with self._room or contextlib.nullcontext():
-            self._tally.sent += 1
+        async with self._room:
+            self._sent += 1
             try:
-                return await ask_from(self._session, self._share.target, planned, self.zero_s)
+                return await ask(self._session, self._share.target, planned, due_s)
             except Stopped:
-                self._tally.sent -= 1
+                self._sent -= 1
                 return None
 
 
@@ -185,7 +236,7 @@ class Pauses:
         self._next_s = FIRST_PAUSE_S
 
     def after(self, answer: Record) -> float:
-        """0 unless it was turned away: what the server says, or longer each time."""
+        """Return 0 unless it was turned away: else what the server says, or longer each time."""
         if answer.outcome not in TURNED_AWAY or answer.arrivals:
             self._next_s = FIRST_PAUSE_S
             return 0.0
@@ -195,130 +246,59 @@ class Pauses:
         return min(max(told_s, FIRST_PAUSE_S), LONGEST_RETRY_AFTER_S)
 
 
-class Line:
-    """The load's end of the socket pair, as this process sees it."""
+class Strain:
+    """What a running event loop had to bear, from its creation to `stop`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.start: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
-        self._reader, self.writer = reader, writer
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.max_lag_s = 0.0  # the longest that the loop was late for a tick
+        self.busiest_cpu = 0.0  # of a core, in the busiest `CPU_SPAN_S`; 0 before a whole span
+        self._loop = loop
+        self._samples: deque[tuple[float, float]] = deque()  # clock, CPU time of the process
+        self._next_sample_s = 0.0
+        self._tick(loop.time())
 
-    async def receive(self) -> ToWorker:
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return decode_to_worker(await self._reader.readexactly(length))
+    def stop(self) -> None:
+        self._timer.cancel()
 
-    async def listen(self, session: Session) -> None:
-        """Sets `start` (None: there will be none), and stops the session when told to."""
-        with contextlib.suppress(asyncio.IncompleteReadError):  # the load is gone
-            while isinstance(message := await self.receive(), Go):
-                self.start.set_result(message.start_s)
-        session.stop()
-        if not self.start.done():
-            self.start.set_result(None)
+    def sample(self, now_s: float, cpu_s: float) -> None:
+        self._samples.append((now_s, cpu_s))
+        # The newest one that is a whole span old, and all after it.
+        while len(self._samples) > 1 and now_s - self._samples[1][0] >= CPU_SPAN_S:
+            self._samples.popleft()
+        first_s, first_cpu_s = self._samples[0]
+        if now_s - first_s >= CPU_SPAN_S:
+            self.busiest_cpu = max(self.busiest_cpu, (cpu_s - first_cpu_s) / (now_s - first_s))
 
-    async def count(self, tally: Tally) -> None:
-        while True:
-            await asyncio.sleep(COUNT_EVERY_S)
-            self.writer.write(frame(tally.count()))
-
-    async def report(self, tally: Tally, client: ClientProcess) -> None:
-        """All records, then the end."""
-        batch: list[msgspec.Raw] = []
-        num_bytes = 0
-        for data in tally.encoded:
-            batch.append(msgspec.Raw(data))
-            num_bytes += len(data)
-            if num_bytes >= BATCH_BYTES:
-                self.writer.write(frame(Batch(batch)))
-                await self.writer.drain()
-                batch, num_bytes = [], 0
-        self.writer.write(frame(Batch(batch)))
-        self.writer.write(frame(tally.count()))
-        self.writer.write(frame(Finished(client)))
-        await self.close()
-
-    async def close(self) -> None:
-        """Returns when the load's end has taken in everything. `drain` would return before."""
-        self.writer.close()
-        await self.writer.wait_closed()
+    def _tick(self, due_s: float) -> None:
+        now_s = self._loop.time()
+        self.max_lag_s = max(self.max_lag_s, now_s - due_s)
+        if now_s >= self._next_sample_s:
+            self._next_sample_s = now_s + CPU_EVERY_S
+            self.sample(now_s, time.process_time())
+        self._timer = self._loop.call_at(now_s + TICK_S, self._tick, now_s + TICK_S)
 
 
-async def _main(end: socket.socket) -> None:
-    line = Line(*await asyncio.open_connection(sock=end))
-    share = await line.receive()
-    assert isinstance(share, Share)
-    try:
-        session = Session(share.target)
-    except ConfigError as error:
-        line.writer.write(frame(Misfit(error.message)))
-        await line.close()
-        return
-    tally = Tally(share.keep_text)
-    async with session, asyncio.TaskGroup() as group:
-        others = [
-            group.create_task(line.listen(session)),
-            group.create_task(line.count(tally)),
-        ]
-        client = await _carry_out(Runner(session, share, tally), share, line, tally)
-        for other in others:
-            other.cancel()
-    await line.report(tally, client)
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop whose timers are as exact as the kernel's.
 
+    asyncio on epoll sleeps in whole milliseconds, rounded up, so a request would leave half a
+    millisecond late on average.
+    """
+    if not hasattr(selectors, "EpollSelector"):
+        return asyncio.new_event_loop()
 
-async def _carry_out(runner: Runner, share: Share, line: Line, tally: Tally) -> ClientProcess:
-    """Warms up, waits for the start, and sends what is to be measured."""
-    units = units_of(share.requests)
-    if share.concurrency is not None:
-        await runner.closed_loop([unit for unit in units if unit[0].warm_up], share.concurrency)
-        units = [unit for unit in units if not unit[0].warm_up]
-        await runner.open_ahead(min(share.concurrency, len(units)))
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # cycles are rare here, and a collection would stop the clock for everybody
-    line.writer.write(frame(Ready()))
-    start_s = await line.start
-    tally.start(0.0 if start_s is None else start_s - runner.zero_s)
-    lag = LoopLag(asyncio.get_running_loop())
-    lag.start()
-    share_of_core = CpuShare()
-    watcher = asyncio.create_task(share_of_core.watch())
-    ended, tokens = tally.ended, tally.tokens
-    cpu_s, wall_s = time.process_time(), monotonic()
-    if start_s is not None:
-        runner.zero_s = start_s
-        if share.concurrency is None:
-            await runner.open_loop(units)
-        else:
-            await asyncio.sleep(start_s - monotonic())
-            await runner.closed_loop(units, share.concurrency)
-    lag.stop()
-    watcher.cancel()
-    return ClientProcess(
-        pid=os.getpid(),
-        cpu_s=time.process_time() - cpu_s,
-        wall_s=monotonic() - wall_s,
-        num_requests=tally.ended - ended,
-        num_tokens=tally.tokens - tokens,
-        max_loop_lag_s=lag.max_lag_s,
-        busiest_cpu=share_of_core.busiest,
-    )
+    class FineSelector(selectors.EpollSelector):
+        """Sleeps in microseconds: select on epoll's own descriptor takes such timeouts."""
 
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if timeout is None or timeout <= 0:
+                return super().select(timeout)
+            if timeout > COARSE_S:
+                return super().select(timeout - COARSE_S / 2)
+            select.select((self.fileno(),), (), (), timeout)
+            return super().select(0)
 
-def _moved(record: Record, by_s: float) -> Record:
-    record.intended_s += by_s
-    record.sent_s += by_s
-    record.end_s += by_s
-    if record.first_byte_s is not None:
-        record.first_byte_s += by_s
-    record.arrivals = [Arrival(one.at_s + by_s, one.num_tokens) for one in record.arrivals]
-    return record
-
-
-def _moment(unit: Unit) -> float:
-    return unit[0].at_s or 0.0
-
-
-def _at_once(planned: Planned) -> Planned:
-    return planned if planned.at_s is None else msgspec.structs.replace(planned, at_s=None)
+    return asyncio.SelectorEventLoop(FineSelector())
 
 
 if __name__ == "__main__":

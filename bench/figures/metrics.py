@@ -1,9 +1,9 @@
 """What a load measured: every figure of a report, and the definition that is printed with it.
 
-`summarise` turns the records of a load into one `Summary`; the searches, comparisons and reports
-read that. A failed request has no latency that counts, but it stays in every denominator, and a
-request belongs to a window by its intended arrival, whenever it ended. Nothing here may mend,
-drop or reorder records.
+`summarise` turns the records of a load into one `Summary`, which searches, comparisons and reports
+read. A failed request has no latency that counts, but it stays in every denominator. A request
+belongs to a window by its intended arrival, whenever it ended. Nothing here may mend, drop or
+reorder records.
 """
 
 from collections import Counter
@@ -17,6 +17,8 @@ from baton.bench.records import LoadResult, Outcome, Record
 from baton.protocol.errors import BatonError
 
 STUTTER = 3.0  # a gap of more than this many TPOTs
+# The figures of a request that a summary has distributions of.
+PER_REQUEST = ("ttft", "ttft_from_sent", "tpot", "gap_max", "e2e", "e2e_from_sent", "ntpot")
 
 DEFINITIONS: Mapping[str, str] = {
     "intended": "when the schedule wanted the request to arrive; in a closed loop, when it is sent",
@@ -85,7 +87,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of a sample that is not empty, in milliseconds."""
+    """A sample that is not empty, in milliseconds."""
 
     count: int
     mean: float
@@ -151,7 +153,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chunk_gaps(record: Record) -> tuple[Floats, Floats]:
-    """Seconds before each arrival of tokens but the first, and how many tokens it brought."""
+    """Return the seconds before each later arrival of tokens, and how many tokens it brought."""
     carrying = [arrival for arrival in record.arrivals if arrival.num_tokens > 0]
     stamps = np.array([arrival.at_s for arrival in carrying], np.float64)
     tokens = np.array([arrival.num_tokens for arrival in carrying], np.float64)
@@ -159,31 +161,26 @@ def chunk_gaps(record: Record) -> tuple[Floats, Floats]:
 
 
 def measure(record: Record) -> Timing:
-    """The figures of one request, failed or not. Whether they count is for the outcome to say."""
-    lag_s = record.sent_s - record.intended_s
-    e2e_s = record.end_s - record.intended_s
-    from_sent_s = record.end_s - record.sent_s
-    num_tokens = record.num_tokens
-    if not num_tokens:
-        return Timing(1e3 * lag_s, 1e3 * e2e_s, 1e3 * from_sent_s, 0)
+    """Measure one request, failed or not; its outcome says whether the figures count."""
+    lag_ms = 1e3 * (record.sent_s - record.intended_s)
+    e2e_ms = 1e3 * (record.end_s - record.intended_s)
+    whole = Timing(lag_ms, e2e_ms, 1e3 * (record.end_s - record.sent_s), record.num_tokens)
+    if not whole.num_tokens:
+        return whole
     gaps, tokens = chunk_gaps(record)
     first_s = next(one.at_s for one in record.arrivals if one.num_tokens > 0)
-    later = float(tokens.sum())
-    return Timing(
-        1e3 * lag_s,
-        1e3 * e2e_s,
-        1e3 * from_sent_s,
-        num_tokens,
+    return msgspec.structs.replace(
+        whole,
         ttft_ms=1e3 * (first_s - record.intended_s),
         ttft_from_sent_ms=1e3 * (first_s - record.sent_s),
-        tpot_ms=1e3 * float(gaps.sum()) / later if later else None,
+        tpot_ms=1e3 * float(gaps.sum()) / float(tokens.sum()) if len(gaps) else None,
         gap_max_ms=1e3 * float(gaps.max()) if len(gaps) else None,
-        ntpot_ms=1e3 * e2e_s / num_tokens,
+        ntpot_ms=e2e_ms / whole.num_tokens,
     )
 
 
 def meets(record: Record, bounds: Bounds) -> bool:
-    """Whether a request was answered within all bounds; a limit itself is within."""
+    """Say whether a request was answered within all bounds; a limit itself is within."""
     if record.outcome is not Outcome.ANSWERED:
         return False
     timing = measure(record)
@@ -197,7 +194,7 @@ def meets(record: Record, bounds: Bounds) -> bool:
 
 
 def counted(records: Sequence[Record], window: Window | None) -> list[Record]:
-    """The requests that a summary is about, in the order of their intended arrivals."""
+    """Return the requests that a summary is about, in the order of their intended arrivals."""
     chosen = [
         record
         for record in records
@@ -209,15 +206,13 @@ def counted(records: Sequence[Record], window: Window | None) -> list[Record]:
 
 
 def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
-    """None of an empty sample."""
+    """Describe a sample; None if it is empty."""
     if not len(samples_ms):
         return None
     ordered = np.sort(np.asarray(samples_ms, np.float64))
     p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
-    mean = float(ordered.mean())
-    return Distribution(
-        len(ordered), mean, p50, p90, p95, p99, float(ordered[-1]), float(ordered[0])
-    )
+    mean, smallest, largest = float(ordered.mean()), float(ordered[0]), float(ordered[-1])
+    return Distribution(len(ordered), mean, p50, p90, p95, p99, largest, smallest)
 
 
 def summarise(
@@ -227,19 +222,25 @@ def summarise(
     bounds: Bounds | None = None,
     closed_loop: bool = False,
 ) -> Summary:
-    """All figures of a load. Raises `BatonError` if no request arrived in the window."""
+    """Return all figures of a load. Raises `BatonError` if no request arrived in the window."""
     records = counted(result.records, window)
     if not records:
         where = f" between {window.start_s:g} and {window.end_s:g} s" if window else ""
         raise BatonError(f"no request arrived{where}, so there is nothing to measure")
     good = [record for record in records if record.outcome is Outcome.ANSWERED]
     answered = [measure(record) for record in good]
+    latencies = {
+        name: distribution(
+            [ms for one in answered if (ms := getattr(one, f"{name}_ms")) is not None]
+        )
+        for name in PER_REQUEST
+    }
+    lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
+    assert lag is not None, "there is at least one request"
     arrived = window or _span_of_arrivals(records)
     span = window or _span_of_load(records, None if closed_loop else arrived)
     offered_rate = _per_s(len(records), arrived) or None
     every = counted(result.records, None)
-    lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
-    assert lag is not None, "there is at least one request"
     met = [meets(record, bounds) for record in records] if bounds is not None else []
     chunk_ms, itl_ms, num_chunks = _gaps_ms(good)
     num_tokens = sum(timing.num_tokens for timing in answered)
@@ -254,15 +255,8 @@ def summarise(
         num_tokens=num_tokens,
         num_prompt_tokens=sum(prompts) if prompts else None,
         tokens_per_chunk=num_tokens / num_chunks if num_chunks else None,
-        ttft=_of(answered, "ttft_ms"),
-        ttft_from_sent=_of(answered, "ttft_from_sent_ms"),
         itl=distribution(itl_ms),
         chunk_gap=distribution(chunk_ms),
-        tpot=_of(answered, "tpot_ms"),
-        gap_max=_of(answered, "gap_max_ms"),
-        e2e=_of(answered, "e2e_ms"),
-        e2e_from_sent=_of(answered, "e2e_from_sent_ms"),
-        ntpot=_of(answered, "ntpot_ms"),
         lag=lag,
         ttft_mean=batch_means([t.ttft_ms for t in answered if t.ttft_ms is not None]),
         bounds=bounds,
@@ -273,6 +267,7 @@ def summarise(
         cached_share=_cached_share(good),
         concurrency=_concurrency(every, span),
         num_unfinished=sum(1 for record in records if window and record.end_s > window.end_s),
+        **latencies,
     )
 
 
@@ -281,18 +276,13 @@ def _limits(bounds: Bounds) -> list[tuple[str, float]]:
     return [(name, limit) for name, limit in named if limit is not None]
 
 
-def _of(timings: Sequence[Timing], name: str) -> Distribution | None:
-    values = [getattr(timing, name) for timing in timings]
-    return distribution([value for value in values if value is not None])
-
-
 def _outcomes(records: Sequence[Record]) -> dict[str, int]:
     found = Counter(record.outcome for record in records)
     return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
 
 def _gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
-    """All gaps between chunks, the same per token, and the number of chunks."""
+    """Return all gaps between chunks, the same per token, and the number of chunks."""
     chunks, per_token, num_chunks = [np.zeros(0)], [np.zeros(0)], 0
     for record in answered:
         gaps, tokens = chunk_gaps(record)
@@ -311,14 +301,16 @@ def _per_s(count: float, span: Window) -> float:
 
 
 def _span_of_arrivals(records: Sequence[Record]) -> Window:
-    """To where the next one would be; empty if all came at one moment."""
+    """Reach to where the next arrival would be; nowhere if all came at one moment."""
     first_s, last_s = records[0].intended_s, records[-1].intended_s
     return Window(first_s, last_s + (last_s - first_s) / max(1, len(records) - 1))
 
 
 def _span_of_load(records: Sequence[Record], arrived: Window | None) -> Window:
-    """To the last end; no less than an open loop's `arrived`, or more would be answered per second
-    than is offered."""
+    """Reach to the last end, and at least over an open loop's `arrived`.
+
+    Else more would be answered per second than is offered.
+    """
     end_s = max(record.end_s for record in records)
     return Window(records[0].intended_s, max(end_s, arrived.end_s) if arrived else end_s)
 

@@ -1,8 +1,8 @@
-"""Statistics of samples: percentiles, intervals by ranks and batch means, ratios, trends.
+"""Statistics of samples: percentiles, intervals by ranks and by batch means, paired ratios.
 
-`metrics` takes its percentiles from here, `compare` the ratios of interleaved rounds, `validity`
-the trends. Nothing is drawn, so a report computed twice says the same. Nothing here may drop a
-sample, or interpolate between two of them where a percentile is asked for.
+`metrics` takes its percentiles and intervals from here, `compare` the ratios of interleaved rounds.
+Nothing is drawn, so a report that is computed twice says the same. Nothing here may drop a sample,
+or interpolate between two of them where a percentile is asked for.
 """
 
 import math
@@ -30,7 +30,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """A over B, round by round. With fewer than `MIN_ROUNDS` the ends are the range seen."""
+    """A over B, round by round. With fewer than `MIN_ROUNDS` rounds the ends are their range."""
 
     median: float
     low: float
@@ -39,19 +39,12 @@ class Ratio(msgspec.Struct, frozen=True):
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether A and B differ, by enough rounds to say so."""
+        """Whether A and B differ, in enough rounds to say so."""
         return self.rounds >= MIN_ROUNDS and not self.low <= 1.0 <= self.high
 
 
-class Trend(msgspec.Struct, frozen=True):
-    """A least-squares line; `t` is its slope in standard errors."""
-
-    slope: float
-    t: float
-
-
 def nearest_rank(ordered: Sequence[float] | Floats, percent: float) -> float:
-    """The smallest sample that at least `percent` % of the samples do not exceed.
+    """Return the smallest sample that at least `percent` % of the samples do not exceed.
 
     `ordered` is sorted and not empty; 0 < percent <= 100.
     """
@@ -63,7 +56,7 @@ def nearest_rank(ordered: Sequence[float] | Floats, percent: float) -> float:
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """How A compares with B when round i of both ran side by side. All figures are positive.
+    """Compare A with B, round i of which ran side by side. All figures are positive.
 
     The interval is that of the sign test: it lies between two of the ratios, and covers at least
     95 % however they are distributed, if rounds do not depend on each other.
@@ -76,7 +69,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
 
 
 def _outside(num_rounds: int) -> int:
-    """How many ratios lie below the 95 % interval of their median, and as many above.
+    """Return how many ratios lie below the 95 % interval of their median; as many lie above.
 
     More than n - k ratios lie on one side of the true median as often as fewer than k of n coins
     show heads; on either side that may be once in 40 times.
@@ -89,7 +82,7 @@ def _outside(num_rounds: int) -> int:
 
 
 def batch_means(samples: Sequence[float]) -> Interval | None:
-    """The mean of a sequence whose neighbours depend on each other, in the order of arrival.
+    """Estimate the mean of a sequence whose neighbours depend on each other, in order of arrival.
 
     The means of long batches hardly do. None where batches would be shorter than two samples.
     """
@@ -103,7 +96,7 @@ def batch_means(samples: Sequence[float]) -> Interval | None:
 
 
 def share_interval(met: Sequence[bool]) -> Interval:
-    """A share of a sequence that is not empty: the wider of Wilson's interval and batch means.
+    """Estimate a share of a sequence that is not empty: the wider of Wilson's and batch means.
 
     Wilson's says how little few samples prove, also where all of them agree; batch means say how
     little many do that went well or badly together.
@@ -117,18 +110,3 @@ def share_interval(met: Sequence[bool]) -> Interval:
     if (batches := batch_means(met)) is not None:
         low, high = min(low, batches.low), max(high, batches.high)
     return Interval(share, min(share, max(0.0, low)), max(share, min(1.0, high)))
-
-
-def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
-    """The line through points of which there are at least three, at more than one x."""
-    x, y = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
-    if len(x) < 3 or float(np.ptp(x)) == 0:
-        return None
-    spread = x - x.mean()
-    square = float(spread @ spread)
-    slope = float(spread @ (y - y.mean())) / square
-    left = y - y.mean() - slope * spread
-    error = math.sqrt(float(left @ left) / (len(x) - 2) / square)
-    if error == 0:
-        return Trend(slope, math.copysign(math.inf, slope) if slope else 0.0)
-    return Trend(slope, slope / error)

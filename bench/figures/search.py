@@ -1,30 +1,47 @@
 """The search for the largest rate at which enough requests meet their bounds.
 
-`searching.py` runs a load at `next_rate()` and tells `observe` what came of it, until there is no
-next rate. The search doubles, bisects, then runs the rate that it found several times more: only
-what every one of these runs attains is confirmed. Nothing here runs a load.
+`bench/search.py` runs a load at `next_rate()` and tells `observe` the result, until there is no
+next rate. The search doubles, bisects, then runs the rate that it found several times more: a rate
+is confirmed only if every one of these runs attains. Nothing here runs a load.
 """
 
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Literal, assert_never
 
 import msgspec
+from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
 
-# Of an invalid run nothing is known. Two in a row at one rate are the client's limit, not chance.
+# An invalid run says nothing. Two in a row at one rate are the client's limit, not chance.
 MAX_INVALID = 2
+RATE = {"unit": "requests/s"}
 
 
 class SearchOptions(msgspec.Struct, frozen=True):
-    attainment: float = 0.9  # share of all arrivals that has to meet the bounds
-    start_rate: float = 1.0
-    min_rate: float = 0.01
-    max_rate: float | None = None  # None: until the server or the client is at its limit
-    tolerance: float = 0.05  # the rate found and the next one known to fail differ by less
-    confirmations: int = 3
-    max_probes: int = 40
+    attainment: Annotated[
+        float, Meta(gt=0, le=1, description="share of all arrivals that must meet the bounds")
+    ] = 0.9
+    start_rate: Annotated[float, Meta(gt=0, description="first rate to try", extra=RATE)] = 1.0
+    min_rate: Annotated[float, Meta(gt=0, description="lowest rate to try", extra=RATE)] = 0.01
+    max_rate: Annotated[
+        float, Meta(ge=0, description="highest rate to try; 0 sets no limit", extra=RATE)
+    ] = 0.0
+    # Rates have four digits; a bracket that is hardly wider could not be bisected.
+    tolerance: Annotated[
+        float,
+        Meta(
+            ge=0.01, le=1, description="relative distance of the rates between which bisecting ends"
+        ),
+    ] = 0.05
+    confirmations: Annotated[
+        int, Meta(ge=1, description="number of further runs that must confirm the rate")
+    ] = 3
+    max_probes: Annotated[
+        int, Meta(ge=1, description="number of runs after which the search gives up")
+    ] = 40
 
 
 class Purpose(StrEnum):
@@ -33,12 +50,12 @@ class Purpose(StrEnum):
     UP = "up"
     DOWN = "down"
     BISECT = "bisect"
-    RECHECK = "recheck"  # of the rate that failed: one bad run must not be the server's limit
+    RECHECK = "recheck"  # the rate failed once, and one bad run must not be the server's limit
     CONFIRM = "confirm"
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A run of the search. `attainment` of an invalid one says nothing."""
+    """A run of the search. The `attainment` of an invalid run means nothing."""
 
     rate: float
     attainment: float
@@ -59,21 +76,22 @@ class Ending(StrEnum):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a search came to. Unless `confirmed`, `rate` is the best that was seen, no result."""
+    """The result of a search. Unless it is `confirmed`, `rate` is just the best that was seen."""
 
     rate: float | None
     confirmed: bool
     ending: Ending
-    failing_rate: float | None  # the lowest that did not attain, if one did not
-    line: str  # for a person
+    failing_rate: float | None  # the lowest rate that did not attain
+    line: str  # the result in words
     probes: list[Probe]
     offered_rate: float | None = None  # the median of the confirming runs
 
 
 @dataclass(slots=True)
 class _Rate:
-    """What is known of one rate."""
+    """The knowledge about one rate. It is `unreachable` if the client cannot measure there."""
 
+    verdict: Literal["", "held", "failed", "unreachable"] = ""
     num_confirmed: int = 0
     num_invalid: int = 0  # in a row
     is_rechecked: bool = False
@@ -82,24 +100,28 @@ class _Rate:
 
 @dataclass(slots=True)
 class RateSearch:
-    """Between `low`, the highest rate that attains, and `high`, the lowest that does not."""
+    """Narrows the gap between the highest rate that attains and the lowest that does not.
+
+    Raises `ConfigError` for options that contradict each other.
+    """
 
     options: SearchOptions = field(default_factory=SearchOptions)
     probes: list[Probe] = field(default_factory=list)
-    _held: set[float] = field(default_factory=set)
-    _failed: set[float] = field(default_factory=set)
-    _unreachable: set[float] = field(default_factory=set)
     _known: dict[float, _Rate] = field(default_factory=dict)
     _next: tuple[float, Purpose] | None = None
     _ending: Ending = Ending.RUNNING
 
     def __post_init__(self) -> None:
-        _check(self.options)
-        start = self.options.start_rate
-        self._next = (min(start, self.options.max_rate or start), Purpose.UP)
+        least, start = self.options.min_rate, self.options.start_rate
+        limit = self.options.max_rate or math.inf
+        if not least <= start < math.inf:
+            raise ConfigError(f"--start-rate {start:g} must not be below --min-rate {least:g}")
+        if limit < least:
+            raise ConfigError(f"--max-rate {limit:g} must not be below --min-rate {least:g}")
+        self._next = (min(start, limit), Purpose.UP)
 
     def next_rate(self) -> float | None:
-        """The rate to run now; None once the search has ended. Changes nothing."""
+        """Return the rate to run now, or None once the search has ended. Changes nothing."""
         return self._next[0] if self._next else None
 
     @property
@@ -116,12 +138,12 @@ class RateSearch:
         broken: bool = False,
         alone: bool = False,
     ) -> None:
-        """What came of the run at `next_rate()`.
+        """Take the result of the run at `next_rate()`.
 
-        `saturated`: the queue grew throughout, so that a longer run would attain less. `broken`: by
-        the server's fault its figures must not be used. Neither counts as attained, whatever the
-        attainment. `alone`: hardly any two requests were there at the same time, so that a lower
-        rate would attain no more.
+        `saturated`: the queue grew throughout, so that a longer run would attain less. `broken`:
+        its figures must not be used, by the server's fault. Neither counts as attained, even with
+        a good attainment. `alone`: hardly any two requests were in flight at the same time, so that
+        a lower rate would attain no more.
         """
         assert self._next is not None, "the search has ended"
         assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"
@@ -129,130 +151,114 @@ class RateSearch:
         self.probes.append(Probe(rate, attainment, valid, purpose, saturated, broken))
         known = self._known.setdefault(rate, _Rate())
         if valid:
-            known.num_invalid = 0
             is_attained = attainment >= self.options.attainment
-            self._judge(rate, known, is_attained and not saturated and not broken)
-            known.is_alone = alone
+            self._judge(known, purpose, is_attained and not saturated and not broken)
+            known.num_invalid, known.is_alone = 0, alone
         else:
             known.num_invalid += 1
             if known.num_invalid >= MAX_INVALID:
                 known.is_rechecked = True
-                self._held.discard(rate)
-                self._unreachable.add(rate)
+                if known.verdict != "failed":
+                    known.verdict = "unreachable"
         if valid or known.num_invalid >= MAX_INVALID:
             self._next = self._choose()
         if self._next is not None and len(self.probes) >= self.options.max_probes:
             self._next, self._ending = None, Ending.PROBES_SPENT
 
     def result(self) -> Found:
-        """At the end, or of what is known so far."""
+        """Return the result at the end, or what is known so far."""
         low, high = self._low(), self._high()
-        confirmed = self._is_confirmed() and self._ending in (
-            Ending.FOUND, Ending.CLIENT_LIMIT, Ending.RATE_LIMIT,
-        )  # fmt: skip
-        failing = high if high in self._failed else None
-        line = _line(self._ending, low, high, self.options)
-        if self._ending is Ending.NO_VALID_RUN and self._failed:
-            goal, lowest = self.options.attainment, min(self._failed)
-            line = (
-                f"no run at {high:g}/s was valid, and {lowest:g}/s does not hold an attainment of "
-                f"{goal:.0%}"
-            )
-        if self._ending is Ending.NEVER_ATTAINED and all(one.is_broken for one in self.probes):
-            line = f"no run was valid, down to {high:g}/s, and that is the server's fault"
-        return Found(low, confirmed, self._ending, failing, line, list(self.probes))
+        has_rate = self._ending in (Ending.FOUND, Ending.CLIENT_LIMIT, Ending.RATE_LIMIT)
+        return Found(
+            rate=low,
+            confirmed=has_rate and self._is_confirmed(),
+            ending=self._ending,
+            failing_rate=high if self._has_failed(high) else None,
+            line=self._line(low, high),
+            probes=list(self.probes),
+        )
 
-    def _judge(self, rate: float, known: _Rate, is_attained: bool) -> None:
-        assert self._next is not None
-        purpose = self._next[1]
-        known.is_rechecked |= purpose is Purpose.RECHECK
-        if is_attained:
-            self._failed.discard(rate)
-            self._held.add(rate)
-            known.num_confirmed += purpose is Purpose.CONFIRM
-        else:
-            # Of a rate that attained before, this was the second opinion.
-            known.is_rechecked |= rate in self._held
-            self._held.discard(rate)
-            self._failed.add(rate)
+    def _judge(self, known: _Rate, purpose: Purpose, is_attained: bool) -> None:
+        # If the rate attained before, a failure is the second opinion already.
+        was_held = known.verdict == "held"
+        known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_attained)
+        known.verdict = "held" if is_attained else "failed"
+        known.num_confirmed += is_attained and purpose is Purpose.CONFIRM
 
     def _choose(self) -> tuple[float, Purpose] | None:
-        low, high, limit = self._low(), self._high(), self.options.max_rate
+        low, high, limit = self._low(), self._high(), self.options.max_rate or math.inf
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
-            if high <= self.options.min_rate or self._known[high].is_alone:
-                is_measured = high in self._failed
-                self._ending = Ending.NEVER_ATTAINED if is_measured else Ending.NO_VALID_RUN
-                return None
-            return max(_rounded(high / 2), self.options.min_rate), Purpose.DOWN
-        if high is None and (limit is None or low < limit):
-            return min(_rounded(2 * low), limit or math.inf), Purpose.UP
+            if high > self.options.min_rate and not self._known[high].is_alone:
+                return max(_rounded(high / 2), self.options.min_rate), Purpose.DOWN
+            has_failed = self._has_failed(high)
+            self._ending = Ending.NEVER_ATTAINED if has_failed else Ending.NO_VALID_RUN
+            return None
+        if high is None and low < limit:
+            return min(_rounded(2 * low), limit), Purpose.UP
         if high is not None and high > low * (1 + self.options.tolerance):
             return _rounded(math.sqrt(low * high)), Purpose.BISECT
-        if high in self._failed and not self._known[high].is_rechecked:
+        if high is not None and self._has_failed(high) and not self._known[high].is_rechecked:
             return high, Purpose.RECHECK
         if not self._is_confirmed():
             return low, Purpose.CONFIRM
         if high is None:
             self._ending = Ending.RATE_LIMIT
         else:
-            self._ending = Ending.FOUND if high in self._failed else Ending.CLIENT_LIMIT
+            self._ending = Ending.FOUND if self._has_failed(high) else Ending.CLIENT_LIMIT
         return None
 
     def _high(self) -> float | None:
-        return min(self._failed | self._unreachable, default=None)
+        above = [rate for rate, one in self._known.items() if one.verdict not in ("", "held")]
+        return min(above, default=None)
 
     def _low(self) -> float | None:
-        high = self._high()
-        return max((rate for rate in self._held if high is None or rate < high), default=None)
+        high = self._high() or math.inf
+        held = [rate for rate, one in self._known.items() if one.verdict == "held" and rate < high]
+        return max(held, default=None)
+
+    def _has_failed(self, rate: float | None) -> bool:
+        return rate is not None and self._known[rate].verdict == "failed"
 
     def _is_confirmed(self) -> bool:
         low = self._low()
         return low is not None and self._known[low].num_confirmed >= self.options.confirmations
 
+    def _line(self, low: float | None, high: float | None) -> str:
+        goal = f"attainment of {self.options.attainment:.0%}"
+        held = "no rate" if low is None else f"{low:g}/s"
+        best = f"{held} is the best that was seen, unconfirmed"
+        match self._ending:
+            case Ending.FOUND:
+                runs = f"confirmed by {self.options.confirmations} runs"
+                return f"{held} holds an {goal}, {runs}; {high:g}/s does not"
+            case Ending.NEVER_ATTAINED if all(probe.is_broken for probe in self.probes):
+                return f"no run was valid, down to {high:g}/s, and that is the server's fault"
+            case Ending.NEVER_ATTAINED:
+                return f"not even {high:g}/s holds an {goal}: the bounds are out of reach"
+            case Ending.CLIENT_LIMIT:
+                return (
+                    f"{held} holds an {goal}, and this client cannot send {high:g}/s: the server's "
+                    "limit is higher; give the client more processes or a machine of its own"
+                )
+            case Ending.RATE_LIMIT:
+                return f"{held}, the largest rate allowed, holds an {goal}: the limit is higher"
+            case Ending.NO_VALID_RUN:
+                failed = [rate for rate in self._known if self._has_failed(rate)]
+                if failed:
+                    return (
+                        f"no run at {high:g}/s was valid, and {min(failed):g}/s does not hold an "
+                        f"{goal}"
+                    )
+                return f"no run was valid, down to {high:g}/s: the client cannot measure here"
+            case Ending.PROBES_SPENT:
+                return f"no result within {self.options.max_probes} runs; {best}"
+            case Ending.RUNNING:
+                return f"the search has not ended; {best}"
+            case _:
+                assert_never(self._ending)
+
 
 def _rounded(rate: float) -> float:
     """Four digits, so that a rate in a report is the rate that was run."""
     return float(f"{rate:.4g}")
-
-
-def _check(options: SearchOptions) -> None:
-    if not 0 < options.attainment <= 1:
-        raise ConfigError(f"attainment {options.attainment:g} is not a share between 0 and 1")
-    # Rates have four digits; a bracket that is hardly wider could not be bisected.
-    if not 0.01 <= options.tolerance <= 1:
-        raise ConfigError(f"tolerance {options.tolerance:g} is not between 0.01 and 1")
-    if not 0 < options.min_rate <= options.start_rate < math.inf:
-        raise ConfigError(
-            f"start rate {options.start_rate:g} is below the least rate {options.min_rate:g}/s, "
-            "or one of them is no rate"
-        )
-    if options.max_rate is not None and not options.min_rate <= options.max_rate < math.inf:
-        raise ConfigError(f"the largest rate {options.max_rate:g} is below {options.min_rate:g}/s")
-    if options.confirmations < 1 or options.max_probes < 1:
-        raise ConfigError("a search needs at least one confirmation and one probe")
-
-
-def _line(ending: Ending, low: float | None, high: float | None, options: SearchOptions) -> str:
-    goal = f"attainment of {options.attainment:.0%}"
-    held = "no rate" if low is None else f"{low:g}/s"
-    best = f"{held} is the best that was seen, unconfirmed"
-    match ending:
-        case Ending.FOUND:
-            runs = f"confirmed by {options.confirmations} runs"
-            return f"{held} holds an {goal}, {runs}; {high:g}/s does not"
-        case Ending.NEVER_ATTAINED:
-            return f"not even {high:g}/s holds an {goal}: the bounds are out of reach"
-        case Ending.CLIENT_LIMIT:
-            return (
-                f"{held} holds an {goal}, and this client cannot send {high:g}/s: the server's "
-                "limit is higher; give the client more processes or a machine of its own"
-            )
-        case Ending.RATE_LIMIT:
-            return f"{held}, the largest rate allowed, holds an {goal}: the limit is higher"
-        case Ending.NO_VALID_RUN:
-            return f"no run was valid, down to {high:g}/s: the client cannot measure here"
-        case Ending.PROBES_SPENT:
-            return f"no result within {options.max_probes} runs; {best}"
-        case Ending.RUNNING:
-            return f"the search has not ended; {best}"

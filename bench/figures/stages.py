@@ -2,8 +2,8 @@
 
 The client calls `stages_of` when an answer brought a timeline, reports call `summarise_stages`. The
 server's durations come from several clocks and the client's from another, so only durations are
-compared, never stamps. What no part explains is shown as a part of its own; parts that explain
-more than there was are an error that is counted, never scaled away.
+compared, never stamps. Time that no stage explains is a stage of its own; stages that explain more
+time than there was are an error that is counted, never scaled away.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from baton.bench.records import Outcome, Record, Stage
 TOLERANCE_S = 1e-3
 UNATTRIBUTED = "unattributed"
 
-# In the order in which they follow each other, but the last, which has no place of its own.
+# In the order in which they follow each other; the last one has no place of its own.
 STAGES: Mapping[str, str] = {
     "client_lag": "intended arrival to sending",
     "before_server": "sending until the server's clock starts: connecting, HTTP, chat template, "
@@ -37,7 +37,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What a server may say about one request; what it does not say is None.
+    """What a server says about one request; None where it says nothing.
 
     The stages are those of baton's `"timeline": true`. `time_to_first_token_s` and `e2e_s` are
     measured by one clock, from the moment the server counts as the arrival.
@@ -46,17 +46,11 @@ class Timeline(msgspec.Struct, frozen=True):
     router_queue_s: Seconds | None = None
     queue_s: Seconds | None = None
     prefill_s: Seconds | None = None
-    transfer_s: Seconds | None = None  # all of it, most of which overlaps with prefill
     exposed_s: Seconds | None = None
-    transfer_bytes: int | None = None
     decode_queue_s: Seconds | None = None
     first_step_s: Seconds | None = None
     time_to_first_token_s: Seconds | None = None
     e2e_s: Seconds | None = None
-    num_cached_tokens: int | None = None
-    path: str | None = None
-    num_attempts: int | None = None
-    resumed: bool | None = None
 
 
 class StageSummary(msgspec.Struct, frozen=True):
@@ -66,14 +60,13 @@ class StageSummary(msgspec.Struct, frozen=True):
 
 
 class StageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of all answered requests that have them, and how well they add up."""
+    """The stages of all answered requests that have some, and how well they add up."""
 
     num_joined: int
     num_without: int  # answered, but without a timeline
     stages: list[StageSummary]  # in the order of `STAGES`
     max_error_ms: float  # largest |sum of the stages - e2e| of one request
     num_beyond: int  # requests where that is over 1 ms
-    unattributed_share: float
 
     @property
     def adds_up(self) -> bool:
@@ -81,9 +74,9 @@ class StageTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
-    """The `timeline` of an answer: an entry or a list of them, as JSON.
+    """Read the `timeline` of an answer: JSON of an entry, or of a list of one.
 
-    None if it holds anything else than one entry: a request of the bench has one prompt.
+    None if it is anything else, because a request of the bench has one prompt.
     """
     try:
         found = msgspec.json.decode(data, type=Timeline | list[Timeline] | None)
@@ -95,26 +88,26 @@ def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
 
 
 def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
-    """The parts of `record` from its intended arrival to its last byte, each at least zero.
+    """Split the time of `record` from its intended arrival to its last byte into stages.
 
-    They add up to that time, unless the server claims more than there was. Empty if the record
-    brought no token.
+    None is below zero, and they add up to that time unless the server claims more than there was.
+    A record without a token has no stages.
     """
     stamps = [arrival.at_s for arrival in record.arrivals if arrival.num_tokens > 0]
     if not stamps:
         return []
-    lag_s = max(0.0, record.sent_s - record.intended_s)
     seen_s = record.end_s - record.sent_s
-    parts = {
-        "client_lag": lag_s,
-        "router_queue": timeline.router_queue_s or 0.0,
-        "queue": timeline.queue_s or 0.0,
-        "prefill": timeline.prefill_s or 0.0,
-        "exposed_transfer": timeline.exposed_s or 0.0,
-        "decode_queue": timeline.decode_queue_s or 0.0,
-        "first_step": timeline.first_step_s or 0.0,
+    named = {
+        "router_queue": timeline.router_queue_s,
+        "queue": timeline.queue_s,
+        "prefill": timeline.prefill_s,
+        "exposed_transfer": timeline.exposed_s,
+        "decode_queue": timeline.decode_queue_s,
+        "first_step": timeline.first_step_s,
     }
-    named_s = sum(parts.values()) - lag_s
+    parts = {name: duration_s or 0.0 for name, duration_s in named.items()}
+    named_s = sum(parts.values())
+    parts["client_lag"] = max(0.0, record.sent_s - record.intended_s)
     inside_s = seen_s
     if timeline.e2e_s is not None:
         # The server's time lies within the client's, so both of these are at least zero.
@@ -130,28 +123,27 @@ def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
 
 
 def sum_error_s(record: Record) -> float:
-    """How much more (or, negative, less) time the stages of a record claim than it took."""
+    """Return how much more time the stages of a record claim than it took; below 0 if less."""
     total_s = sum(stage.duration_s for stage in record.stages)
     return total_s - (record.end_s - record.intended_s)
 
 
 def summarise_stages(records: Sequence[Record]) -> StageTable | None:
-    """None if no answered request has stages."""
+    """Make the table of all answered requests; None if no one has stages."""
     answered = [r for r in records if r.outcome is Outcome.ANSWERED and not r.warm_up]
     joined = [record for record in answered if record.stages]
     if not joined:
         return None
     errors_s = [abs(sum_error_s(record)) for record in joined]
     total_ms = 1e3 * sum(record.end_s - record.intended_s for record in joined)
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {name: [] for name in STAGES}
     for record in joined:
         for stage in record.stages:
             samples.setdefault(stage.name, []).append(1e3 * stage.duration_s)
-    order = [*STAGES, *(name for name in samples if name not in STAGES)]
     stages = []
-    for name in order:
-        if (time := distribution(samples.get(name, []))) is not None:
-            share = time.mean * time.count / total_ms if total_ms > 0 else 0.0
+    for name, durations_ms in samples.items():
+        if (time := distribution(durations_ms)) is not None:
+            share = sum(durations_ms) / total_ms if total_ms > 0 else 0.0
             stages.append(StageSummary(name, time, share))
     return StageTable(
         num_joined=len(joined),
@@ -159,12 +151,11 @@ def summarise_stages(records: Sequence[Record]) -> StageTable | None:
         stages=stages,
         max_error_ms=1e3 * max(errors_s),
         num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
-        unattributed_share=sum(one.share for one in stages if one.name == UNATTRIBUTED),
     )
 
 
 def _decoding_s(stamps: Sequence[float], room_s: float) -> float:
-    """From the second token to the last, within what the server's other stages leave.
+    """Return the time from the second token to the last, within what the other stages leave.
 
     The client sees the stamps with the jitter of the network; if the second token came with the
     first, it does not see the start at all.

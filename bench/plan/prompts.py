@@ -1,25 +1,38 @@
-"""Prompts that nobody wrote: seeded token ids, or words, that never occur twice in a plan.
+"""Lengths and prompts that nobody wrote: seeded, and never the same twice in a plan.
 
-`workloads.py` draws one for each request. A prompt depends on the seed, its key and its length
-alone, not on how many others are drawn, as long as its twin was not drawn before; no length begins
-as another does. Ids are exact; a word is about one token, and how many there were only the server's
-usage says.
+`plan.py` draws one prompt for each request. A draw depends on the seed and its key alone, not on
+how many others are drawn, unless its twin was drawn before. No length begins as another does. Ids
+are exact; a word is about one token, and only the server's usage says how many there were.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Literal, TypeVar
 
+import msgspec
 import numpy as np
 
-from baton.bench.plan.replay import Vocabulary
+from baton.bench.plan.workload import Kind, Vocabulary, Workload, range_of
+from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
 
+Form = Literal["choice", "uniform", "normal", "lognormal"]
 Key = tuple[int, ...]
+Number = TypeVar("Number", int, float)
 
-# Longer ones do not meet by chance, so they need not be remembered.
+LENGTH_FORMS = (
+    "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or choice:100,200,400; "
+    "',max=N' caps all but the first"
+)
+MAX_LENGTH = 1 << 22
+MAX_PLAN_TOKENS = 20_000_000
+# Longer prompts do not meet by chance, so they need not be remembered.
 _REMEMBERED_TOKENS = 32
 _ATTEMPTS = 100
-# Keep the draws of a seed apart from those of arrivals and lengths.
-_STREAM, _PREFIX_STREAM = 3, 4
+# The first part of every key: warm-up requests never share a draw with measured ones.
+MEASURED, WARM_UP = 0, 1
+# Keep the draws of one seed apart from each other, and from those of arrivals.
+_BLOCK_STREAM, _PROMPT_STREAM, _PREFIX_STREAM, _INPUT_STREAM, _OUTPUT_STREAM = 2, 3, 4, 5, 6
 
 # Short and common, so that most tokenizers have each of them, with its space, as one token.
 _TEXT = """
@@ -37,35 +50,101 @@ him his hold home horse hot hour house how hundred idea if in inch is island it 
 king knew know land language large last late laugh lay lead learn leave left less let letter
 """
 WORDS = tuple(_TEXT.split())
-_PLACES = (0, len(WORDS) - 1)
+WORD_PLACES: Vocabulary = (0, len(WORDS) - 1)
 
 
-class Prompts:
-    """Draws the prompts of one plan, in the order in which they are asked for."""
+class Lengths(msgspec.Struct, frozen=True):
+    """A distribution of whole lengths from 1 to `cap`; a length beyond is moved to that edge.
 
-    def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
-        self._vocabulary = vocabulary
-        self._seed = seed
+    `numbers` are the lengths that are equally likely, the two ends of a uniform distribution, or
+    the mean and the standard deviation (of the lengths, also where their logarithms are normal).
+    """
+
+    form: Form
+    numbers: tuple[float, ...]
+    cap: int = MAX_LENGTH
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return round(min(max(1, self._draw(rng)), self.cap))
+
+    def _draw(self, rng: np.random.Generator) -> float:
+        if self.form == "choice":
+            return self.numbers[int(rng.integers(len(self.numbers)))]
+        first, second = self.numbers
+        if self.form == "uniform":
+            return int(rng.integers(int(first), int(second), endpoint=True))
+        if self.form == "normal":
+            return rng.normal(first, second)
+        variance = math.log1p((second / first) ** 2)
+        return rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance))
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Return the distribution that a text in one of `LENGTH_FORMS` names."""
+    name, colon, rest = text.strip().partition(":")
+    body, capped, cap = rest.partition(",max=")
+    try:
+        if not colon:
+            return Lengths("choice", (_possible(int(name)),))
+        lengths = _parse(name, body)
+        return msgspec.structs.replace(lengths, cap=_possible(int(cap))) if capped else lengths
+    except ValueError:
+        allowed = f"{LENGTH_FORMS}; from 1 to {MAX_LENGTH} tokens"
+        raise ConfigError(f"lengths {text!r} are not of the form {allowed}") from None
+
+
+def _parse(name: str, body: str) -> Lengths:
+    match name:
+        case "choice":
+            return Lengths("choice", tuple(_possible(int(part)) for part in body.split(",")))
+        case "uniform":
+            low, high = (_possible(int(part)) for part in body.split("-"))
+            return Lengths("uniform", (low, _possible(high, low)))
+        case "normal" | "lognormal":
+            mean, sd = map(float, body.removeprefix("mean=").split(",sd="))
+            form: Form = "normal" if name == "normal" else "lognormal"
+            return Lengths(form, (_possible(mean), _possible(sd, 0)))
+    raise ValueError(name)
+
+
+def _possible(value: Number, lowest: float = 1) -> Number:
+    if not lowest <= value <= MAX_LENGTH:
+        raise ValueError(value)
+    return value
+
+
+class Draws:
+    """Draws lengths and prompts from one seed, in the order in which requests are planned."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.vocabulary = range_of(workload.vocabulary)
+        self._seed = workload.seed
+        self._inputs, self._outputs = parse_lengths(workload.prompt), parse_lengths(workload.output)
         self._drawn: set[tuple[Vocabulary, tuple[int, ...]]] = set()
+        self._num_tokens = 0
 
-    def ids(self, key: Key, num_tokens: int) -> tuple[int, ...]:
-        """Token ids. Raises `ConfigError` when so many of this length cannot all differ."""
-        return self._unlike_others(key, num_tokens, self._vocabulary)
+    def input_tokens(self, key: Key) -> int:
+        return self._inputs.draw(np.random.default_rng([self._seed, _INPUT_STREAM, *key]))
 
-    def words(self, key: Key, num_words: int) -> str:
-        """Words with spaces between. Raises `ConfigError` as `ids` does."""
-        return _written(self._unlike_others(key, num_words, _PLACES))
+    def output_tokens(self, key: Key) -> int:
+        return self._outputs.draw(np.random.default_rng([self._seed, _OUTPUT_STREAM, *key]))
 
-    def shared_ids(self, key: Key, num_tokens: int) -> tuple[int, ...]:
-        """A prefix: the same whenever this key is asked for in this length."""
-        return self._draw((_PREFIX_STREAM, *key), num_tokens, self._vocabulary)
+    def spend(self, num_tokens: int) -> None:
+        """Count a prompt before it is drawn, because a plan is held in memory as a whole."""
+        self._num_tokens += num_tokens
+        if self._num_tokens > MAX_PLAN_TOKENS:
+            raise ConfigError(
+                f"the plan holds over {MAX_PLAN_TOKENS} prompt tokens: ask for fewer requests, or "
+                "for shorter prompts (traces: clamp or scale them)"
+            )
 
-    def shared_words(self, key: Key, num_words: int) -> str:
-        return _written(self._draw((_PREFIX_STREAM, *key), num_words, _PLACES))
+    def prompt(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
+        """Return numbers from `choices` that differ from all prompts before.
 
-    def _unlike_others(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
+        Raises `ConfigError` when so many of this length cannot all differ.
+        """
         for attempt in range(_ATTEMPTS):
-            drawn = self._draw((_STREAM, *key, attempt), length, choices)
+            drawn = self._draw((_PROMPT_STREAM, *key, attempt), length, choices)
             if length > _REMEMBERED_TOKENS:
                 return drawn
             if (choices, drawn) not in self._drawn:
@@ -76,21 +155,96 @@ class Prompts:
             "fewer requests or a wider vocabulary"
         )
 
+    def shared(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
+        """Return a prefix: the same for every request with this key and length."""
+        return self._draw((_PREFIX_STREAM, *key), length, choices)
+
+    def block(self, hash_id: int, length: int) -> tuple[int, ...]:
+        """Return the tokens of a trace's block, which depend on its id alone."""
+        rng = np.random.default_rng([self._seed, _BLOCK_STREAM, hash_id])
+        return tuple(rng.integers(*self.vocabulary, length, endpoint=True).tolist())
+
     def _draw(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
         # With the length, or a server that was asked the shorter would know the longer's start.
         rng = np.random.default_rng([self._seed, *key, length])
         return tuple(rng.integers(*choices, length, endpoint=True).tolist())
 
 
-def _written(places: tuple[int, ...]) -> str:
+def written(places: Sequence[int]) -> str:
+    """Return the words at these places of `WORDS`."""
     return " ".join(WORDS[place] for place in places)
+
+
+class DrawnSource:
+    """Requests with random prompts; several turns make a conversation, which has one prefix.
+
+    As from every source, they come without their index and time, which `plan.py` gives them.
+    """
+
+    num_rows: int | None = None  # there is no end
+    times: Sequence[float] | None = None
+
+    def __init__(self, workload: Workload, draws: Draws) -> None:
+        self._workload, self._draws = workload, draws
+        is_conversation = workload.workload == "conversation"
+        self._form: Kind = workload.conversation_form if is_conversation else workload.workload
+
+    def draw(self, place: int) -> list[Planned]:
+        key, num_turns = (MEASURED, place), self._workload.num_turns
+        first = self._request((*key, 0), (MEASURED, place % self._workload.num_prefixes))
+        if num_turns == 1:
+            return [first]
+        later = [
+            msgspec.structs.replace(
+                self._request((*key, turn), None),
+                conversation=place,
+                turn=turn,
+                think_s=self._workload.think_s,
+            )
+            for turn in range(1, num_turns)
+        ]
+        return [msgspec.structs.replace(first, conversation=place), *later]
+
+    def warm_up(self, place: int) -> Planned:
+        return self._request((WARM_UP, place, 0), (WARM_UP, place))
+
+    def _request(self, key: Key, prefix: Key | None) -> Planned:
+        draws = self._draws
+        num_shared = self._workload.shared_prefix if prefix is not None else 0
+        outputs, own = draws.output_tokens(key), draws.input_tokens(key)
+        draws.spend(num_shared + own)
+        choices = draws.vocabulary if self._form == "tokens" else WORD_PLACES
+        start = draws.shared(prefix or (), num_shared, choices)
+        rest = draws.prompt(key, own, choices)
+        if self._form == "tokens":
+            return Planned(0, None, outputs, prompt_ids=start + rest)
+        if self._form == "text":
+            return Planned(0, None, outputs, prompt=written(start + rest))
+        system = (Message("system", written(start)),) if start else ()
+        return Planned(0, None, outputs, messages=(*system, Message("user", written(rest))))
+
+    def notes(self, num_arrivals: int) -> list[str]:
+        num_turns, num_prefixes = self._workload.num_turns, self._workload.num_prefixes
+        notes = []
+        if num_turns > 1:
+            requests = num_arrivals * num_turns
+            notes.append(f"{num_arrivals} conversations of {num_turns} turns: {requests} requests")
+        if shared := self._workload.shared_prefix:
+            starts = "one start" if num_prefixes == 1 else f"{num_prefixes} starts"
+            notes.append(f"prompts share {starts} of {shared} tokens")
+        if self._form != "tokens":
+            notes.append("a word counts as a token in prompts: the server's usage is exact")
+        return notes
 
 
 def shared_share(
     prompts: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = (), block_tokens: int = 16
 ) -> float:
-    """Tokens that begin as an earlier prompt began, in whole blocks, of all of `prompts`: what an
-    endless prefix cache would find that knew nothing but the prompts `before` them."""
+    """Return the share of the tokens of `prompts` that begin as an earlier prompt began.
+
+    Whole blocks count. This is what a prefix cache without end would find if it knew nothing but
+    the prompts `before` these.
+    """
     known: set[int] = set()
     num_shared = 0
     for place, prompt in enumerate((*before, *prompts), -len(before)):

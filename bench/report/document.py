@@ -1,12 +1,12 @@
 """What a benchmark has to say, as one versioned document: raw records, summaries, provenance.
 
-The experiments fill a `Report`; `tables.py`, `html.py` and `plots.py` show it; `read_json` brings
-an old one back. The document holds everything that the pages show, so each page can be made again
-from the JSON alone. Field names are promised: a new field gets a default, any other change of
-meaning a new schema. A report never holds a secret: `withhold` before writing.
+The experiments fill a `Report`, the other files of this folder show it, and `read_json` brings an
+old one back. The document holds everything that the pages show, so each page can be made again
+from the JSON alone. Field names are promised: a new field gets a default, and any other change of
+meaning needs a new schema. A report never holds a secret: call `withhold` before writing it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from baton.bench.report.redaction import clean, clean_text, cut
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
+NARROW = 18  # characters of a cell that still reads as a number
 
 Settings = dict[str, str]
 
@@ -38,16 +39,16 @@ class Run(msgspec.Struct, kw_only=True):
     summary: Summary
     arm: str = ""
     round: int = 0
-    rate: float | None = None  # that was asked for; None in a closed loop
+    rate: float | None = None  # the rate that was asked for; None in a closed loop
     started_at: str = ""
     wall_s: float = 0.0
-    settings: Settings = msgspec.field(default_factory=dict)  # where they differ from the report's
-    notes: list[str] = msgspec.field(default_factory=list)  # scale factors, clamps, realised rate
-    problems: list[Problem] = msgspec.field(default_factory=list)
-    clients: list[ClientProcess] = msgspec.field(default_factory=list)
-    records: list[Record] = msgspec.field(default_factory=list)
-    faults: list[Injected] = msgspec.field(default_factory=list)
-    impacts: list[Impact] = msgspec.field(default_factory=list)
+    settings: Settings = {}  # where they differ from the report's
+    notes: list[str] = []  # scale factors, clamps, realised rate
+    problems: list[Problem] = []
+    clients: list[ClientProcess] = []
+    records: list[Record] = []
+    faults: list[Injected] = []
+    impacts: list[Impact] = []
 
     @property
     def measured(self) -> list[Record]:
@@ -56,7 +57,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def counted(self) -> list[Record]:
-        """Of the measured records those that the summary is about."""
+        """The measured records that the summary is about."""
         if len(self.measured) == self.summary.num_requests:
             return self.measured  # also one that ended as it arrived, where the window ends
         return counted(self.records, self.summary.window)
@@ -77,7 +78,7 @@ class Compared(msgspec.Struct):
 
 
 class Parity(msgspec.Struct):
-    """A setting that both arms should share, and what each was seen to have."""
+    """A setting that all arms should share, and what each arm was seen to have."""
 
     name: str
     values: dict[str, str]  # by arm
@@ -88,18 +89,33 @@ class Parity(msgspec.Struct):
 
 
 class Table(msgspec.Struct):
-    """Rows of an experiment that has no section of its own: transfer, selftest, verification."""
+    """Rows of text under named columns, as every page and the terminal show them."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     caption: str = ""
 
+    @property
+    def is_pairs(self) -> bool:
+        """Whether each row is a name and its value: the second column has no name then."""
+        return self.columns[1:] == [""]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether two such tables fit beside each other."""
+        return bool(self.title) and len(self.columns) <= 5
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the cells after the first are so short that they read as numbers."""
+        return all(len(cell) <= NARROW for row in self.rows for cell in row[1:])
+
 
 class Report(msgspec.Struct, kw_only=True):
     """Everything about one `baton bench` command. `settings` are flat, for reading.
 
-    Whoever adds impacts of faults adds the definitions of `faults.py` too.
+    A caller that adds impacts of faults also adds the definitions of `faults.py`.
     """
 
     schema: str = SCHEMA
@@ -107,30 +123,38 @@ class Report(msgspec.Struct, kw_only=True):
     title: str
     provenance: Provenance
     definitions: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFINITIONS))
-    settings: Settings = msgspec.field(default_factory=dict)
+    settings: Settings = {}
     bounds: Bounds | None = None
     target: float = 0.9  # attainment that counts as good enough
-    runs: list[Run] = msgspec.field(default_factory=list)
+    runs: list[Run] = []
     search: Found | None = None
-    comparison: list[Compared] = msgspec.field(default_factory=list)
-    parity: list[Parity] = msgspec.field(default_factory=list)
-    tables: list[Table] = msgspec.field(default_factory=list)
-    notes: list[str] = msgspec.field(default_factory=list)
+    comparison: list[Compared] = []
+    parity: list[Parity] = []
+    tables: list[Table] = []
+    notes: list[str] = []
 
     @property
     def invalid(self) -> list[tuple[Run, str]]:
         """Every reason for which figures must not be used, with the run that gave it.
 
-        None of a confirmed search: it goes on until other runs hold, and those it stands on.
+        A confirmed search has no such reason: it rests on the runs that confirmed it, and an
+        invalid run on the way there does not matter.
         """
         if self.search is not None and self.search.confirmed:
             return []
-        return [
-            (run, problem.text)
-            for run in self.runs
-            for problem in run.problems
-            if problem.is_invalid
-        ]
+        found = [(run, problem) for run in self.runs for problem in run.problems]
+        return [(run, problem.text) for run, problem in found if problem.is_invalid]
+
+    @property
+    def verdict(self) -> str:
+        """Whether the figures may be used, in words: a search stands by what it confirmed."""
+        if self.search is not None:
+            return "CONFIRMED" if self.search.confirmed else "NOT CONFIRMED"
+        if not self.runs:
+            return "no run"
+        if not self.invalid:
+            return "VALID"
+        return "INVALID: these figures are not the server's and must not be used"
 
 
 class _Head(msgspec.Struct):
@@ -138,20 +162,19 @@ class _Head(msgspec.Struct):
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Numbers keep every bit: `read_json` gives back an equal report."""
+    """Write every bit of every number, so that `read_json` gives back an equal report."""
     path.write_bytes(msgspec.json.encode(report) + b"\n")
 
 
 def read_json(path: Path) -> Report:
-    """Raises `ConfigError` for a file that is no report of this schema."""
+    """Raise `ConfigError` for a file that is not a report of this schema."""
     try:
         content = path.read_bytes()
+        schema = msgspec.json.decode(content, type=_Head).schema
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        schema = msgspec.json.decode(content, type=_Head).schema
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no report of baton bench: {error}") from error
+        raise ConfigError(f"{path} is not a report of baton bench: {error}") from error
     if schema != SCHEMA:
         named = f"has schema {schema!r}" if schema else "has no schema"
         raise ConfigError(f"{path} {named}; this baton reads {SCHEMA!r}")
@@ -162,40 +185,34 @@ def read_json(path: Path) -> Report:
 
 
 def flat_settings(settings: object, secrets: Sequence[str] = ()) -> Settings:
-    """A Struct or plain data as `section.name` -> text, in order, secrets withheld."""
-    flat: Settings = {}
-    _flatten("", clean(msgspec.to_builtins(settings), secrets), flat)
-    return flat
+    """Return a Struct or plain data as `section.name` -> text, in order and without secrets."""
 
+    def flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                yield from flatten(f"{name}.{key}" if name else str(key), inner)
+        else:
+            yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
-def _flatten(name: str, value: object, flat: Settings) -> None:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            _flatten(f"{name}.{key}" if name else str(key), inner, flat)
-    elif isinstance(value, str):
-        flat[name] = value
-    else:
-        flat[name] = msgspec.json.encode(value).decode()
+    return dict(flatten("", clean(msgspec.to_builtins(settings), secrets)))
 
 
 def withhold(report: Report, secrets: Sequence[str] = ()) -> Report:
-    """A report without `secrets` and without anything that looks like one.
+    """Return the report without `secrets` and without anything that looks like one.
 
-    Also a server's own words are cleaned: some answer a wrong key by repeating it.
+    The server's own words are cleaned too, since some servers answer a wrong key by repeating it.
     """
-    records = [run.records for run in report.runs]
     bare = [msgspec.structs.replace(run, records=[]) for run in report.runs]
     plain = msgspec.to_builtins(msgspec.structs.replace(report, runs=bare))
     cleaned = msgspec.convert(clean(plain, secrets), Report)
-    for run, kept in zip(cleaned.runs, records, strict=True):
-        run.records = [_withhold_record(record, secrets) for record in kept]
+    for run, whole in zip(cleaned.runs, report.runs, strict=True):
+        run.records = [
+            msgspec.structs.replace(
+                record,
+                detail=clean_text(record.detail, secrets),
+                # What a model wrote is data: it may well write of passwords.
+                text=None if record.text is None else cut(record.text, secrets),
+            )
+            for record in whole.records
+        ]
     return cleaned
-
-
-def _withhold_record(record: Record, secrets: Sequence[str]) -> Record:
-    return msgspec.structs.replace(
-        record,
-        detail=clean_text(record.detail, secrets),
-        # What a model wrote is data: it may well write of passwords.
-        text=None if record.text is None else cut(record.text, secrets),
-    )

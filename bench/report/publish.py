@@ -1,7 +1,8 @@
-"""The frame of a report: begun before the first request, finished after the last one.
+"""How a report begins before the first request, and ends after the last one.
 
 Every experiment begins one, puts its runs in, and ends with `finish`, which prints, writes the
-files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others.
+files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others. This is the
+only way of a report to the disk and the terminal, so secrets are withheld here.
 """
 
 import os
@@ -10,17 +11,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton.bench.console import shown
 from baton.bench.records import Outcome
-from baton.bench.report.document import Report, Run, flat_settings, read_json, withhold
+from baton.bench.report.document import (
+    Report,
+    Run,
+    flat_settings,
+    read_json,
+    withhold,
+    write_json,
+)
+from baton.bench.report.headlines import usable
+from baton.bench.report.pages import NO_DRAWINGS, csv_text, html, markdown
 from baton.bench.report.provenance import collect, complete
-from baton.bench.report.writing import REPORT, write_all
 from baton.bench.settings import ReportAgainSettings, ReportSettings
 from baton.protocol.errors import ConfigError
 
+if TYPE_CHECKING:
+    from baton.bench.report.drawings import Drawing
+
+REPORT = "report.json"
 UNTOLD = (
     "the server did not say how much of the prompts it had cached: if it was asked the same "
     "before, by this --seed or from this file, it may have known them, and TTFT is too good"
@@ -37,95 +51,108 @@ class Publisher:
 
     def finish(self) -> int:
         self.report.provenance = complete(self.report.provenance)
-        self.report.notes += caches_untold(self.report.runs)
-        _give(withhold(self.report, self.secrets), self.out, self.secrets)
-        return 0 if is_usable(self.report) else 1
+        self.report.notes += _untold_caches(self.report.runs)
+        return _give(self.report, self.out, self.secrets)
 
 
-def caches_untold(runs: Sequence[Run]) -> list[str]:
-    """What nobody can warn of: vLLM, for one, tells cached tokens only when started to do so."""
+def begin(
+    command: str, settings: msgspec.Struct, report: ReportSettings, *, api_key: str = ""
+) -> Publisher:
+    """Look at the machine as it is before the load; raise `ConfigError` for a bad `--out`."""
+    secrets = (api_key,) if api_key else ()
+    out = _folder(report.out)
+    if out is not None and (out / REPORT).exists():
+        raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
+    begun = Report(
+        command=command,
+        title=report.label,
+        provenance=collect(settings, ["baton", *sys.argv[1:]], secrets),
+        settings=flat_settings(settings, secrets),
+    )
+    return Publisher(begun, out, secrets)
+
+
+def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
+    """`baton bench report`: show a report that was written before, and make its pages anew."""
+    if len(files) != 1:
+        raise ConfigError("name one file: baton bench report report.json --out FOLDER")
+    out = _folder(settings.report.out)
+    report = read_json(Path(files[0]))
+    # Its own pages may be made again, but no measurement is lost to another one.
+    there = out is not None and (out / REPORT).exists() and read_json(out / REPORT)
+    if there and there.provenance != report.provenance:
+        raise ConfigError(f"--out {out} holds another report: name another folder")
+    report.title = settings.report.label or report.title
+    return _give(report, out)
+
+
+def is_usable(report: Report) -> bool:
+    return report.verdict in ("VALID", "CONFIRMED")
+
+
+def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
+    """Print the report and write its files, each even if the other fails; return the exit code."""
+    report = withhold(report, secrets)
+    written: list[Path] = []
+    try:
+        # First: the reader of the output may have left, as `head` does.
+        written = _write(report, out) if out is not None else []
+    finally:
+        # Without a terminal no line is broken, since a program may read it.
+        is_terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else 0
+        print(shown(report, width, styled=is_terminal), flush=True)
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+    return 0 if is_usable(report) else 1
+
+
+def _write(report: Report, folder: Path) -> list[Path]:
+    """Write the JSON, every page and a PNG per drawing; return what was written."""
+    try:
+        # The records first: if a page fails, the measurement is kept.
+        write_json(report, folder / REPORT)
+        drawn = _drawings(report)
+        texts = {
+            "report.csv": csv_text(report),
+            "report.md": markdown(report),
+            "report.html": html(report, drawn),
+        }
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="")
+        for drawing in drawn or ():
+            drawing.png(folder / f"{drawing.name}.png", usable=usable(report))
+    except OSError as error:
+        raise ConfigError(f"cannot write the report to {folder}: {error.strerror}") from error
+    names = [REPORT, *texts, *(f"{drawing.name}.png" for drawing in drawn or ())]
+    return [folder / name for name in names]
+
+
+def _drawings(report: Report) -> "list[Drawing] | None":
+    """Return None where the extra `plots` is not installed."""
+    try:
+        from baton.bench.report.drawings import drawings
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("matplotlib"):
+            raise
+        print(NO_DRAWINGS, file=sys.stderr)
+        return None
+    return drawings(report)
+
+
+def _untold_caches(runs: Sequence[Run]) -> list[str]:
+    """Name the servers that did not say what they had cached; vLLM does only when asked to."""
     silent = [
         run
         for run in runs
         if run.summary.cached_share is None and run.summary.outcomes.get(Outcome.ANSWERED)
     ]
-    if not silent:
-        return []
     arms = ", ".join(dict.fromkeys(run.arm for run in silent if run.arm))
-    return [f"{arms}: {UNTOLD}" if arms else UNTOLD]
-
-
-def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> None:
-    """Prints it and writes its files; that one of the two fails keeps nobody from the other."""
-    written: list[Path] = []
-    try:
-        # First: whoever reads the output may have left, as `head` does.
-        written = write_all(report, out, secrets) if out is not None else []
-    finally:
-        print(shown(report, _width()), flush=True)
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
-
-
-def _width() -> int:
-    """Of the terminal; 0 where there is none, so that what a program reads is never broken."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-
-
-def is_usable(report: Report) -> bool:
-    """A search stands by what it confirmed; everything else by the runs, all of them."""
-    if report.search is not None:
-        return report.search.confirmed
-    return bool(report.runs) and not report.invalid
-
-
-def begin(
-    command: str,
-    settings: msgspec.Struct,
-    report: ReportSettings,
-    *,
-    api_key: str = "",
-) -> Publisher:
-    """Looks at the machine as it is before the load; raises `ConfigError` for a bad `--out`."""
-    secrets = (api_key,) if api_key else ()
-    out = _folder(report.out)
-    if out is not None and (out / REPORT).exists():
-        raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
-    return Publisher(
-        Report(
-            command=command,
-            title=report.label,
-            provenance=collect(settings, _command_line(), secrets),
-            settings=flat_settings(settings, secrets),
-        ),
-        out,
-        secrets,
-    )
-
-
-def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
-    """`baton bench report`: shows a report that was written before, and makes its pages anew."""
-    if len(files) != 1:
-        raise ConfigError("name one file: baton bench report report.json --out FOLDER")
-    out = _folder(settings.report.out)
-    report = read_json(Path(files[0]))
-    if out is not None and (out / REPORT).exists():
-        # Its own pages may be made again, but no measurement is lost to another one.
-        there = read_json(out / REPORT).provenance
-        if there != report.provenance:
-            raise ConfigError(f"--out {out} holds another report: name another folder")
-    if settings.report.label:
-        report.title = settings.report.label
-    _give(report, out)
-    return 0 if is_usable(report) else 1
-
-
-def _command_line() -> Sequence[str]:
-    return ["baton", *sys.argv[1:]]
+    return [f"{arms}: {UNTOLD}" if arms else UNTOLD] if silent else []
 
 
 def _folder(name: str) -> Path | None:
-    """Made now, so that no load runs for a report that could not be written."""
+    """Make the folder now, so that no load runs for a report that could not be written."""
     if not name:
         return None
     folder = Path(name)

@@ -1,7 +1,7 @@
-"""Takes keys, passwords and tokens of access out of whatever a report shows.
+"""How keys, passwords and access tokens are taken out of everything that a report shows.
 
-Used by `provenance.py` and `report/`. Three nets, since one alone has holes: values under a name
-that says what they are, text that has the shape of a credential, and the very secrets that the
+`provenance.py` and `document.py` call it. It looks for secrets in three ways, since each one alone
+misses some: by the name of a value, by the shape of a text, and by the very secrets that the
 caller used (a server may echo a key that it refused). Pure: no files, no environment.
 """
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 WITHHELD = "(withheld)"
-# Shorter than this is no secret, but would be found inside of other words.
+# A shorter text is not a secret, but would be found inside other words.
 SHORTEST_SECRET = 4
 
 _NAME = re.compile(
@@ -17,51 +17,42 @@ _NAME = re.compile(
     r"|(?:^|[_.-])(?:(?:access|api|auth|bearer|hf|refresh|session)[_-]?)?token$",
     re.IGNORECASE,
 )
+_REST = r"[^\s\"'&,;]+"
 _SHAPES = (
-    # The user and password of an address.
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s\"']+@", re.IGNORECASE), r"\1"),
+    # The user and the password of an address.
+    (r"(?i)(\b[a-z][a-z0-9+.-]*://)[^/\s\"']+@", r"\1"),
     # In JSON, where a value may hold spaces.
     (
-        re.compile(
-            r"(\"[\w.-]*(?:api[_-]?key|authorization|passw(?:or)?d|secret|credentials?|cookie|token)"
-            r"\"\s*:\s*)\"(?:[^\"\\]|\\.)*\"",
-            re.IGNORECASE,
-        ),
+        r"(?i)(\"[\w.-]*(?:api[_-]?key|authorization|passw(?:or)?d|secret|credentials?|cookie"
+        r"|token)\"\s*:\s*)\"(?:[^\"\\]|\\.)*\"",
         rf'\1"{WITHHELD}"',
     ),
     (
-        re.compile(
-            r"(authorization[\"']?\s*[:=]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"',;]+", re.IGNORECASE
-        ),
+        r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"',;]+",
         rf"\1{WITHHELD}",
     ),
-    (re.compile(r"(\bbearer\s+)[^\s\"',;]+", re.IGNORECASE), rf"\1{WITHHELD}"),
+    (r"(?i)(\bbearer\s+)[^\s\"',;]+", rf"\1{WITHHELD}"),
     (
-        re.compile(
-            r"(--[\w.-]*(?:api[_-]key|password|secret|token)[ =])(?:\"[^\"]*\"|'[^']*'|\S+)"
-        ),
+        r"(--[\w.-]*(?:api[_-]key|password|secret|token)[ =])(?:\"[^\"]*\"|'[^']*'|\S+)",
         rf"\1{WITHHELD}",
     ),
-    (re.compile(r"((?:\b|_)token=)[^\s\"'&,;]+", re.IGNORECASE), rf"\1{WITHHELD}"),
-    (re.compile(r"\bsk-[\w-]{8,}|\bhf_\w{8,}"), WITHHELD),
+    (rf"(?i)((?:\b|_)token=){_REST}", rf"\1{WITHHELD}"),
+    (r"\bsk-[\w-]{8,}|\bhf_\w{8,}", WITHHELD),
     (
-        re.compile(
-            r"(api[_-]?key|passw(?:or)?d|secret|(?:access|auth|refresh|session)_token|[?&]token)"
-            r"([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,;]+",
-            re.IGNORECASE,
-        ),
-        rf"\1\2{WITHHELD}",
+        r"(?i)((?:api[_-]?key|passw(?:or)?d|secret|(?:access|auth|refresh|session)_token|[?&]token)"
+        rf"[\"']?\s*[=:]\s*[\"']?){_REST}",
+        rf"\1{WITHHELD}",
     ),
 )
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting, header or flag of this name holds a secret."""
+    """Return whether a setting, header or flag of this name holds a secret."""
     return _NAME.search(name) is not None
 
 
 def cut(text: str, secrets: Iterable[str]) -> str:
-    """`text` without `secrets`, and otherwise as it was."""
+    """Return `text` without `secrets`, and otherwise as it was."""
     for secret in secrets:
         if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, WITHHELD)
@@ -69,52 +60,41 @@ def cut(text: str, secrets: Iterable[str]) -> str:
 
 
 def clean_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without `secrets` and without what looks like a credential."""
+    """Return `text` without `secrets` and without what looks like a credential."""
     text = cut(text, secrets)
     for shape, instead in _SHAPES:
-        text = shape.sub(instead, text)
+        text = re.sub(shape, instead, text)
     return text
 
 
-def clean(value: object, secrets: Sequence[str] = ()) -> object:
-    """Plain data (as `msgspec.to_builtins` makes it) without secrets, to any depth."""
+def clean(value: object, secrets: Sequence[str] = (), *, traces: bool = True) -> object:
+    """Return plain data (as `msgspec.to_builtins` makes it) without secrets, to any depth.
+
+    Without `traces`, a value with a secret's name is left out: a run with a key then equals the
+    same run without one.
+    """
     match value:
         case str():
             return clean_text(value, secrets)
         case dict():
-            return {
-                clean_text(str(key), secrets): WITHHELD
-                if is_secret_name(str(key)) and inner not in (None, "", (), [])
-                else clean(inner, secrets)
-                for key, inner in value.items()
-            }
+            cleaned: dict[str, object] = {}
+            for key, inner in value.items():
+                name = clean_text(str(key), secrets)
+                if not is_secret_name(str(key)):
+                    cleaned[name] = clean(inner, secrets, traces=traces)
+                elif traces:
+                    cleaned[name] = inner if inner in (None, "", (), []) else WITHHELD
+            return cleaned
         case list() | tuple() if value and all(isinstance(inner, str) for inner in value):
             return clean_words(value, secrets)  # it may be a command
         case list() | tuple():
-            return [clean(inner, secrets) for inner in value]
-        case _:
-            return value
-
-
-def without_secrets(value: object) -> object:
-    """As `clean`, but secrets leave no trace: a run with a key is the same run without."""
-    match value:
-        case str():
-            return clean_text(value)
-        case dict():
-            return {
-                str(key): without_secrets(inner)
-                for key, inner in value.items()
-                if not is_secret_name(str(key))
-            }
-        case list() | tuple():
-            return [without_secrets(inner) for inner in value]
+            return [clean(inner, secrets, traces=traces) for inner in value]
         case _:
             return value
 
 
 def clean_words(words: Sequence[str], secrets: Sequence[str] = ()) -> list[str]:
-    """A command line without secrets: `--api-key X`, `--api-key=X`, `--set a.api_key=X`."""
+    """Return a command line without the X of `--api-key X`, `--api-key=X`, `--set a.api_key=X`."""
     cleaned: list[str] = []
     hide_next = False
     for word in words:

@@ -1,7 +1,6 @@
-"""How numbers are written in pages and tables: few digits, the unit beside them, a dash for none.
+"""How a report writes numbers: a few digits, the unit beside them, and a dash for none.
 
-Used by `sections.py` and `headlines.py`; `progress.py` has its own, for narrower lines. The raw
-numbers are in the JSON and the CSV.
+The pages, the drawings and the terminal share it. The raw numbers are in the JSON and the CSV.
 """
 
 import math
@@ -10,7 +9,7 @@ NONE = "–"  # noqa: RUF001 - the dash that a table shows
 
 
 def number(value: float | None) -> str:
-    """Three digits that say something, all of them before the point."""
+    """Return three significant digits, or all digits before the point."""
     if value is None or not math.isfinite(value):
         return NONE
     size = abs(value)
@@ -22,7 +21,7 @@ def number(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A percentage that only says 100 % (or 0 %) where it is all (or none)."""
+    """Return a percentage that says 100 % (or 0 %) only where it is all (or none)."""
     if value is None or not math.isfinite(value):
         return NONE
     percent = 100 * value
@@ -34,31 +33,22 @@ def share(value: float | None) -> str:
 
 
 def quantity(value: float | None, unit: str) -> str:
-    """A number and its unit; shares as percentages."""
+    """Return a number and its unit, and a share as a percentage."""
     if unit == "share":
         return share(value)
     written = number(value)
-    return f"{written} {unit}".strip() if written != NONE else NONE
+    return written if written == NONE else f"{written} {unit}".strip()
 
 
 def duration(value_s: float | None) -> tuple[str, str]:
-    """A number and its unit: milliseconds below a second."""
+    """Return a number and its unit: milliseconds below a second."""
     if value_s is not None and value_s < 1.0:
         return number(1e3 * value_s), "ms"
     return number(value_s), "s"
 
 
-def limit(value_ms: float) -> str:
-    """A bound as it was written."""
-    return f"{value_ms:g} ms"
-
-
-def gibibytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.0f} GiB" if size_bytes else "unknown"
-
-
 def span(low: float, high: float, unit: str = "") -> str:
-    """The ends of an interval."""
+    """Return the ends of an interval."""
     if unit == "share":
         return f"{share(low).removesuffix(' %')} to {share(high)}"
     return f"{number(low)} to {number(high)} {unit}".strip()
@@ -69,5 +59,5 @@ def several(count: int, noun: str) -> str:
 
 
 def utc(stamp: str) -> str:
-    """An ISO 8601 time of the UTC, for reading."""
+    """Return an ISO 8601 time of UTC in a form for reading."""
     return stamp.replace("T", " ").replace("+00:00", " UTC")

@@ -6,9 +6,11 @@ scripted. Without a deviation the exit code is 0. Meant for a machine that has n
 a client that the kernel keeps waiting is late, and this says so.
 """
 
+import gc
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 from rich.console import Console
@@ -19,10 +21,15 @@ from baton.bench.client.target import Api, Target
 from baton.bench.json_file import json_file, save
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.provenance import Provenance, collect, complete
-from baton.bench.selftest.cases import FIRST_NUMBER, TIMEOUT_S, Counting, Mix, make_cases, plan
-from baton.bench.selftest.greedy import find_damage
-from baton.bench.selftest.scripted_server import HOST, ScriptedServer
-from baton.bench.selftest.scripts import MODEL
+from baton.bench.selftest.cases import (
+    FIRST_NUMBER,
+    TIMEOUT_S,
+    Counting,
+    Mix,
+    make_cases,
+    plan,
+)
+from baton.bench.selftest.scripted_server import HOST, MODEL, ScriptedServer, Stage
 from baton.bench.selftest.verdict import Count, Played, Verdict, judge
 from baton.protocol.errors import ConfigError
 from baton.runtime.flag_parser import FlagParser
@@ -41,14 +48,8 @@ BUSY = (
     "it has nothing else to do, or with real-time priority (chrt -f 10 baton bench selftest)."
 )
 DESCRIPTION = "Measure a scripted server whose token times are known, and compare."
-HELP = {
-    "requests": "good answers per load, of four loads (%(default)s)",
-    "rate": "requests per second (%(default)s)",
-    "tolerance": "what a percentile may be off the truth (%(default)s)",
-    "seed": "of arrivals and scripts (%(default)s)",
-}
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 class SelfTest(msgspec.Struct, frozen=True):
@@ -68,72 +69,73 @@ class SelfTestReport(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        exact = all(count.is_exact for count in self.others)
-        return exact and all(verdict.ok for verdict in self.verdicts)
+        return all(one.is_exact for one in self.others) and all(one.ok for one in self.verdicts)
 
 
-def selftest(settings: SelfTest, say: Say | None = None) -> SelfTestReport:
-    """Plays all loads, one after the other; `say` hears what is going on."""
-    say = say or _say_nothing
+def selftest(settings: SelfTest, say: Say = lambda _: None) -> SelfTestReport:
+    """Play all loads, one after the other; `say` hears what is going on."""
     verdicts = []
-    with ScriptedServer() as server:
+    with served() as (server, stage):
         for offset, (api, counting, processes, concurrency) in enumerate(LOADS):
+            seed = settings.seed + 10 * offset
             mix = Mix(
-                api, counting, settings.num_good, settings.rate, settings.seed + 10 * offset,
-                concurrency=concurrency,
-            )  # fmt: skip
-            name = _name(mix, processes)
+                api, counting, settings.num_good, settings.rate, seed, concurrency=concurrency
+            )
+            name = f"{api}, tokens counted by {counting.replace('_', ' ')}, {processes} process"
+            name += "es" if processes > 1 else ""
+            name += f", at most {concurrency} at once" if concurrency else ""
             say(f"{name}: {mix.num_good} good answers and the faulty ones, {mix.rate:g} a second")
-            played = play(server, name, processes, mix)
-            verdicts.append(judge(played, settings.tolerance_ms))
-        say("damaged tokens, and a port that nobody listens on")
-        others = [*find_damage(server, by_ids=True), *find_damage(server, by_ids=False)]
-    return SelfTestReport(settings, verdicts, [*others, ask_nobody()])
+            verdicts.append(judge(play(server, stage, name, processes, mix), settings.tolerance_ms))
+    say("a port without a server")
+    return SelfTestReport(settings, verdicts, [ask_unreachable()])
 
 
-def _name(mix: Mix, processes: int) -> str:
-    name = f"{mix.api}, tokens counted by {mix.counting.replace('_', ' ')}, {processes} process"
-    name += "es" if processes > 1 else ""
-    return name if mix.concurrency is None else f"{name}, at most {mix.concurrency} at once"
+@contextmanager
+def served() -> Iterator[tuple[ScriptedServer, Stage]]:
+    """Run a server; the collector has little to do meanwhile, which else would stall answers."""
+    stage = Stage()
+    gc.collect()
+    gc.freeze()
+    try:
+        with ScriptedServer(stage.play) as server:
+            yield server, stage
+    finally:
+        gc.unfreeze()
 
 
-def _say_nothing(line: str) -> None:
-    pass
-
-
-def play(server: ScriptedServer, name: str, processes: int, mix: Mix) -> Played:
-    """One load, and everything that is known about it."""
+def play(server: ScriptedServer, stage: Stage, name: str, processes: int, mix: Mix) -> Played:
+    """Run one load, and return everything that is known about it."""
     cases = make_cases(mix)
-    server.play({FIRST_NUMBER + index: [case.script] for index, case in enumerate(cases)})
+    stage.prepare({FIRST_NUMBER + index: [case.script] for index, case in enumerate(cases)})
     target = Target(
-        server.url, MODEL, mix.api, timeout_s=mix.timeout_s, token_ids=mix.counting == "token_ids",
-        continuous_usage=mix.counting == "running_usage",
+        server.url, MODEL, mix.api, timeout_s=mix.timeout_s, timeline=False,
+        token_ids=mix.counting == "token_ids", continuous_usage=mix.counting == "running_usage",
     )  # fmt: skip
     requests = plan(cases, mix)
     load = Load(target, requests, concurrency=mix.concurrency, processes=processes)
     starts: list[float] = []
     result = run_load(load, on_start=starts.append)
-    return Played(name, mix, cases, requests, server.answers(), result, *starts)
+    return Played(name, mix, cases, requests, stage.answers, result, *starts)
 
 
-def ask_nobody() -> Count:
-    """Requests to a port that was free a moment ago."""
+def ask_unreachable() -> Count:
+    """Send requests to a port that was free a moment ago."""
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     target = Target(f"http://{HOST}:{port}", MODEL, timeout_s=TIMEOUT_S)
     requests = [
         Planned(index, 0.02 * index, 1, prompt_ids=(1, 2)) for index in range(NUM_UNREACHABLE)
     ]
-    records = run_load(Load(target=target, requests=requests, processes=1)).records
+    records = run_load(Load(target, requests)).records
     num_counted = sum(record.outcome is Outcome.UNREACHABLE for record in records)
-    return Count("nobody listens", Outcome.UNREACHABLE, NUM_UNREACHABLE, num_counted)
+    return Count("a port without a server", Outcome.UNREACHABLE, NUM_UNREACHABLE, num_counted)
 
 
 def show(report: SelfTestReport, console: Console) -> None:
-    """The whole report as tables."""
+    """Print the whole report as tables."""
     for verdict in report.verdicts:
-        for line in _heading(verdict):
-            console.print(line, markup=False, highlight=False)
+        console.print(f"\n{verdict.name}: {verdict.num_requests} requests", highlight=False)
+        console.print(f"  {verdict.reads}", highlight=False)
         console.print(_figures(verdict))
         console.print(_counts(verdict.counts))
         lines = [*verdict.doubts, *verdict.wrong]
@@ -144,79 +146,54 @@ def show(report: SelfTestReport, console: Console) -> None:
         if verdict.is_exact and not verdict.is_close:
             console.print(f"  {BUSY}")
     console.print(_counts(report.others))
-    num_figures = sum(len(verdict.figures) for verdict in report.verdicts)
+    figures = [figure for verdict in report.verdicts for figure in verdict.figures]
     num_requests = sum(verdict.num_requests for verdict in report.verdicts)
-    farthest = max(
-        (abs(figure.deviation) for verdict in report.verdicts for figure in verdict.figures),
-        default=0.0,
-    )
+    farthest = max((abs(figure.deviation) for figure in figures), default=0.0)
     console.print(
-        f"{'ok' if report.ok else 'DEVIATES'}: {num_requests} requests, {num_figures} percentiles, "
-        f"the farthest {farthest:.3f} ms from the truth (allowed {report.settings.tolerance_ms:g})"
+        f"{'ok' if report.ok else 'DEVIATES'}: {num_requests} requests, {len(figures)} "
+        f"percentiles, the farthest {farthest:.3f} ms from the truth "
+        f"(allowed {report.settings.tolerance_ms:g})"
     )
-
-
-def _heading(verdict: Verdict) -> list[str]:
-    reads = verdict.reads
-    lines = [
-        "",
-        f"{verdict.name}: {verdict.num_requests} requests",
-        f"  lag p99 {verdict.lag_p99_ms:.2f} ms; {reads.count} reads p50 {reads.p50_ms:.3f}, "
-        f"p99 {reads.p99_ms:.3f}, max {reads.max_ms:.3f} ms after their writes",
-    ]
-    if reads.num_late or reads.num_merged:
-        lines.append(
-            f"  {reads.num_late} reads were late, and in {reads.num_merged} answers several writes "
-            "were read at once"
-        )
-    return lines
 
 
 def _figures(verdict: Verdict) -> Table:
-    table = Table()
-    for heading in ("ms", "written", "+-", "measured", "off by", ""):
-        table.add_column(heading, justify="left" if heading == "ms" else "right")
-    for figure in verdict.figures:
-        table.add_row(
-            f"{figure.metric} p{figure.percent}",
-            f"{figure.truth.middle:.3f}",
-            f"{figure.truth.width / 2:.3f}",
-            f"{figure.client:.3f}",
-            f"{figure.deviation:+.3f}",
-            "ok" if figure.is_close else "WRONG",
-        )
+    table = Table("ms")
+    for heading in ("written", "+-", "measured", "off by", ""):
+        table.add_column(heading, justify="right")
+    for one in verdict.figures:
+        numbers = (f"{one.truth.middle:.3f}", f"{one.truth.width / 2:.3f}", f"{one.client:.3f}")
+        is_ok = "ok" if one.is_close else "WRONG"
+        table.add_row(f"{one.metric} p{one.percent}", *numbers, f"{one.deviation:+.3f}", is_ok)
     return table
 
 
 def _counts(counts: list[Count]) -> Table:
     table = Table("answers", "to be counted as", "scripted", "counted", "")
-    for count in counts:
-        table.add_row(
-            count.name,
-            count.counted_as,
-            str(count.num_scripted),
-            str(count.num_counted),
-            "ok" if count.is_exact else "WRONG",
-        )
+    for one in counts:
+        numbers = (str(one.num_scripted), str(one.num_counted))
+        table.add_row(one.name, one.counted_as, *numbers, "ok" if one.is_exact else "WRONG")
     return table
 
 
 def main(arguments: list[str]) -> int:
-    """0 without a deviation, else 1."""
+    """Return 0 without a deviation, else 1."""
     default = SelfTest()
+    flags: dict[str, tuple[str, int | float, str]] = {
+        "--requests": ("num_good", default.num_good, "good answers per load, of four loads"),
+        "--rate": ("rate", default.rate, "requests per second"),
+        "--tolerance-ms": ("tolerance_ms", default.tolerance_ms, "what a percentile may be off"),
+        "--seed": ("seed", default.seed, "of arrivals and scripts"),
+    }
     parser = FlagParser("baton bench selftest", description=DESCRIPTION)
-    parser.add_argument("--requests", type=int, default=default.num_good, help=HELP["requests"])
-    parser.add_argument("--rate", type=float, default=default.rate, help=HELP["rate"])
-    parser.add_argument(
-        "--tolerance-ms", type=float, default=default.tolerance_ms, help=HELP["tolerance"]
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help=HELP["seed"])
-    parser.add_argument("--json", default="", help="write the verdicts here")
-    parsed = parser.parse_args(arguments)
-    if parsed.requests < 1 or parsed.rate <= 0 or parsed.tolerance_ms < 0:
+    for flag, (name, value, text) in flags.items():
+        help_text = f"{text} (%(default)s)"
+        parser.add_argument(flag, dest=name, type=type(value), default=value, help=help_text)
+    parser.add_argument("--json", default="", help="write the verdicts to this file")
+    given = vars(parser.parse_args(arguments))
+    out = json_file(given.pop("json"))
+    settings = msgspec.convert(given, SelfTest)
+    if settings.num_good < 1 or settings.rate <= 0 or settings.tolerance_ms < 0:
         raise ConfigError("selftest: --requests and --rate must be positive")
-    out = json_file(parsed.json)
-    settings = SelfTest(parsed.requests, parsed.rate, parsed.tolerance_ms, parsed.seed)
     before = collect(settings, ["baton", "bench", "selftest", *arguments])
     report = selftest(settings, lambda line: print(line, file=sys.stderr, flush=True))
     show(report, Console(width=100))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, summarise
+from baton.bench.figures.metrics import Summary, summarise
 from baton.bench.records import LoadResult, Outcome, Planned, Record
-from baton.bench.selftest.cases import FIRST_NUMBER, Case, Counting, Mix
-from baton.bench.selftest.scripts import Answer, answer_ids
-from baton.bench.selftest.truth import METRICS, PERCENTILES, Range, Truth, percentile_of, truth_of
+from baton.bench.selftest.cases import FIRST_NUMBER, Case, Mix
+from baton.bench.selftest.scripted_server import Answer
+from baton.bench.selftest.truth import METRICS, PERCENTILES, Range, percentile_of, truth_of
 
 SLACK_S = 1e-6  # of differences between clock readings that are rounded
 
@@ -30,7 +30,7 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
-        """From the middle of what is known."""
+        """Return how far it is from the middle of what is known."""
         return self.client - self.truth.middle
 
 
@@ -47,38 +47,25 @@ class Count(msgspec.Struct, frozen=True):
         return self.num_scripted == self.num_counted
 
 
-class Reads(msgspec.Struct, frozen=True):
-    """How long after their writes tokens were read: the client's part of all deviations."""
-
-    count: int
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-    num_late: int  # beyond the tolerance
-    num_merged: int  # answers of which several writes were read at once; not among the others
-
-
 class Verdict(msgspec.Struct, frozen=True):
-    """Of one load. `wrong` has a line per request that is, `doubts` per reason to trust no figure.
+    """What is to be said of one load.
 
-    What is wrong is so on any machine; doubts, and figures off the truth, a busy one can cause.
+    `wrong` has a line per mistake, and a mistake is one on any machine. A busy machine can cause
+    `doubts`, each a reason to trust no figure, and figures off the truth.
     """
 
     name: str
     num_requests: int
     figures: list[Figure]
     counts: list[Count]
-    outcomes: list[Count]  # over all kinds: nothing may be counted that was not scripted
-    start_width_ms: float  # of what the client's stamps say about its start
-    lag_p99_ms: float
-    reads: Reads
+    reads: str  # how long after their writes tokens were read: the client's part of deviations
     wrong: list[str]
     doubts: list[str]
 
     @property
     def is_exact(self) -> bool:
         """Whether every request was counted as it must be."""
-        return not self.wrong and all(one.is_exact for one in (*self.counts, *self.outcomes))
+        return not self.wrong and all(one.is_exact for one in self.counts)
 
     @property
     def is_close(self) -> bool:
@@ -101,61 +88,49 @@ class Played(msgspec.Struct, frozen=True):
     result: LoadResult
     start_s: float  # of the schedule, as the client says, on the monotonic clock
 
-    def good(self) -> list[tuple[int, float]]:
-        """The requests that must be answered, and when they are due."""
+    def good(self) -> list[tuple[Answer, Record, float]]:
+        """Return the answers that carried tokens and must be counted, and when they were due."""
+        answers, records = self.answer_of(), self.record_of()
         due_s = {one.index: one.at_s or 0.0 for one in self.planned}
         return [
-            (index, due_s[index])
+            (answers[index], records[index], self.start_s + due_s[index])
             for index, case in enumerate(self.cases)
-            if case.outcome is Outcome.ANSWERED
+            if case.outcome is Outcome.ANSWERED and index in answers and index in records
+            # A client that leaves too early may have seen none.
+            if any(write.num_tokens for write in answers[index].writes)
         ]
+
+    def answer_of(self) -> dict[int, Answer]:
+        return {(one.number or 0) - FIRST_NUMBER: one for one in self.answers}
+
+    def record_of(self) -> dict[int, Record]:
+        return {one.index: one for one in self.result.records if not one.warm_up}
 
 
 def judge(played: Played, tolerance_ms: float) -> Verdict:
-    """Everything at once; `tolerance_ms` is what a percentile may be off the truth."""
-    records = {one.index: one for one in played.result.records if not one.warm_up}
-    wrong = [*_asked_once(played), *_crowding(played)]
-    wrong += [f"request {i}: no record" for i in range(len(played.cases)) if i not in records]
-    answers = {(one.number or 0) - FIRST_NUMBER: one for one in played.answers}
-    for index, case in enumerate(played.cases):
-        if index in records and index in answers:
-            wrong += _differences(index, case, answers[index], records[index], played.mix.counting)
+    """Hold a load to the truth; `tolerance_ms` is what a percentile may be off it."""
     summary = summarise(played.result)
-    truths = [
-        truth_of(answers[index], played.start_s + planned_s)
-        for index, planned_s in played.good()
-        if index in records and _has_tokens(answers.get(index))
-    ]
-    seen = {name: getattr(summary, name) for name in METRICS}
-    start = possible_start(answers, records)
-    doubts = [*_clock_doubts(start, played, tolerance_ms), *_sample_sizes(truths, seen)]
+    figures, doubts = _figures(played, summary, tolerance_ms)
     return Verdict(
         name=played.name,
         num_requests=len(played.cases),
-        figures=_figures(truths, seen, tolerance_ms),
-        counts=_counts(played.cases, records),
-        outcomes=_outcomes(played.cases, summary.outcomes),
-        start_width_ms=1e3 * start.width,
-        lag_p99_ms=summary.lag.p99,
-        reads=_reads(played, answers, records, tolerance_ms),
-        wrong=wrong,
-        doubts=doubts,
+        figures=figures,
+        counts=_counts(played),
+        reads=f"lag p99 {summary.lag.p99:.2f} ms; {_reads(played, tolerance_ms)}",
+        wrong=[*_asked_once(played), *_differences(played, summary)],
+        doubts=[*_clock_doubts(played, tolerance_ms), *doubts],
     )
 
 
-def _has_tokens(answer: Answer | None) -> bool:
-    """A client that leaves too early may have seen none."""
-    return answer is not None and any(write.num_tokens for write in answer.writes)
-
-
-def possible_start(answers: dict[int, Answer], records: dict[int, Record]) -> Range:
-    """When the schedule can have started, by the server's clock and the client's stamps.
+def possible_start(played: Played) -> Range:
+    """Return when the schedule can have started, by the server's clock and the client's stamps.
 
     No request was there before it was sent, and no token before it was written. Over many requests
     the two come close to each other, unless stamps are early or late throughout.
     """
+    answers = played.answer_of()
     latest, earliest = float("inf"), float("-inf")
-    for index, record in records.items():
+    for index, record in played.record_of().items():
         if (answer := answers.get(index)) is None:
             continue
         latest = min(latest, answer.received_s - record.sent_s)
@@ -165,8 +140,8 @@ def possible_start(answers: dict[int, Answer], records: dict[int, Record]) -> Ra
     return Range(earliest, latest)
 
 
-def _clock_doubts(start: Range, played: Played, tolerance_ms: float) -> list[str]:
-    lines = []
+def _clock_doubts(played: Played, tolerance_ms: float) -> list[str]:
+    start, lines = possible_start(played), []
     if abs(start.distance(played.start_s)) > SLACK_S or 1e3 * start.width > tolerance_ms:
         early, late = (1e3 * (end - played.start_s) for end in (start.low, start.high))
         lines.append(
@@ -177,16 +152,12 @@ def _clock_doubts(start: Range, played: Played, tolerance_ms: float) -> list[str
     return lines
 
 
-def _reads(
-    played: Played, answers: dict[int, Answer], records: dict[int, Record], tolerance_ms: float
-) -> Reads:
+def _reads(played: Played, tolerance_ms: float) -> str:
     late_ms: list[float] = []
     num_merged = 0
-    for index, _ in played.good():
-        if index not in records or index not in answers:
-            continue
-        written = [write.at_s for write in answers[index].writes if write.num_tokens]
-        read = [played.start_s + arrival.at_s for arrival in records[index].arrivals]
+    for answer, record, _ in played.good():
+        written = [write.at_s for write in answer.writes if write.num_tokens]
+        read = [played.start_s + arrival.at_s for arrival in record.arrivals]
         if len(written) == len(read):
             late_ms += [1e3 * (b - a) for a, b in zip(written, read, strict=True)]
         else:
@@ -194,99 +165,65 @@ def _reads(
     ranges = [Range(one, one) for one in late_ms or [0.0]]
     p50, p99, most = (percentile_of(ranges, percent).low for percent in (50, 99, 100))
     num_late = sum(one > tolerance_ms for one in late_ms)
-    return Reads(len(late_ms), p50, p99, most, num_late, num_merged)
+    return (
+        f"{len(late_ms)} reads p50 {p50:.3f}, p99 {p99:.3f}, max {most:.3f} ms after their writes, "
+        f"{num_late} of them late; several writes were read at once in {num_merged} answers"
+    )
 
 
 def _asked_once(played: Played) -> list[str]:
-    """A client that tries again hides a failure."""
+    """Return the requests that did not come once: a client that tries again hides a failure."""
     asked = Counter(one.number for one in played.answers if one.number is not None)
-    numbers = range(FIRST_NUMBER, FIRST_NUMBER + len(played.cases))
     return [
-        f"request {number - FIRST_NUMBER} reached the server {asked[number]} times"
-        for number in numbers
-        if asked[number] != 1
+        f"request {index} reached the server {asked[FIRST_NUMBER + index]} times"
+        for index in range(len(played.cases))
+        if asked[FIRST_NUMBER + index] != 1
     ]
 
 
-def _crowding(played: Played) -> list[str]:
-    """A request may come only after the last byte of one that it waited for."""
-    moments = [(one.received_s, 1) for one in played.answers if one.writes]
-    moments += [(one.writes[-1].at_s, -1) for one in played.answers if one.writes]
-    num_now = num_most = 0
-    for _, change in sorted(moments):
-        num_now += change
-        num_most = max(num_most, num_now)
-    limit = played.mix.concurrency
-    if limit is None or num_most <= limit:
-        return []
-    return [f"{num_most} requests were under way at once, not {limit} at most"]
-
-
-def _differences(
-    index: int, case: Case, answer: Answer, record: Record, counting: Counting
-) -> list[str]:
-    """What the record of one request says otherwise than the script."""
-    script = case.script
-    pairs: list[tuple[str, object, object]] = [("outcome", case.outcome, record.outcome)]
-    if answer.writes and script.status != 200:
-        pairs += [("status", script.status, record.status)]
-        pairs += [("retry_after_s", script.retry_after_s, record.retry_after_s)]
-    if case.outcome is Outcome.ANSWERED:
-        written = sum(sum(write.num_tokens) for write in answer.writes)
-        reported = None if script.usage == "none" else script.num_tokens
-        cached = None if script.usage == "none" else script.cached_tokens
-        pairs += [("tokens", written, record.num_tokens)]
-        pairs += [("usage", reported, record.output_tokens)]
-        pairs += [("cached tokens", cached, record.cached_tokens)]
-        if counting == "token_ids":
-            ids = answer_ids(FIRST_NUMBER + index, script.num_tokens)
-            pairs += [("token ids", ids, record.token_ids)]
-    return [
-        f"request {index} ({case.name}): {what} is {seen}, not {truth}; {record.detail}"
-        for what, truth, seen in pairs
-        if truth != seen
-    ]
-
-
-def _sample_sizes(truths: Sequence[Truth], seen: dict[str, Distribution | None]) -> list[str]:
-    """A percentile of another sample may look right by chance."""
-    lines = []
-    for metric in METRICS:
-        num_true = sum(len(truth.of(metric)) for truth in truths)
-        found = seen[metric]
-        if (num_seen := found.count if found else 0) != num_true:
-            lines.append(f"{metric} is of {num_seen} samples, not of {num_true}")
+def _differences(played: Played, summary: Summary) -> list[str]:
+    """Return what records, and the count of their outcomes, say otherwise than the scripts."""
+    records, counting, lines = played.record_of(), played.mix.counting, []
+    for index, case in enumerate(played.cases):
+        if (record := records.get(index)) is None:
+            lines.append(f"request {index}: no record")
+            continue
+        for name, truth in case.expected(FIRST_NUMBER + index, counting).items():
+            if (seen := getattr(record, name)) != truth:
+                what = f"request {index} ({case.name}): {name} is {seen}, not {truth}"
+                lines.append(f"{what}; {record.detail}")
+    scripted = Counter(case.outcome for case in played.cases)
+    for outcome in Outcome:
+        if (seen := summary.outcomes.get(outcome, 0)) != scripted[outcome]:
+            lines.append(f"{seen} requests were counted as {outcome}, not {scripted[outcome]}")
     return lines
 
 
 def _figures(
-    truths: Sequence[Truth], seen: dict[str, Distribution | None], tolerance_ms: float
-) -> list[Figure]:
-    figures = []
+    played: Played, summary: Summary, tolerance_ms: float
+) -> tuple[list[Figure], list[str]]:
+    """Return every percentile, and the samples of another size: those may be right by chance."""
+    truths = [truth_of(answer, due_s) for answer, _, due_s in played.good()]
+    figures, doubts = [], []
     for metric in METRICS:
-        ranges = [one for truth in truths for one in truth.of(metric)]
-        found = seen[metric]
-        for percent in PERCENTILES if ranges and found is not None else ():
-            truth = percentile_of(ranges, percent)
-            client = getattr(found, f"p{percent}")
+        ranges = [one for truth in truths for one in truth[metric]]
+        found = getattr(summary, metric)
+        if (num_seen := found.count if found else 0) != len(ranges):
+            doubts.append(f"{metric} is of {num_seen} samples, not of {len(ranges)}")
+        for percent in PERCENTILES if ranges and found else ():
+            truth, client = percentile_of(ranges, percent), getattr(found, f"p{percent}")
             is_close = abs(truth.distance(client)) <= tolerance_ms
             figures.append(Figure(metric, percent, truth, client, is_close))
-    return figures
+    return figures, doubts
 
 
-def _counts(cases: Sequence[Case], records: dict[int, Record]) -> list[Count]:
-    scripted = Counter((case.name, case.outcome) for case in cases)
+def _counts(played: Played) -> list[Count]:
+    records = played.record_of()
+    scripted = Counter((case.name, case.outcome) for case in played.cases)
     counted = Counter(
-        (case.name, records[index].outcome) for index, case in enumerate(cases) if index in records
+        (case.name, records[index].outcome)
+        for index, case in enumerate(played.cases)
+        if index in records
     )
     in_order = sorted(scripted, key=lambda key: (key[1] is not Outcome.ANSWERED, key[1], key[0]))
     return [Count(*key, scripted[key], counted[key]) for key in in_order]
-
-
-def _outcomes(cases: Sequence[Case], seen: dict[str, int]) -> list[Count]:
-    scripted = Counter(case.outcome for case in cases)
-    return [
-        Count("all", outcome, scripted[outcome], seen.get(outcome, 0))
-        for outcome in Outcome
-        if scripted[outcome] or seen.get(outcome, 0)
-    ]

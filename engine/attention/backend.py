@@ -30,10 +30,10 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """The tokens of one step, packed. Rows past `num_tokens` are padding and belong to nobody."""
+    """The tokens of one step, packed: a row for each."""
 
-    token_ids: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] int64
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64: block * block_size + offset
     spans: tuple[Span, ...]
 
@@ -43,20 +43,26 @@ class Batch:
 
 
 class Backend(Protocol):
-    """One device's attention and fused operations over one pool."""
+    """One device's attention and fused operations over one pool.
 
-    def padded(self, num_rows: int) -> int:
-        """How many rows a linear layer must get so that each row's bits depend on it alone."""
-        ...
+    `name` tells apart backends that compute other bits. `is_batch_invariant` says that the bits of
+    a token depend on its own sequence alone, whatever else is in the batch.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_batch_invariant(self) -> bool: ...
 
     def begin(self, batch: Batch) -> None:
         """Prepare what all layers of this step share."""
         ...
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
-        """Store the batch's keys and values, then attend: `[num_rows, num_heads * head_dim]`.
+        """Store the batch's keys and values, then attend: `[num_tokens, num_heads * head_dim]`.
 
-        `qkv` is the packed projection `[num_rows, (num_heads + 2 * kv_heads) * head_dim]`.
+        `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`.
         `head_norms`, one RMS norm weight for each query and key head
         `[num_heads + kv_heads, head_dim]`, is applied before the rotation.
         """

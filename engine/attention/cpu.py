@@ -18,9 +18,6 @@ from baton.kernels.cpu_kernels import CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from baton.runtime.log import logger
 
-# Rows of a linear layer come in multiples of these, or the library takes other paths for few rows.
-LINEAR_ROWS = {torch.float32: 8, torch.bfloat16: 2}
-
 log = logger("attention")
 
 
@@ -63,10 +60,6 @@ class CpuBackend:
         self.scale = self.head_dim**-0.5
         self._kernels = CpuKernels(library, pool, num_heads)
         self._cos_sin = cos_sin.contiguous()
-
-    def padded(self, num_rows: int) -> int:
-        multiple = LINEAR_ROWS[self.dtype]
-        return -(-num_rows // multiple) * multiple
 
     def begin(self, batch: Batch) -> None:
         self._positions, self._slots = batch.positions, batch.slots

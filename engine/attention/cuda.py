@@ -30,6 +30,9 @@ class Tables:
 class CudaBackend:
     """Kernels over a pool in device memory."""
 
+    name = "triton"
+    is_batch_invariant = False  # the library's products are not known to be
+
     def __init__(self, pool: Tensor, num_heads: int, cos_sin: Tensor, eps: float) -> None:
         self.pool = pool  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
         self.num_heads = num_heads
@@ -37,9 +40,6 @@ class CudaBackend:
         self.eps = eps
         self.scale = self.head_dim**-0.5
         self._cos_sin = cos_sin.to(pool.device).contiguous()
-
-    def padded(self, num_rows: int) -> int:
-        return num_rows
 
     def begin(self, batch: Batch) -> None:
         self._positions = batch.positions

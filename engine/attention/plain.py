@@ -32,9 +32,6 @@ class PlainBackend:
         self.window = window
         self._cos_sin = cos_sin
 
-    def padded(self, num_rows: int) -> int:
-        return num_rows
-
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         width = max(-(-span.end // self.block_size) for span in batch.spans)

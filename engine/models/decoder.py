@@ -5,6 +5,7 @@ computed only where a token is drawn. What differs between devices is the backen
 the pool is the KV cache's; this file knows neither blocks nor requests.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -39,6 +40,12 @@ class Decoder:
     head_is_split: bool
     eps: float
     ranks: Ranks
+
+    def linears(self) -> Iterator[Linear]:
+        """All linear layers."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield self.head
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; fp32 logits of `rows`, `[len(rows), vocab]`."""

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from baton.engine.executor import Progress
+from baton.engine.layers.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.layers.linear import Linear, share
 from baton.engine.model_config import DecoderConfig
 from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint
 from baton.protocol.errors import ConfigError
+
+# QKV, attention output, gate and up, down, head.
+NUM_LINEAR_KINDS = 5
 
 
 def load_decoder(
@@ -25,7 +29,8 @@ def load_decoder(
     progress: Progress,
 ) -> Decoder:
     """Raises `ConfigError` when the ranks cannot share the model or a tensor is missing."""
-    return _Loader(config, checkpoint, ranks, dtype, device).load(progress)
+    linears = HostLinears(NUM_LINEAR_KINDS, progress) if device.type == "cpu" else None
+    return _Loader(config, checkpoint, ranks, dtype, device, linears).load(progress)
 
 
 def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
@@ -51,10 +56,11 @@ class _Loader:
         ranks: Ranks,
         dtype: torch.dtype,
         device: torch.device,
+        linears: HostLinears | None,
     ) -> None:
         check_split(config, ranks.size)
         self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.linears = dtype, device, linears
         rank, size = ranks.rank, ranks.size
         self.heads = share(config.num_heads, rank, size, config.head_dim)
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
@@ -98,12 +104,12 @@ class _Loader:
         vocab, size = self.config.vocab_size, self.ranks.size
         if size == 1 or vocab % size:
             if self.config.tie_word_embeddings:
-                return Linear(embedding), False
-            return Linear(self._read("lm_head.weight")), False
+                return self._linear(embedding, is_head=True), False
+            return self._linear(self._read("lm_head.weight"), is_head=True), False
         rows = share(vocab, self.ranks.rank, size)
         if self.config.tie_word_embeddings:
-            return Linear(embedding[rows]), True
-        return Linear(self._read("lm_head.weight", rows=rows)), True
+            return self._linear(embedding[rows], is_head=True), True
+        return self._linear(self._read("lm_head.weight", rows=rows), is_head=True), True
 
     def _head_norms(self, attention: str) -> Tensor:
         num_heads, kv_heads = local_heads(self.config, self.ranks.size)
@@ -115,16 +121,24 @@ class _Loader:
         """Several column-parallel layers as one."""
         weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
         if not has_bias:
-            return Linear(weight)
+            return self._linear(weight)
         bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
-        return Linear(weight, bias)
+        return self._linear(weight, bias)
 
     def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
         weight = self._read(name + ".weight", columns=columns)
         # The ranks' results are summed: one of them brings the bias.
         if not has_bias or self.ranks.rank != 0:
-            return Linear(weight)
-        return Linear(weight, self._read(name + ".bias"))
+            return self._linear(weight)
+        return self._linear(weight, self._read(name + ".bias"))
+
+    def _linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False
+    ) -> Linear:
+        if self.linears is None:
+            return Linear(weight, bias)
+        max_rows = MAX_HEAD_ROWS if is_head else None
+        return self.linears.make(weight, bias, max_rows)
 
     def _read(
         self, name: str, *, rows: slice | None = None, columns: slice | None = None

@@ -1,1 +1,1 @@
-"""Ways to read bytes from another process's pool: shm, nixl, and faulty around either."""
+"""Ways to read bytes from another process's pool: shm on one host, nixl between hosts and GPUs."""

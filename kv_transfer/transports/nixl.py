@@ -1,24 +1,25 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-Driven by an agent's thread. The whole pool of a peer is prepared as one descriptor list; reads name
-blocks in it by index. To give up a read that is in flight is not to stop it: measured, all of its
-bytes landed after its handle was released and its peer removed. So only a read that has ended, or
-failed because its connection broke, counts as quiet. A frozen peer never ends a read; deadlines are
-the agent's.
+Only an agent's thread calls it. The whole pool of a peer is prepared as one descriptor list, and
+reads name blocks in it by index. Giving up a read that is in flight does not stop it: measured, all
+of its bytes landed after its handle was released and its peer removed. So only a read that has
+ended, or that failed because its connection broke, counts as quiet. A read of a frozen peer never
+ends; the agent keeps the deadlines.
 """
 
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.kv_transfer.host_pool import check_read
 from baton.kv_transfer.interfaces import PoolMemory
-from baton.kv_transfer.transports.block_ids import check_read
-from baton.kv_transfer.transports.nixl_address import NixlAddress, decode_address
 from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
@@ -27,13 +28,15 @@ WARM_UP_BYTES = 64
 MAX_PARKED = 8
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
+DIGEST_BYTES = 16
+MAX_ADDRESS_BYTES = 1 << 20
 
 
 class NixlTransport:
-    """The pool at `memory` for others to read, and the pools of peers for reading.
+    """Lends the pool at `memory` to other processes and reads the pools of peers.
 
-    `memory` must stay until `close`. `network_device` is UCX's name of it, such as `mlx5_0:1`;
-    empty stays on loopback. Raises `ConfigError` when NIXL is missing or cannot start.
+    `memory` must stay until `close`. `network_device` is UCX's name for the device, such as
+    `mlx5_0:1`; empty stays on loopback. Raises `ConfigError` when NIXL is missing or cannot start.
     """
 
     name = "nixl"
@@ -50,9 +53,9 @@ class NixlTransport:
             self._pool, self._sink = self._register()
         except self._errors.at_start as error:
             raise ConfigError(f"nixl cannot register the pool: {error}") from error
-        self._peers: dict[Epoch, _Peer] = {}
+        self._peers: dict[Epoch, _PreparedPeer] = {}
         # Removed with reads in flight: forgotten when the last of them has ended.
-        self._leaving: list[_Peer] = []
+        self._leaving: list[_PreparedPeer] = []
         # Agents that were removed while their connection was well, with their metadata. Adding one
         # again reuses it: NIXL leaves a socket open at both ends when it drops a live one.
         self._parked: dict[str, bytes] = {}
@@ -61,7 +64,7 @@ class NixlTransport:
         self._gone: list[Epoch] = []
 
     def _register(self) -> tuple[Releasable, Releasable]:
-        """Makes the pool and the scratch known; returns their prepared descriptors."""
+        """Register the pool and the scratch; return their prepared descriptors."""
         memory, scratch = self._memory, int(self._scratch.ctypes.data)
         kind, device = _segment(memory.device)
         size = memory.num_blocks * memory.block_bytes
@@ -81,7 +84,7 @@ class NixlTransport:
         ).encode()  # fmt: skip
 
     def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
-        where = decode_address(address)
+        where = NixlAddress.decode(address)
         announced = (peer, num_blocks, block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
             raise TransferError("the address is not that peer's")
@@ -99,15 +102,16 @@ class NixlTransport:
         except self._errors.all as error:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
-    def _prepare(self, where: NixlAddress) -> "_Peer":
-        """Loads the metadata, prepares the whole pool and posts the transfer that connects."""
+    def _prepare(self, where: "NixlAddress") -> "_PreparedPeer":
+        """Load the metadata, prepare the whole pool and post the transfer that connects."""
         parked = self._parked.pop(where.agent, None)
         added = where.agent
         if parked != where.metadata:
             if parked is not None:
                 self._agent.remove_remote_agent(where.agent)
             added = self._agent.add_remote_agent(where.metadata).decode()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._agent.remove_remote_agent, added)
             if added != where.agent:
                 raise TransferError("the metadata is another agent's")
             memory = PoolMemory(
@@ -119,11 +123,9 @@ class NixlTransport:
             source = self._agent.prep_xfer_dlist(added, first, kind)
             zero = np.zeros(1, np.int32)
             handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
-            peer = _Peer(where, pool, source)
+            peer = _PreparedPeer(where, pool, source)
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
-        except BaseException:
-            self._agent.remove_remote_agent(added)
-            raise
+            undo.pop_all()
         return peer
 
     def connected(self, peer: Epoch) -> bool:
@@ -184,16 +186,16 @@ class NixlTransport:
         return gone
 
     def close(self) -> None:
-        """Ends the NIXL agent, and with it every read that is still in flight.
+        """End the NIXL agent, and with it every read that is still in flight.
 
-        Waits a little for these: measured, a peer that is answering over TCP may abort when its
+        This waits a little for them: measured, a peer that is answering over TCP may abort when its
         reader's agent goes away.
         """
         for _ in range(round(CLOSE_WAIT_S / CLOSE_POLL_S)):
             if all(self.cancel(handle) for handle in list(self._reads)):
                 break
             time.sleep(CLOSE_POLL_S)
-        parts: list[_Flight | _Peer] = list(self._reads.values())
+        parts: list[_Flight | _PreparedPeer] = list(self._reads.values())
         parts += (*self._peers.values(), *self._leaving)
         for part in parts:
             with contextlib.suppress(*self._errors.all):
@@ -206,7 +208,7 @@ class NixlTransport:
         # NIXL ends an agent when its last reference goes: nothing may keep one in a traceback.
         del self._agent, self._pool, self._sink
 
-    def _peer(self, peer: Epoch) -> "_Peer":
+    def _peer(self, peer: Epoch) -> "_PreparedPeer":
         found = self._peers.get(peer)
         if found is None:
             raise TransferError("unknown peer")
@@ -222,7 +224,7 @@ class NixlTransport:
             raise TransferError("nixl could not read")
         return flight.state == "DONE"
 
-    def _failed(self, peer: "_Peer", error: Exception) -> TransferError:
+    def _failed(self, peer: "_PreparedPeer", error: Exception) -> TransferError:
         if isinstance(error, self._errors.disconnected):
             peer.gone = True
             self._gone.extend(e for e, known in self._peers.items() if known is peer)
@@ -235,7 +237,7 @@ class NixlTransport:
         flight.release()
 
     def _forget_quiet_ones(self) -> None:
-        """Lets go of removed peers that have nothing in flight any more."""
+        """Forget removed peers that have nothing in flight any more."""
         if not self._leaving:
             return
         for handle, flight in list(self._reads.items()):
@@ -255,8 +257,44 @@ class NixlTransport:
             self._agent.remove_remote_agent(agent)
 
 
+class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+    """An agent's metadata and where its pool lies.
+
+    NIXL's own parser can crash on damaged metadata, so the encoded form carries a digest that is
+    checked before NIXL sees a byte. It protects against damage, not against a forger: addresses may
+    only be taken from authenticated peers.
+    """
+
+    epoch: Epoch
+    agent: str  # unique per agent, not only per process
+    device: str  # "cpu" or "cuda:0"
+    pool_address: int
+    num_blocks: int
+    block_bytes: int
+    metadata: bytes
+
+    def encode(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return _digest(body) + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> "NixlAddress":
+        """Raises `TransferError` on anything but an address."""
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
+            raise TransferError("not a nixl address, or a damaged one")
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"not a nixl address: {error}") from error
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+
+
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _PreparedPeer:
     where: NixlAddress
     pool: Releasable
     source: Releasable  # of the warm-up
@@ -274,7 +312,7 @@ class _Peer:
 @dataclass(slots=True, eq=False)
 class _Flight:
     handle: Releasable
-    peer: _Peer
+    peer: _PreparedPeer
     state: str
 
     def release(self) -> None:
@@ -282,7 +320,7 @@ class _Flight:
 
 
 def _segment(device: str) -> tuple[str, int]:
-    """NIXL's memory type and device number of "cpu" or "cuda:1"."""
+    """Return NIXL's memory type and device number of "cpu" or "cuda:1"."""
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
         raise TransferError(f"nixl knows no device {device!r}")
@@ -290,7 +328,7 @@ def _segment(device: str) -> tuple[str, int]:
 
 
 def _rows(memory: PoolMemory) -> NDArray[np.uint64]:
-    """One descriptor a block: [num_blocks, 3] of address, length, device."""
+    """Return one descriptor per block: [num_blocks, 3] of address, length, device."""
     rows = np.empty((memory.num_blocks, 3), np.uint64)
     offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(memory.block_bytes)
     rows[:, 0] = offsets + np.uint64(memory.address)

@@ -1,4 +1,4 @@
-"""The part of NIXL's Python API that baton uses, as types, and how its agents are made.
+"""The part of NIXL's Python API that baton uses, as types, and the making of its agents.
 
 Only `nixl` imports this. The wheel is an optional extra, loaded when the first agent is made.
 """
@@ -25,7 +25,7 @@ class Releasable(Protocol):
     def release(self) -> None: ...
 
 
-class Agent(Protocol):
+class NixlAgent(Protocol):
     """A NIXL agent. States of a transfer are DONE, PROC and ERR; most errors are raised."""
 
     def create_backend(self, backend: str, params: dict[str, str]) -> None: ...
@@ -50,7 +50,7 @@ class Agent(Protocol):
     def check_xfer_state(self, handle: Releasable) -> str: ...
 
 
-class Errors:
+class NixlErrors:
     """NIXL's exceptions, which have no root of their own."""
 
     def __init__(self, api: ModuleType) -> None:
@@ -63,28 +63,30 @@ class Errors:
 
 
 def is_installed() -> bool:
-    """Whether there is a NIXL wheel; does not import it."""
+    """Return whether a NIXL wheel is installed, without importing it."""
     return any(importlib.util.find_spec(wheel) is not None for wheel in WHEELS)
 
 
-def make_agent(name: str, network_device: str, *, is_on_gpu: bool = False) -> tuple[Agent, Errors]:
-    """An agent with the UCX backend that notices dead peers. Raises `ConfigError`.
+def make_agent(
+    name: str, network_device: str, *, is_on_gpu: bool = False
+) -> tuple[NixlAgent, NixlErrors]:
+    """Make an agent with the UCX backend that notices dead peers. Raises `ConfigError`.
 
-    `network_device` (empty: loopback) goes into the environment, where UCX reads it, so there is
-    one for the process. `is_on_gpu`: the agent's pool is.
+    `network_device` (empty: loopback) goes into the environment, where UCX reads it, so it is one
+    for the whole process. `is_on_gpu` says where the agent's pool lies.
     """
     os.environ["UCX_NET_DEVICES"] = network_device or "lo"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     if is_on_gpu:
         # Where UCX sees no active NVLink, reads between processes of one GPU would go through TCP.
-        # Without a GPU, UCX warns of a variable that nobody reads.
+        # Without a GPU, UCX warns that the variable is unused.
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     api = _load()
-    errors = Errors(api)
+    errors = NixlErrors(api)
     try:
         with _unspun(api):
             config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
-            agent: Agent = api.nixl_agent(name, config)
+            agent: NixlAgent = api.nixl_agent(name, config)
         # Without it a transfer whose peer dies never ends.
         agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
     except errors.at_start as error:
@@ -107,7 +109,7 @@ def _load() -> ModuleType:
 
 @contextmanager
 def _unspun(api: ModuleType) -> Iterator[None]:
-    """Agents made inside get a progress thread that sleeps; the wrapper has no option for it."""
+    """Make agents whose progress thread sleeps; the wrapper has no option for it."""
     original = api.nixlBind.nixlAgentConfig
 
     class Config(original):  # type: ignore[misc, valid-type]

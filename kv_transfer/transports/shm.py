@@ -1,9 +1,9 @@
-"""Reads between processes of one host: the peer's pool is mapped, blocks are copied by the reader.
+"""Reads between processes of one host: the reader maps the peer's pool and copies its blocks.
 
-The owner passes its memfd over a unix socket to whoever knows the pool's nonce. The reader maps it
-read-only, finds the nonce in the mapping (the proof that both see the same memory), and reads the
-generations again after each copy: a block that got a new owner meanwhile is a failed read. Driven
-by an agent's thread. A copy has ended when `read` returns, so nothing lands later. Never
+The owner passes its memfd over a unix socket to a reader that knows the pool's nonce. The reader
+maps it read-only, finds the nonce in the mapping (the proof that both see the same memory), and
+reads the generations again after each copy: a block that got a new owner meanwhile fails the read.
+Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands later. Never
 `multiprocessing.shared_memory`: it unlinks when any attacher exits and outlives a killed owner.
 """
 
@@ -17,12 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape
-from baton.kv_transfer.transports.block_ids import check_read
-from baton.kv_transfer.transports.shm_address import ShmAddress, decode_address, this_host
+from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape, check_read
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
@@ -30,7 +29,7 @@ MAX_READERS = 1024
 
 
 class ShmTransport:
-    """The local `pool` for others to map, and the pools of peers for reading."""
+    """Lends the local `pool` to other processes and reads the pools of peers."""
 
     name = "shm"
 
@@ -40,7 +39,7 @@ class ShmTransport:
         self._epoch = epoch
         self._ended: set[int] = set()
         self._next_handle = 0
-        self._peers: dict[Epoch, _Peer] = {}
+        self._peers: dict[Epoch, _MappedPeer] = {}
         self._readers: dict[int, socket.socket] = {}
         self._links: dict[int, Epoch] = {}
         self._gone: list[Epoch] = []
@@ -55,7 +54,7 @@ class ShmTransport:
         return ShmAddress(this_host(), self._socket_name, self._pool.nonce, self._epoch).encode()
 
     def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
-        where = decode_address(address)
+        where = ShmAddress.decode(address)
         if where.host != this_host():
             raise TransferError("the pool is on another host")
         if where.epoch != peer or len(where.nonce) != NONCE_BYTES:
@@ -71,7 +70,7 @@ class ShmTransport:
         except (OSError, ValueError) as error:
             link.close()
             raise TransferError(f"cannot reach the owner of the pool: {error}") from error
-        self._peers[peer] = _Peer(link, where.nonce, PoolShape(num_blocks, block_bytes))
+        self._peers[peer] = _MappedPeer(link, where.nonce, PoolShape(num_blocks, block_bytes))
         self._links[link.fileno()] = peer
         self._poller.register(link, select.EPOLLIN)
 
@@ -150,12 +149,12 @@ class ShmTransport:
         self._poller.register(reader, select.EPOLLIN)
 
     def _answer(self, descriptor: int) -> None:
-        """Passes the pool on for the right nonce; anything else ends the connection."""
+        """Pass the pool on for the right nonce; anything else ends the connection."""
         reader = self._readers[descriptor]
         try:
             said = reader.recv(NONCE_BYTES + 1)
-            # Anybody in this network namespace may connect to an abstract name. The nonce is the
-            # key: it only travels over authenticated control channels.
+            # Every process in this network namespace can connect to an abstract name. The nonce is
+            # the key: it only travels over authenticated control channels.
             if secrets.compare_digest(said, self._pool.nonce):
                 socket.send_fds(reader, [b"pool"], [self._pool.fileno()])
                 return
@@ -169,7 +168,7 @@ class ShmTransport:
 
     # --- the reader's side ----------------------------------------------------------------------
 
-    def _peer(self, peer: Epoch) -> "_Peer":
+    def _peer(self, peer: Epoch) -> "_MappedPeer":
         found = self._peers.get(peer)
         if found is None:
             raise TransferError("unknown peer")
@@ -178,7 +177,7 @@ class ShmTransport:
         return found
 
     def _hear_owner(self, descriptor: int) -> None:
-        """The owner sent its pool, or its process ended."""
+        """Take the pool that the owner sent, or notice that its process ended."""
         epoch = self._links[descriptor]
         peer = self._peers[epoch]
         assert peer.link is not None
@@ -201,7 +200,7 @@ class ShmTransport:
             for received in descriptors:
                 os.close(received)
 
-    def _drop_link(self, peer: "_Peer") -> None:
+    def _drop_link(self, peer: "_MappedPeer") -> None:
         if peer.link is not None:
             del self._links[peer.link.fileno()]
             self._poller.unregister(peer.link)
@@ -209,8 +208,34 @@ class ShmTransport:
             peer.link = None
 
 
+class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where the descriptor of a rank's pool can be had, and on which host."""
+
+    host: str  # boot id of the kernel
+    socket: str  # name in the abstract namespace
+    nonce: bytes
+    epoch: Epoch
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "ShmAddress":
+        """Raises `TransferError` on anything but an address."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"not an shm address: {error}") from error
+
+
+def this_host() -> str:
+    """Return an id that is random per boot and equal for all processes of a kernel."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
 @dataclass(slots=True)
-class _Peer:
+class _MappedPeer:
     link: socket.socket | None
     nonce: bytes
     shape: PoolShape
@@ -248,7 +273,7 @@ class _Mapping:
 
 
 def block_view(buffer: mmap.mmap | memoryview, shape: PoolShape) -> NDArray[np.void]:
-    """The blocks of a pool, each one opaque element."""
+    """Return the blocks of a pool, each as one opaque element."""
     return np.ndarray(shape.num_blocks, np.dtype((np.void, shape.block_bytes)), buffer)
 
 
@@ -258,11 +283,11 @@ def copy_blocks(
     source_pool: NDArray[np.void],
     source: NDArray[np.int64],
 ) -> None:
-    """Copies block `source[i]` to `target[i]`; ids are in range, no target occurs twice.
+    """Copy block `source[i]` to `target[i]`; ids are in range, no target occurs twice.
 
-    Neighbours in both pools are one copy. Where that joins little, a run of neighbours in one of
-    them is one gather or one scatter. Fewer calls are less overhead, and fewer times that a busy
-    thread may keep the GIL, which each call lets go. `mode`: the default would copy twice.
+    Neighbours in both pools are one copy. Where that joins little, a run of neighbours in one pool
+    is one gather or one scatter. Each call releases the GIL, and a busy thread may then keep it: so
+    fewer calls are faster. `mode="clip"` because the default would copy twice.
     """
     order = np.argsort(target, kind="stable")
     target, source = target[order], source[order]
@@ -295,14 +320,14 @@ def copy_blocks(
 
 
 def _run_ends(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """True where the next id is not the neighbour of this one."""
+    """Return True where the next id is not the neighbour of this one."""
     ends = np.ones(len(ids), np.bool_)
     np.not_equal(ids[1:] - ids[:-1], 1, out=ends[:-1])
     return ends
 
 
 def _runs(ends: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
-    """(begin, end) of each run."""
+    """Return (begin, end) of each run."""
     return pairwise([0, *(np.flatnonzero(ends) + 1).tolist()])
 
 

@@ -6,7 +6,7 @@
 import sys
 from collections.abc import Sequence
 
-EXIT_INTERRUPTED = 130
+from baton.runtime.interrupts import EXIT_INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

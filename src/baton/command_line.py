@@ -16,7 +16,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.log import setup
 from baton.runtime.process import die_with_parent
-from baton.runtime.settings import Command, load
+from baton.runtime.settings import Subcommand, load
 
 EXIT_FAILED, EXIT_MISUSED = 1, 2
 
@@ -24,18 +24,18 @@ NODE_SECTIONS = ("model", "cache", "engine", "node", "transfer", "keys", "log")
 COMMANDS = {
     command.name: command
     for command in (
-        Command(
+        Subcommand(
             "serve",
             "Serve a model on this host: a router, prefill nodes and decode nodes.",
             ("", "model", "cache", "engine", "router", "transfer", "keys", "log"),
         ),
-        Command(
+        Subcommand(
             "router",
             "Serve HTTP and hand requests to the nodes that dial in.",
             ("model", "router", "keys", "log"),
         ),
-        Command("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
-        Command("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
+        Subcommand("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
+        Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
 }
 KEYGEN = "keygen"
@@ -105,7 +105,7 @@ def _start(name: str, config: ClusterConfig) -> int:
 
         return serve(config)
     if name == "router":
-        check_reach(config, "router.control", config.router.control)
+        check_reach(config, "router.control", config.control)
         check_router_ports(config)
         from baton.router.main import run as run_router
 
@@ -141,7 +141,7 @@ def _keygen(rest: list[str]) -> int:
         return 0
     if len(rest) != 1 or rest[0].startswith("-"):
         raise ConfigError(f"name one file: baton {KEYGEN} FILE")
-    from baton.runtime.keys import write_key
+    from baton.runtime.channels.keys import write_key
 
     path = Path(rest[0])
     write_key(path)

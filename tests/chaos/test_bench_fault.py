@@ -71,8 +71,8 @@ def run_with(cluster: Cluster, fault: str) -> tuple[LoadResult, Injected]:
     with FaultInjector([parse_fault(fault)]) as injector:
 
         def strike(progress: Progress) -> None:
-            if progress.ended >= NUM_BEFORE and not injector.has_begun and streams(cluster):
-                injector.begin(starts_s[0])
+            if progress.ended >= NUM_BEFORE and starts_s and streams(cluster):
+                injector.begin(starts_s.pop())
 
         load = Load(target, REQUESTS, concurrency=NUM_CLIENTS, closed=True)
         result = run_load(load, on_progress=strike, on_start=starts_s.append)

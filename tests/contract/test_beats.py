@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from baton.engine.beats import BeatThread, Vitals
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Beat, Load, Starting
-from baton.runtime.beats import BeatThread, Vitals
-from baton.runtime.clock import VirtualClock, monotonic
+from baton.runtime.clock import monotonic
 from tests.support.channel_ends import ends
+from tests.support.virtual_clock import VirtualClock
 
 NODE, EPOCH = NodeId("d0"), Epoch("e")
 

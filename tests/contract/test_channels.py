@@ -1,6 +1,14 @@
 """Channels over real sockets: every message once and in order, or a disconnect."""
 
+import os
 import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,12 +16,14 @@ import zmq
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
-from baton.protocol.ids import Epoch
-from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter, Welcome
-from baton.runtime.channel import Dialer, Disconnected, Received
-from baton.runtime.framing import HEADER, RESET
-from baton.runtime.keys import Keys
+from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.framing import HEADER, RESET
+from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.listener import Received
+from baton.runtime.channels.wire import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
 from tests.support.channel_ends import Ends, answers, connect, ends, frame, note, wait
+from tests.support.sources import REPOSITORY
 
 MANY = 3000
 
@@ -23,7 +33,7 @@ def numbers(heard: list[Received[ToRouter]]) -> list[int]:
 
 
 def hello(number: int) -> ToNode:
-    return Welcome(str(number), Epoch("e"))
+    return Cancel((), str(number))
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
@@ -36,7 +46,7 @@ def test_messages_come_once_and_in_order_both_ways(kind: str, tmp_path: Path) ->
         assert numbers(heard) == list(range(MANY))
         assert {item.peer for item in heard} == {b"d0"}
         for number in range(MANY):
-            assert pair.listener.send(b"d0", hello(number))
+            assert pair.answer(b"d0", hello(number))
         assert answers(dialer, MANY) == [hello(number) for number in range(MANY)]
         assert pair.listener.receive() is None
         assert dialer.receive() is None
@@ -57,7 +67,7 @@ def test_peers_are_told_apart_by_their_names(tmp_path: Path) -> None:
         second.send(note(2))
         heard = {item.peer: item.message for item in pair.hear(2)}
         assert heard == {b"d0": note(1), b"d1": note(2)}
-        assert pair.listener.send(b"d1", hello(2))
+        assert pair.answer(b"d1", hello(2))
         assert answers(second, 1) == [hello(2)]
         assert first.receive() is None
 
@@ -65,8 +75,8 @@ def test_peers_are_told_apart_by_their_names(tmp_path: Path) -> None:
 def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path: Path) -> None:
     with ends(tmp_path) as pair:
         connect(pair.dial())
-        assert not pair.listener.send(b"d0", hello(1))
-        assert not pair.listener.send(b"nobody", hello(1))
+        assert not pair.answer(b"d0", hello(1))
+        assert not pair.answer(b"nobody", hello(1))
         assert pair.listener.receive() is None
 
 
@@ -77,7 +87,7 @@ def test_a_dialer_that_leaves_is_a_disconnect(tmp_path: Path) -> None:
         pair.hear(1)
         dialer.close()
         assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
-        assert not pair.listener.send(b"d0", hello(1))
+        assert not pair.answer(b"d0", hello(1))
 
 
 def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_session(
@@ -95,14 +105,16 @@ def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_ses
         assert numbers(pair.hear(1)) == [2]
 
 
-def test_a_restarted_dialer_ends_the_session_of_its_former_self(tmp_path: Path) -> None:
+def test_a_dialer_that_comes_again_is_another_peer(tmp_path: Path) -> None:
     with ends(tmp_path) as pair:
-        pair.dial().send(note(1))
+        first = pair.dial()
+        first.send(note(1))
         pair.hear(1)
+        before = pair.peers[b"d0"]
+        first.close()
         pair.dial().send(note(2))
-        gone, again = pair.hear(2)
-        assert gone == Received(b"d0", None, disconnected=True)
-        assert again == Received(b"d0", note(2))
+        assert {item.message for item in pair.hear(2)} == {None, note(2)}
+        assert not pair.listener.send(before, hello(1))
 
 
 def test_a_gap_is_a_disconnect(tmp_path: Path) -> None:
@@ -161,7 +173,9 @@ def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path: Pa
         assert numbers(pair.hear(1)) == [4]
 
 
-def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_what_is_no_message_is_counted_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         bare.send(frame(7, 1, b"\xc1 nonsense"))
@@ -170,6 +184,8 @@ def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path: Path) ->
         bare.send(frame(7, 2, encoded(2)))
         assert numbers(pair.hear(1)) == [2]
         assert pair.listener.num_malformed == 3
+    dropped = [r for r in caplog.records if r.getMessage() == "dropped a malformed message"]
+    assert len(dropped) == 2, "the first and the second, and not every one"
 
 
 def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path: Path) -> None:
@@ -181,23 +197,80 @@ def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path: Path
         assert numbers(pair.hear(1)) == [5]
 
 
-def test_a_full_queue_to_a_dialer_is_a_disconnect(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        dialer = pair.dial()
-        dialer.send(note(1))
-        pair.hear(1)
+def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(
+    tmp_path: Path,
+) -> None:
+    """Its queue and the sockets' buffers are bounded; the frozen process reads nothing."""
+    with ends(tmp_path) as pair, process("dial", pair.listener.endpoint) as dialer:
+        assert numbers(pair.hear(1)) == [0]
+        os.kill(dialer.pid, signal.SIGSTOP)
         large = Cancel((), "x" * 100_000)
-        # The dialer reads nothing. The sockets' buffers and both queues are bounded.
-        assert any(not pair.listener.send(b"d0", large) for _ in range(20_000))
+        assert any(not pair.answer(b"d0", large) for _ in range(20_000))
         assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
+        os.kill(dialer.pid, signal.SIGCONT)
+        assert numbers(pair.hear(1)) == [1], "it begins a second session"
 
 
 def test_a_full_queue_to_a_listener_is_a_disconnect(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        dialer = pair.dial()
+    with ends(tmp_path) as pair, process("listen", f"ipc://{tmp_path}/frozen") as listener:
+        dialer = pair.dial(endpoint=f"ipc://{tmp_path}/frozen")
         connect(dialer)
+        os.kill(listener.pid, signal.SIGSTOP)
         assert any(not dialer.send(note(number, 100_000)) for number in range(20_000))
         assert answers(dialer, 1) == [Disconnected("the queue to the listener is full")]
+
+
+@pytest.mark.slow
+def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_path: Path) -> None:
+    """libzmq aborts a process at the next heartbeat if it stopped the input of such a dialer."""
+    endpoint = f"ipc://{tmp_path}/deaf"
+    with process("listen", endpoint) as listener:
+        with process("flood", endpoint) as flood:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == "sent\n"
+            time.sleep(0.5)  # the listener takes what its queue holds, and stops
+            flood.kill()
+            flood.wait()
+        with pytest.raises(subprocess.TimeoutExpired):
+            listener.wait(2 * (HEARTBEAT_INTERVAL_MS + HEARTBEAT_TIMEOUT_MS) / 1000)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_connections_that_are_no_channels_end_no_session(kind: str, tmp_path: Path) -> None:
+    """Each closes with the event that a lost session has, and leaves its descriptor's number to the
+    next connection, which may be a session's."""
+    with ends(tmp_path, kind) as pair:
+        steady = pair.dial("steady")
+        steady.send(note(0))
+        assert numbers(pair.hear(1)) == [0]
+        for number in range(100):
+            strangers = [stranger(pair.listener.endpoint) for _ in range(3)]
+            visitor = pair.dial(f"visitor {number}")
+            strangers.pop().close()
+            visitor.send(note(number))
+            assert numbers(pair.hear(1)) == [number]
+            for each in strangers:
+                each.close()
+            steady.send(note(number))
+            assert numbers(pair.hear(1)) == [number]
+            assert pair.answer(b"steady", hello(number))
+            assert pair.answer(f"visitor {number}".encode(), hello(number))
+            assert answers(visitor, 1) == [hello(number)]
+        assert answers(steady, 100) == [hello(number) for number in range(100)]
+
+
+def test_two_dialers_of_one_name_are_two_peers(tmp_path: Path) -> None:
+    with ends(tmp_path) as pair:
+        first, second = pair.dial("twin"), pair.dial("twin")
+        first.send(note(1))
+        assert numbers(pair.hear(1)) == [1]
+        ours = pair.peers[b"twin"]
+        second.send(note(2))
+        assert numbers(pair.hear(1)) == [2]
+        assert pair.peers[b"twin"] != ours
+        assert pair.listener.send(ours, hello(1))
+        assert answers(first, 1) == [hello(1)]
+        assert second.receive() is None
 
 
 def test_the_descriptor_of_a_busy_channel_fires_although_its_owner_sends(tmp_path: Path) -> None:
@@ -207,7 +280,7 @@ def test_the_descriptor_of_a_busy_channel_fires_although_its_owner_sends(tmp_pat
         dialer.send(note(0))
         pair.hear(1)
         for number in range(200):
-            assert pair.listener.send(b"d0", hello(number))
+            assert pair.answer(b"d0", hello(number))
             dialer.send(note(number))
             assert numbers(pair.hear(1)) == [number]
             dialer.send(note(-1))
@@ -251,6 +324,30 @@ def test_an_address_that_cannot_be_is_refused(endpoint: str, why: str, tmp_path:
 def test_nobody_dials_an_address_without_a_port(tmp_path: Path) -> None:
     with ends(tmp_path) as pair, pytest.raises(ConfigError, match="needs a host and a port"):
         pair.dial(endpoint="tcp://127.0.0.1")
+
+
+@contextmanager
+def process(role: str, endpoint: str) -> "Iterator[subprocess.Popen[str]]":
+    """The other end of a channel in a process of its own, which may be frozen or killed."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.channel_process", role, endpoint],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def stranger(endpoint: str) -> socket.socket:
+    """A connection to the listener that never shakes hands."""
+    if endpoint.startswith("ipc://"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(endpoint.removeprefix("ipc://"))
+        return connection
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)))
 
 
 def encoded(number: int) -> bytes:

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from baton.runtime.clock import VirtualClock, monotonic
+from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.process import Backoff, Child, Command, Exit, Supervisor
 from tests.support.sources import REPOSITORY
+from tests.support.virtual_clock import VirtualClock
 
 MODULE = "tests.support.child_roles"
 DEADLINE_S = 30.0

@@ -28,6 +28,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support.checkpoints import model_folder
+from tests.support.node_threads import block_bytes
 from tests.support.oracle import Expected, Oracle, count_ties
 
 BLOCK = 16
@@ -199,8 +200,25 @@ def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
         assert info.model == fingerprint(model_folder("qwen3"), "float32")
         assert (info.num_blocks, info.layout.block_size) == (NUM_BLOCKS, BLOCK)
         assert (info.vocab_size, info.max_model_len) == (1024, 8192)
-        assert info.layout.kv_heads == 2 // ranks
+        assert info.layout.block_bytes * ranks == block_bytes(model_folder("qwen3"), BLOCK)
         assert len(info.ranks) == len(executor.ports) == ranks
+
+
+def test_a_worker_process_computes_as_this_process_does() -> None:
+    told = set()
+    for kind in ("in process", "one worker"):
+        with closing(executor_of(kind)) as executor:
+            info = executor.start(no_progress)
+            told.add((info.batch_invariant, info.compute))
+    assert len(told) == 1
+
+
+def test_ranks_with_other_products_are_one_node_that_names_both_ways_to_compute() -> None:
+    """One rank alone adds the bias of a layer whose results are summed."""
+    folder = model_folder("llama", num_layers=1, attention_bias=True, mlp_bias=True)
+    with closing(executor_of("two ranks", config_of("two ranks", folder))) as executor:
+        info = executor.start(no_progress)
+    assert len(set(info.compute.split("+"))) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

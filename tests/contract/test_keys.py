@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from baton.__main__ import main
+from baton.engine.beats import BeatThread, Vitals
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_decode_codec, to_prefill_codec
 from baton.protocol.config import (
     CacheConfig,
@@ -20,11 +21,11 @@ from baton.protocol.config import (
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Starting, ToNode, ToRouter
-from baton.runtime.beats import BeatThread, Vitals
-from baton.runtime.channel import Dialer, Disconnected, Listener, Received
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.framing import HEADER, HEADER_BYTES
+from baton.runtime.channels.keys import NO_KEYS, Keys, load_keys, write_key
+from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
-from baton.runtime.framing import HEADER, HEADER_BYTES
-from baton.runtime.keys import NO_KEYS, Keys, load_keys, write_key
 from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends, note, wait
 from tests.support.checkpoints import model_folder
 from tests.support.cluster import Cluster

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.deploy.local import LocalCluster, private_folder
 from baton.deploy.ports import check_port, check_router_ports
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import ConfigError
+from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
-from baton.runtime.endpoint import MAX_IPC_PATH_BYTES
+from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.process import Exit
 from tests.support.checkpoints import model_folder
 

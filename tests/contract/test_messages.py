@@ -8,8 +8,8 @@ import pytest
 
 from baton.protocol import messages
 from baton.protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage
-from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Hello, Message, Tokens
-from tests.support.message_examples import EXAMPLES, KEY, codec_of
+from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Hello, Message, Ready, Tokens
+from tests.support.message_examples import EXAMPLES, INFO, KEY, codec_of
 
 # Lines of `union message hex`. A line may be added; one that changes breaks every older process,
 # so it needs another PROTOCOL_VERSION and a new file.
@@ -96,6 +96,15 @@ def test_a_message_that_is_too_long_is_malformed_before_it_is_read() -> None:
 def test_defaults_are_not_sent() -> None:
     empty = codec_of("ToRouter").encode(Tokens([]))
     assert len(empty) < len("type Tokens entries") + 6
+
+
+def test_what_a_node_says_of_its_bits_travels_beside_what_it_always_said() -> None:
+    codec, plain = codec_of("ToRouter"), Ready(INFO)
+    told = Ready(msgspec.structs.replace(INFO, batch_invariant=True, compute="torch-1f"))
+    assert codec.decode(codec.encode(told)) == told
+    fields = msgspec.msgpack.decode(codec.encode(told))["info"]
+    assert (fields.pop("batch_invariant"), fields.pop("compute")) == (True, "torch-1f")
+    assert fields == msgspec.msgpack.decode(codec.encode(plain))["info"]
 
 
 def test_the_tag_is_the_name_of_the_class() -> None:

@@ -1,7 +1,5 @@
 """Requests through the router, over real sockets, to nodes that the test plays."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -21,277 +19,249 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import RequestOutput
-from tests.support.router_bench import GREEDY, PROMPT, REMOTE, RouterBench, whole
+from baton.router.outputs import CompletionOutput, RequestOutput
+from tests.support.router_bench import GREEDY, PROMPT, REMOTE, RouterBench, collected, routed, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 
 
-def test_both_nodes_are_told_at_once_and_the_answer_comes_back(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.toy_pair()
-        output = await whole(bench.llm)
-        assert output.outputs[0].token_ids == toy_answer(PROMPT, 8)
-        assert output.outputs[0].finish_reason == "length"
-        assert output.prompt_token_ids == PROMPT
-        assert output.metrics.path == "disaggregated"
-        assert output.metrics.first_step_s == 0.25
-        assert output.metrics.num_attempts == 1
-        await bench.until(lambda: bool(prefill.orders))
-        assert [type(order) for order in (*prefill.orders, *decode.orders)] == [Prefill, Decode]
-        assert prefill.orders[0].key == decode.orders[0].key
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_both_nodes_are_told_at_once_and_the_answer_comes_back(bench: RouterBench) -> None:
+    prefill, decode = await bench.toy_pair()
+    output = await whole(bench.llm)
+    assert output.outputs[0].token_ids == toy_answer(PROMPT, 8)
+    assert output.outputs[0].finish_reason == "length"
+    assert output.prompt_token_ids == PROMPT
+    assert output.metrics.path == "disaggregated"
+    assert output.metrics.first_step_s == 0.25
+    assert output.metrics.num_attempts == 1
+    await bench.until(lambda: bool(prefill.orders))
+    assert [type(order) for order in (*prefill.orders, *decode.orders)] == [Prefill, Decode]
+    assert prefill.orders[0].key == decode.orders[0].key
+    await bench.settled()
 
 
-def test_no_token_reaches_the_client_before_decode_has_accepted(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        stream = await bench.llm.submit(PROMPT, GREEDY)
-        order = await prefill.hear(Prefill)
-        await decode.hear(Decode)
-        prefill.say(FirstTokens(order.key, 6, (FirstToken(42),)))
-        decode.say(Failed(order.key, Failure("transfer_failed", "no", retryable=True)))
-        again = await prefill.hear(Prefill)
-        assert again.key.attempt == 1
-        assert again.token_ids == PROMPT
-        decode.say(Accepted(again.key))
-        prefill.say(FirstTokens(again.key, 6, (FirstToken(43),), StageTimes(prefill_s=0.5)))
-        assert [delta.token_ids for delta in await stream.take()] == [[43]]
-        assert (stream.metrics.prefill_s, stream.metrics.num_attempts) == (0.5, 2)
-        stream.close()
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_choices_share_one_pair_of_messages_and_come_interleaved(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.toy_pair()
-        params = SamplingParams(n=3, max_tokens=5, seed=1, output_kind="delta")
-        got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        async for output in bench.llm.generate({"prompt_token_ids": PROMPT}, params):
-            for part in output.outputs:
-                got[part.index] += part.token_ids
-        assert got == {choice: toy_answer(PROMPT, 5, choice) for choice in range(3)}
-        await bench.until(lambda: bool(prefill.orders))
-        assert len(prefill.orders) == len(decode.orders) == 1
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_no_token_reaches_the_client_before_decode_has_accepted(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    stream = await bench.llm.submit(PROMPT, GREEDY)
+    order = await prefill.hear(Prefill)
+    await decode.hear(Decode)
+    prefill.say(FirstTokens(order.key, 6, (FirstToken(42),)))
+    decode.say(Failed(order.key, Failure("transfer_failed", "no", retryable=True)))
+    again = await prefill.hear(Prefill)
+    assert again.key.attempt == 1
+    assert again.token_ids == PROMPT
+    decode.say(Accepted(again.key))
+    prefill.say(FirstTokens(again.key, 6, (FirstToken(43),), StageTimes(prefill_s=0.5)))
+    got: list[CompletionOutput] = []
+    stream.send_to(got.append)
+    assert await stream.changed()
+    assert [delta.token_ids for delta in got] == [[43]]
+    assert (stream.metrics.prefill_s, stream.metrics.num_attempts) == (0.5, 2)
+    stream.close()
 
 
-def test_output_kinds_agree(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        await bench.toy_pair()
-        outputs: dict[str, list[RequestOutput]] = {}
-        for kind in ("delta", "cumulative", "final"):
-            params = msgspec.structs.replace(GREEDY, output_kind=kind)
-            outputs[kind] = [o async for o in bench.llm.generate({"prompt": "xyz"}, params)]
-        final = outputs["final"][0].outputs[0]
-        assert len(outputs["final"]) == 1
-        assert outputs["cumulative"][-1].outputs[0] == final
-        deltas = [output.outputs[0] for output in outputs["delta"]]
-        assert [i for delta in deltas for i in delta.token_ids] == final.token_ids
-        assert "".join(delta.text for delta in deltas) == final.text
-        assert all(o[0].prompt == "xyz" for o in outputs.values())
-        assert [o.finished for o in outputs["delta"]] == [False] * (len(deltas) - 1) + [True]
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_choices_share_one_pair_of_messages_and_come_interleaved(bench: RouterBench) -> None:
+    prefill, decode = await bench.toy_pair()
+    params = SamplingParams(n=3, max_tokens=5, seed=1, output_kind="delta")
+    got: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    async for output in bench.llm.generate({"prompt_token_ids": PROMPT}, params):
+        for part in output.outputs:
+            got[part.index] += part.token_ids
+    assert got == {choice: toy_answer(PROMPT, 5, choice) for choice in range(3)}
+    await bench.until(lambda: bool(prefill.orders))
+    assert len(prefill.orders) == len(decode.orders) == 1
+    await bench.settled()
 
 
-def test_one_token_needs_no_decode_node(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.toy_pair()
-        output = await whole(bench.llm, SamplingParams(temperature=0, max_tokens=1))
-        assert output.outputs[0].token_ids == toy_answer(PROMPT, 1)
-        assert output.metrics.path == "prefill_only"
-        assert isinstance(prefill.orders[0], Prefill)
-        assert prefill.orders[0].decode_node is None
-        assert decode.orders == []
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_short_prompts_stay_on_decode_until_it_says_not_cached(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        stream = await bench.llm.submit(PROMPT, GREEDY)
-        local = await decode.hear(Decode)
-        assert local.prefill_node is None
-        assert local.max_uncached_tokens == 32
-        decode.say(Failed(local.key, Failure("not_cached", "no", retryable=True)))
-        remote = await decode.hear(Decode)
-        assert remote.prefill_node == "p0"
-        assert (await prefill.hear(Prefill)).key == remote.key
-        stream.close()
-
-    RouterBench(tmp_path, RouterConfig()).run(use)
+@routed()
+async def test_output_kinds_agree(bench: RouterBench) -> None:
+    await bench.toy_pair()
+    outputs: dict[str, list[RequestOutput]] = {}
+    for kind in ("delta", "cumulative", "final"):
+        params = msgspec.structs.replace(GREEDY, output_kind=kind)
+        outputs[kind] = [o async for o in bench.llm.generate({"prompt": "xyz"}, params)]
+    final = outputs["final"][0].outputs[0]
+    assert len(outputs["final"]) == 1
+    assert outputs["cumulative"][-1].outputs[0] == final
+    deltas = [output.outputs[0] for output in outputs["delta"]]
+    assert [i for delta in deltas for i in delta.token_ids] == final.token_ids
+    assert "".join(delta.text for delta in deltas) == final.text
+    assert all(o[0].prompt == "xyz" for o in outputs.values())
+    assert [o.finished for o in outputs["delta"]] == [False] * (len(deltas) - 1) + [True]
 
 
-def test_without_a_prefill_node_decode_computes_and_the_output_says_so(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        await bench.toy(node_info("d0", "decode"))
-        output = await whole(bench.llm, prompt=list(range(1, 50)))
-        assert output.metrics.path == "local_prefill"
-        assert output.metrics.local_fallback
-        assert bench.core.health().status == "degraded"
-
-    RouterBench(tmp_path, RouterConfig()).run(use)
-
-
-def test_a_preempted_sequence_resumes_from_its_tokens(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        stream = await bench.llm.submit(PROMPT, GREEDY)
-        key = (await prefill.hear(Prefill)).key
-        decode.say(Accepted(key))
-        decode.say(Tokens([TokenEntry(key, 6, [1, 2])]))
-        decode.say(Failed(key, Failure("preempted", "no room", retryable=True)))
-        resumed = await prefill.hear(Prefill)
-        assert resumed.token_ids == [*PROMPT, 1, 2]
-        assert resumed.num_prompt_tokens == 6
-        decode.say(Accepted(resumed.key))
-        decode.say(Tokens([TokenEntry(resumed.key, 8, [3], "stop")]))
-        output = await stream.collect()
-        assert output.outputs[0].token_ids == [1, 2, 3]
-        assert output.metrics.resumed
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_one_token_needs_no_decode_node(bench: RouterBench) -> None:
+    prefill, decode = await bench.toy_pair()
+    output = await whole(bench.llm, SamplingParams(temperature=0, max_tokens=1))
+    assert output.outputs[0].token_ids == toy_answer(PROMPT, 1)
+    assert output.metrics.path == "prefill_only"
+    assert isinstance(prefill.orders[0], Prefill)
+    assert prefill.orders[0].decode_node is None
+    assert decode.orders == []
+    await bench.settled()
 
 
-def test_an_abort_reaches_both_nodes_and_ends_the_reader(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        stream = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-        order = await prefill.hear(Prefill)
-        await bench.llm.abort("mine")
-        with pytest.raises(Cancelled):
-            await stream.take()
-        assert bench.core.num_active == 1
-        for node in (prefill, decode):
-            assert (await node.hear(Cancel)).keys == (order.key,)
-            node.say(CancelDone((order.key,)))
-        await bench.settled()
-        await bench.llm.abort("mine")
-
-    RouterBench(tmp_path).run(use)
+@routed(RouterConfig())
+async def test_short_prompts_stay_on_decode(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    stream = await bench.llm.submit(PROMPT, GREEDY)
+    local = await decode.hear(Decode)
+    assert local.prefill_node is None
+    stream.close()
+    assert (await decode.hear(Cancel)).keys == (local.key,)
+    assert not any(isinstance(message, Prefill) for message in prefill.heard)
 
 
-def test_leaving_generate_early_aborts_the_request(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        _, decode = await bench.toy_pair()
-        decode.max_steps = 2
-        outputs = bench.llm.generate(PROMPT, GREEDY)
-        await anext(outputs)
-        await outputs.aclose()
-        await bench.settled()
-        assert decode.cancelled == [decode.orders[0].key]
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_a_stop_string_ends_the_choice_on_the_node_too(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        text = bench.llm.get_tokenizer()
-        params = SamplingParams(n=2, max_tokens=50, stop="wor", seed=1)
-        stream = await bench.llm.submit(PROMPT, params)
-        key = (await prefill.hear(Prefill)).key
-        decode.say(Accepted(key))
-        token_ids = [text.encode_now(letter)[0] for letter in "stworst"]
-        assert max(token_ids) < VOCAB_SIZE
-        decode.say(Tokens([TokenEntry(key.of_choice(1), 6, token_ids)]))
-        assert (await decode.hear(Cancel)).keys == (key.of_choice(1),)
-        decode.say(CancelDone((key.of_choice(1),)))
-        decode.say(Tokens([TokenEntry(key, 6, [7], "length")]))
-        output = await stream.collect()
-        assert output.outputs[1].text == "st"
-        assert output.outputs[1].finish_reason == "stop"
-        assert output.outputs[1].stop_reason == "wor"
-        assert output.outputs[0].finish_reason == "length"
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_a_live_request_id_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        _, decode = await bench.toy_pair()
-        decode.max_steps = 1
-        first = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-        with pytest.raises(RequestError, match="in use"):
-            await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-        first.close()
-        decode.max_steps = None
-        again = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-        assert (await again.collect()).outputs[0].token_ids == toy_answer(PROMPT, 8)
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_what_can_never_fit_is_refused_and_what_is_too_long_is_cut_and_said(
-    tmp_path: Path,
+@routed(RouterConfig())
+async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
+    bench: RouterBench,
 ) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.toy_pair()
-        long = SamplingParams(temperature=0, max_tokens=500)
-        output = await whole(bench.llm, long)
-        assert len(output.outputs[0].token_ids) == 194
-        assert output.metrics.max_tokens_clamped == 194
-        assert (await whole(bench.llm)).metrics.max_tokens_clamped is None
-        bad: list[tuple[list[int], SamplingParams]] = [
-            ([], GREEDY),
-            ([VOCAB_SIZE], GREEDY),
-            ([-1], GREEDY),
-            ([1] * 200, GREEDY),
-            (PROMPT, msgspec.structs.replace(long, n=9)),
-            (PROMPT, msgspec.structs.replace(long, min_tokens=195)),
-        ]
-        for prompt, params in bad:
-            with pytest.raises(RequestError):
-                await bench.llm.submit(prompt, params)
-        await bench.until(lambda: len(prefill.orders) == 2)
-        assert len(decode.orders) == 2
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+    await bench.toy(node_info("d0", "decode"))
+    output = await whole(bench.llm, prompt=list(range(1, 50)))
+    assert output.metrics.path == "local_prefill"
+    assert output.metrics.local_fallback
+    assert bench.core.health().status == "degraded"
 
 
-def test_a_full_line_is_429_and_says_when_to_come_back(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.toy_pair()
-        decode.max_steps = 1
-        first = await bench.llm.submit(PROMPT, GREEDY)
-        second = await bench.llm.submit(PROMPT, GREEDY)
-        with pytest.raises(Overloaded) as refusal:
-            await bench.llm.submit(PROMPT, GREEDY)
-        assert refusal.value.http_status == 429
-        assert refusal.value.retry_after_s is not None
-        assert (bench.core.health().num_running, bench.core.health().num_queued) == (1, 1)
-        assert len(prefill.orders) <= 1
-        decode.max_steps = None
-        first.close()
-        assert (await second.collect()).outputs[0].token_ids == toy_answer(PROMPT, 8)
-        await bench.settled()
-
-    router = msgspec.structs.replace(REMOTE, max_inflight=1, max_queued=1)
-    RouterBench(tmp_path, router).run(use)
+@routed()
+async def test_a_preempted_sequence_resumes_from_its_tokens(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    stream = await bench.llm.submit(PROMPT, GREEDY)
+    key = (await prefill.hear(Prefill)).key
+    decode.say(Accepted(key))
+    decode.say(Tokens([TokenEntry(key, 6, [1, 2])]))
+    decode.say(Failed(key, Failure("preempted", "no room", retryable=True)))
+    resumed = await prefill.hear(Prefill)
+    assert resumed.token_ids == [*PROMPT, 1, 2]
+    assert resumed.num_prompt_tokens == 6
+    decode.say(Accepted(resumed.key))
+    decode.say(Tokens([TokenEntry(resumed.key, 8, [3], "stop")]))
+    output = await collected(stream)
+    assert output.outputs[0].token_ids == [1, 2, 3]
+    assert output.metrics.resumed
+    await bench.settled()
 
 
-def test_an_error_of_one_request_touches_no_other(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        await bench.toy_pair()
-        broken = await bench.llm.submit(PROMPT, GREEDY)
-        other = await bench.llm.submit(PROMPT, GREEDY)
+@routed()
+async def test_an_abort_reaches_both_nodes_and_ends_the_reader(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    stream = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
+    order = await prefill.hear(Prefill)
+    await bench.llm.abort("mine")
+    with pytest.raises(Cancelled):
+        await stream.changed()
+    assert bench.core.num_active == 1
+    for node in (prefill, decode):
+        assert (await node.hear(Cancel)).keys == (order.key,)
+        node.say(CancelDone((order.key,)))
+    await bench.settled()
+    await bench.llm.abort("mine")
 
-        def sink(delta: object) -> None:
-            raise ValueError(f"a bug with {delta}")
 
-        with pytest.raises(BatonError, match="failed to handle"):
-            await broken.forward(sink)
-        assert (await other.collect()).outputs[0].token_ids == toy_answer(PROMPT, 8)
-        await bench.settled()
+@routed()
+async def test_leaving_generate_early_aborts_the_request(bench: RouterBench) -> None:
+    _, decode = await bench.toy_pair()
+    decode.max_steps = 2
+    outputs = bench.llm.generate(PROMPT, GREEDY)
+    await anext(outputs)
+    await outputs.aclose()
+    await bench.settled()
+    assert decode.cancelled == [decode.orders[0].key]
 
-    RouterBench(tmp_path).run(use)
+
+@routed()
+async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    text = bench.llm.get_tokenizer()
+    params = SamplingParams(n=2, max_tokens=50, stop="wor", seed=1)
+    stream = await bench.llm.submit(PROMPT, params)
+    key = (await prefill.hear(Prefill)).key
+    decode.say(Accepted(key))
+    token_ids = [text.encode_now(letter)[0] for letter in "stworst"]
+    assert max(token_ids) < VOCAB_SIZE
+    decode.say(Tokens([TokenEntry(key.of_choice(1), 6, token_ids)]))
+    assert (await decode.hear(Cancel)).keys == (key.of_choice(1),)
+    decode.say(CancelDone((key.of_choice(1),)))
+    decode.say(Tokens([TokenEntry(key, 6, [7], "length")]))
+    output = await collected(stream)
+    assert output.outputs[1].text == "st"
+    assert output.outputs[1].finish_reason == "stop"
+    assert output.outputs[1].stop_reason == "wor"
+    assert output.outputs[0].finish_reason == "length"
+    await bench.settled()
+
+
+@routed()
+async def test_a_live_request_id_is_refused_and_free_again_afterwards(bench: RouterBench) -> None:
+    _, decode = await bench.toy_pair()
+    decode.max_steps = 1
+    first = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
+    with pytest.raises(RequestError, match="in use"):
+        await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
+    first.close()
+    decode.max_steps = None
+    again = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
+    assert (await collected(again)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+
+
+@routed()
+async def test_what_can_never_fit_is_refused_and_what_is_too_long_is_cut_and_said(
+    bench: RouterBench,
+) -> None:
+    prefill, decode = await bench.toy_pair()
+    long = SamplingParams(temperature=0, max_tokens=500)
+    output = await whole(bench.llm, long)
+    assert len(output.outputs[0].token_ids) == 194
+    assert output.metrics.max_tokens_clamped == 194
+    assert (await whole(bench.llm)).metrics.max_tokens_clamped is None
+    bad: list[tuple[list[int], SamplingParams]] = [
+        ([], GREEDY),
+        ([VOCAB_SIZE], GREEDY),
+        ([-1], GREEDY),
+        ([1] * 200, GREEDY),
+        (PROMPT, msgspec.structs.replace(long, n=9)),
+        (PROMPT, msgspec.structs.replace(long, min_tokens=195)),
+    ]
+    for prompt, params in bad:
+        with pytest.raises(RequestError):
+            await bench.llm.submit(prompt, params)
+    await bench.until(lambda: len(prefill.orders) == 2)
+    assert len(decode.orders) == 2
+    await bench.settled()
+
+
+@routed(msgspec.structs.replace(REMOTE, max_inflight=1, max_queued=1))
+async def test_a_full_line_is_429_and_says_when_to_come_back(bench: RouterBench) -> None:
+    prefill, decode = await bench.toy_pair()
+    decode.max_steps = 1
+    first = await bench.llm.submit(PROMPT, GREEDY)
+    second = await bench.llm.submit(PROMPT, GREEDY)
+    with pytest.raises(Overloaded) as refusal:
+        await bench.llm.submit(PROMPT, GREEDY)
+    assert refusal.value.http_status == 429
+    assert refusal.value.retry_after_s is not None
+    assert (bench.core.health().num_running, bench.core.health().num_queued) == (1, 1)
+    assert len(prefill.orders) <= 1
+    decode.max_steps = None
+    first.close()
+    assert (await collected(second)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+    await bench.settled()
+
+
+@routed()
+async def test_an_error_of_one_request_touches_no_other(bench: RouterBench) -> None:
+    await bench.toy_pair()
+    broken = await bench.llm.submit(PROMPT, GREEDY)
+    other = await bench.llm.submit(PROMPT, GREEDY)
+
+    def sink(delta: object) -> None:
+        raise ValueError(f"a bug with {delta}")
+
+    broken.send_to(sink)
+    with pytest.raises(BatonError, match="failed to handle"):
+        await broken.ended()
+    assert (await collected(other)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+    await bench.settled()

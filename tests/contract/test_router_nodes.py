@@ -1,7 +1,6 @@
 """Nodes that come, go, pause and do not fit, as the router sees them over real sockets."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -13,59 +12,53 @@ from baton.router.async_llm import AsyncLLM
 from baton.router.core import RouterCore
 from baton.router.outputs import RequestOutput
 from baton.runtime.process import Exit
-from tests.support.router_bench import GREEDY, PROMPT, RouterBench
-from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer
+from tests.support.router_bench import GREEDY, PROMPT, RouterBench, routed
+from tests.support.scripted_nodes import ScriptedNode, computing, node_info, toy_answer
 from tests.support.small_tokenizers import small_text
 
 
-def test_a_decode_node_that_dies_is_replaced_without_a_seam(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        await bench.toy(node_info("p0", "prefill"))
-        dying = await bench.toy(node_info("d0", "decode"), max_steps=3)
-        other = await bench.toy(node_info("d1", "decode"))
-        params = SamplingParams(n=2, max_tokens=10, seed=3)
-        outputs: list[RequestOutput] = []
-        async for output in bench.llm.generate(PROMPT, params):
-            outputs.append(output)
-            if dying.is_open and all(len(o.token_ids) == 3 for o in output.outputs):
-                dying.die()
-        expected = [toy_answer(PROMPT, 10, choice) for choice in range(2)]
-        assert [part.token_ids for part in outputs[-1].outputs] == expected
-        assert outputs[-1].metrics.resumed
-        resumes = [order for order in other.orders if order.key.attempt == 1]
-        assert [(order.num_choices, order.num_prompt_tokens) for order in resumes] == [(1, 6)] * 2
-        assert all(len(order.token_ids) == 9 for order in resumes)
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterBench) -> None:
+    await bench.toy(node_info("p0", "prefill"))
+    dying = await bench.toy(node_info("d0", "decode"), max_steps=3)
+    other = await bench.toy(node_info("d1", "decode"))
+    params = SamplingParams(n=2, max_tokens=10, seed=3)
+    outputs: list[RequestOutput] = []
+    async for output in bench.llm.generate(PROMPT, params):
+        outputs.append(output)
+        if dying.is_open and all(len(o.token_ids) == 3 for o in output.outputs):
+            dying.die()
+    expected = [toy_answer(PROMPT, 10, choice) for choice in range(2)]
+    assert [part.token_ids for part in outputs[-1].outputs] == expected
+    assert outputs[-1].metrics.resumed
+    resumes = [order for order in other.orders if order.key.attempt == 1]
+    assert [(order.num_choices, order.num_prompt_tokens) for order in resumes] == [(1, 6)] * 2
+    assert all(len(order.token_ids) == 9 for order in resumes)
+    await bench.settled()
 
 
-def test_load_is_spread_over_two_by_two_nodes(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefills = [await bench.toy(node_info(f"p{i}", "prefill")) for i in range(2)]
-        decodes = [await bench.toy(node_info(f"d{i}", "decode"), 1) for i in range(2)]
-        streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(6)]
-        nodes = [*prefills, *decodes]
-        await bench.until(lambda: sum(len(node.orders) for node in nodes) == 12)
-        assert [len(node.orders) for node in decodes] == [3, 3]
-        assert [len(node.orders) for node in prefills] == [3, 3]
-        for stream in streams:
-            stream.close()
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_load_is_spread_over_two_by_two_nodes(bench: RouterBench) -> None:
+    prefills = [await bench.toy(node_info(f"p{i}", "prefill")) for i in range(2)]
+    decodes = [await bench.toy(node_info(f"d{i}", "decode"), 1) for i in range(2)]
+    streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(6)]
+    nodes = [*prefills, *decodes]
+    await bench.until(lambda: sum(len(node.orders) for node in nodes) == 12)
+    assert [len(node.orders) for node in decodes] == [3, 3]
+    assert [len(node.orders) for node in prefills] == [3, 3]
+    for stream in streams:
+        stream.close()
+    await bench.settled()
 
 
-def test_nodes_hear_of_their_peers_each_time_the_set_changes(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        assert [info.node_id for info in (await prefill.hear(Peers)).nodes] == ["d0"]
-        other = await bench.scripted(node_info("p1", "prefill"))
-        assert [info.node_id for info in (await decode.hear(Peers)).nodes] == ["p0", "p1"]
-        other.die()
-        assert [info.node_id for info in (await decode.hear(Peers)).nodes] == ["p0"]
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    assert [info.node_id for info in (await prefill.hear(Peers)).nodes] == ["d0"]
+    other = await bench.scripted(node_info("p1", "prefill"))
+    assert [info.node_id for info in (await decode.hear(Peers)).nodes] == ["p0", "p1"]
+    other.die()
+    assert [info.node_id for info in (await decode.hear(Peers)).nodes] == ["p0"]
 
 
 @pytest.mark.parametrize(
@@ -75,90 +68,114 @@ def test_nodes_hear_of_their_peers_each_time_the_set_changes(tmp_path: Path) -> 
         (node_info("d0", "decode", layout="another"), "layout_mismatch"),
     ],
 )
-def test_a_node_that_does_not_fit_is_refused(tmp_path: Path, info: NodeInfo, code: str) -> None:
-    async def use(bench: RouterBench) -> None:
-        await bench.scripted(node_info("p0", "prefill"))
-        stranger = ScriptedNode(bench.endpoint, info)
-        bench.nodes.append(stranger)
-        stranger.join()
-        assert (await stranger.hear(Refused)).failure.code == code
-        assert bench.core.registry.in_service("decode") == []
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_a_silent_node_is_out_and_back_with_its_next_beat(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.pair()
-        other = await bench.scripted(node_info("d1", "decode"))
-        stream = await bench.llm.submit(PROMPT, GREEDY)
-        first = await decode.hear(Decode)
-
-        def ages() -> list[float]:
-            return [n.beat_age_s for n in bench.core.health().nodes if n.node_id != "d0"]
-
-        for _ in range(4):
-            bench.clock.advance(1.0)
-            prefill.beat()
-            other.beat()
-            await bench.until(lambda: max(ages()) == 0)
-        second = await other.hear(Decode)
-        assert second.key.attempt == 1
-        assert (await decode.hear(Cancel)).keys == (first.key,)
-        states = {node.node_id: node.state for node in bench.core.health().nodes}
-        assert states == {"d0": "silent", "d1": "ready", "p0": "ready"}
-        decode.beat()
-        await bench.until(lambda: bench.core.health().status == "ready")
-        stream.close()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_a_node_that_does_not_fit_is_refused(
+    bench: RouterBench, info: NodeInfo, code: str
+) -> None:
+    await bench.scripted(node_info("p0", "prefill"))
+    stranger = ScriptedNode(bench.endpoint, info)
+    bench.nodes.append(stranger)
+    stranger.join()
+    assert (await stranger.hear(Refused)).failure.code == code
+    assert bench.core.registry.in_service("decode") == []
 
 
-def test_a_stuck_node_is_out_of_service_until_its_step_ends(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        _, decode = await bench.pair()
-        decode.beat(step_age_s=11.0, num_running=1)
-        await bench.until(lambda: bench.core.health().status == "failed")
-        decode.beat()
-        await bench.until(lambda: bench.core.health().status == "ready")
-
-    RouterBench(tmp_path).run(use)
-
-
-def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        prefill, decode = await bench.toy_pair()
-        decode.max_steps = 2
-        streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(3)]
-        for stream in streams:
-            await stream.started()
-        prefill.die()
-        decode.die()
-        await bench.until(lambda: bench.core.health().num_queued == 3)
-        bench.clock.advance(31.0)
-        for stream in streams:
-            with pytest.raises(Overloaded) as error:
-                await stream.collect()
-            assert error.value.code == "no_nodes"
-        await bench.settled()
-
-    RouterBench(tmp_path).run(use)
+@routed()
+async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
+    bench: RouterBench,
+) -> None:
+    _, decode = await bench.pair()
+    twin = ScriptedNode(bench.endpoint, node_info("d0", "decode", epoch="another"))
+    bench.nodes.append(twin)
+    twin.join()
+    assert (await twin.hear(Refused)).failure.code == "duplicate_node"
+    stream = await bench.llm.submit(PROMPT, GREEDY)
+    assert (await decode.hear(Decode)).key.attempt == 0
+    stream.close()
+    decode.die()
+    await bench.until(lambda: not bench.core.registry.in_service("decode"))
+    await bench.scripted(node_info("d0", "decode", epoch="another"))  # the name is free again
 
 
-def test_shutdown_ends_every_reader(tmp_path: Path) -> None:
-    async def use(bench: RouterBench) -> None:
-        _, decode = await bench.toy_pair()
-        decode.max_steps = 2
-        stream = await bench.llm.submit(PROMPT, GREEDY)
-        assert bench.llm.is_running
-        await bench.llm.shutdown()
+@routed()
+async def test_the_router_says_once_which_nodes_compute_other_bits(
+    bench: RouterBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.scripted(computing(node_info("p0", "prefill"), "torch-1"))
+    other = await bench.scripted(computing(node_info("d0", "decode"), "torch-2"))
+    other.beat()
+    await bench.scripted(computing(node_info("d1", "decode"), "torch-1"))
+    lines = [record for record in caplog.records if "different bits" in record.message]
+    assert [vars(line)["fields"] for line in lines] == [
+        {"node": "d0", "other": "p0"},
+        {"node": "d1", "other": "d0"},
+    ]
+
+
+@routed()
+async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    other = await bench.scripted(node_info("d1", "decode"))
+    stream = await bench.llm.submit(PROMPT, GREEDY)
+    first = await decode.hear(Decode)
+
+    def ages() -> list[float]:
+        return [n.beat_age_s for n in bench.core.health().nodes if n.node_id != "d0"]
+
+    for _ in range(4):
+        bench.clock.advance(1.0)
+        prefill.beat()
+        other.beat()
+        await bench.until(lambda: max(ages()) == 0)
+    second = await other.hear(Decode)
+    assert second.key.attempt == 1
+    assert (await decode.hear(Cancel)).keys == (first.key,)
+    states = {node.node_id: node.state for node in bench.core.health().nodes}
+    assert states == {"d0": "silent", "d1": "ready", "p0": "ready"}
+    decode.beat()
+    await bench.until(lambda: bench.core.health().status == "ready")
+    stream.close()
+
+
+@routed()
+async def test_a_stuck_node_is_out_of_service_until_its_step_ends(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    decode.beat(step_age_s=11.0, num_running=1)
+    await bench.until(lambda: bench.core.health().status == "failed")
+    decode.beat()
+    await bench.until(lambda: bench.core.health().status == "ready")
+
+
+@routed()
+async def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(bench: RouterBench) -> None:
+    prefill, decode = await bench.toy_pair()
+    decode.max_steps = 2
+    streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(3)]
+    for stream in streams:
+        await stream.changed()
+    prefill.die()
+    decode.die()
+    await bench.until(lambda: bench.core.health().num_queued == 3)
+    bench.clock.advance(31.0)
+    for stream in streams:
         with pytest.raises(Overloaded) as error:
-            await stream.collect()
-        assert error.value.code == "shutting_down"
-        assert not bench.llm.is_running
-        assert not bench.llm.errored
+            await stream.ended()
+        assert error.value.code == "no_nodes"
+    await bench.settled()
 
-    RouterBench(tmp_path).run(use)
+
+@routed()
+async def test_shutdown_ends_every_reader(bench: RouterBench) -> None:
+    _, decode = await bench.toy_pair()
+    decode.max_steps = 2
+    stream = await bench.llm.submit(PROMPT, GREEDY)
+    assert bench.llm.is_running
+    await bench.llm.shutdown()
+    with pytest.raises(Overloaded) as error:
+        await stream.ended()
+    assert error.value.code == "shutting_down"
+    assert not bench.llm.is_running
+    assert not bench.llm.errored
 
 
 class Stillborn:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from baton.kv_transfer.agent_turns import Limits
+from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.interfaces import (
     AddPeer,
     CancelRead,
@@ -19,16 +19,16 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
-from baton.kv_transfer.transports.faulty import Faults
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
-from tests.support.transfer_peer import Bump, Fill, OpenFiles, PeerOptions, TransferPeer
+from tests.support.faulty_transport import Faults
+from tests.support.transfer_peer import PeerOptions, TransferPeer
 
 # Late, twice and in fits, but never wrong: such a transport must keep the whole contract.
 UNRULY = Faults(delay=0.5, duplicate=0.5, stall=0.1, delay_tests=3, stall_tests=10)
-LIMITS = Limits(slice_bytes=256 << 10)
+LIMITS = AgentLimits(slice_bytes=256 << 10)
 NUM_BLOCKS = 64
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
@@ -49,7 +49,7 @@ class Peers:
         self.mode = mode
         self._stack = ExitStack()
 
-    def start(self, limits: Limits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
+    def start(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
         transport: TransportChoice = "nixl" if self.mode.startswith("nixl") else "shm"
         faults = UNRULY if self.mode == "faulty" else None
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
@@ -58,7 +58,7 @@ class Peers:
         self._stack.callback(peer.close)
         return peer
 
-    def pair(self, limits: Limits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
+    def pair(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
         """A reader, and an owner that it is connected to."""
         reader, owner = self.start(limits, block_bytes), self.start(limits, block_bytes)
         connect(reader, owner)
@@ -107,7 +107,7 @@ def run(reader: TransferPeer, *reads: Read) -> list[ReadEnded]:
 
 def test_blocks_arrive_as_they_are_wherever_they_are_put(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    owner.ask(Fill(1))
+    owner.ask(fill=1)
     remote, local = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))
     random.Random(1).shuffle(remote)
     random.Random(2).shuffle(local)
@@ -119,7 +119,7 @@ def test_blocks_arrive_as_they_are_wherever_they_are_put(pair: list[TransferPeer
 
 def test_neighbours_and_lone_blocks_of_one_read_all_arrive(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    owner.ask(Fill(2))
+    owner.ask(fill=2)
     remote = [5, 6, 7, 20, 9, 8, 40, 3, 2, 1]
     local = [10, 11, 12, 13, 30, 29, 0, 60, 61, 62]
     (end,) = run(reader, read(owner, remote, local))
@@ -129,8 +129,8 @@ def test_neighbours_and_lone_blocks_of_one_read_all_arrive(pair: list[TransferPe
 
 def test_a_read_touches_only_the_blocks_it_names(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    owner.ask(Fill(3))
-    reader.ask(Fill(4))
+    owner.ask(fill=3)
+    reader.ask(fill=4)
     before = reader.digests(tuple(range(NUM_BLOCKS)))
     (end,) = run(reader, read(owner, [63, 0], [17, 33]))
     assert (end.failure, end.num_bytes) == (None, 2 * (64 << 10))
@@ -142,7 +142,7 @@ def test_a_read_touches_only_the_blocks_it_names(pair: list[TransferPeer]) -> No
 
 def test_reads_that_are_queued_together_all_end(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    owner.ask(Fill(5))
+    owner.ask(fill=5)
     reads = [read(owner, [block], [NUM_BLOCKS - 1 - block]) for block in range(NUM_BLOCKS)]
     ends = run(reader, *reads)
     assert all(end.failure is None and end.quiet for end in ends)
@@ -152,13 +152,13 @@ def test_reads_that_are_queued_together_all_end(pair: list[TransferPeer]) -> Non
 
 def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    owner.ask(Fill(6))
+    owner.ask(fill=6)
     whole = read(owner, range(32), range(32))
     reader.send(whole, CancelRead(whole.ticket))
     (end,) = reader.wait(1)
     assert isinstance(end, ReadEnded)
     assert end.quiet
-    reader.ask(Fill(7))
+    reader.ask(fill=7)
     before = reader.digests(tuple(range(32)))
     (other,) = run(reader, read(owner, range(32), range(32, 64)))
     assert other.failure is None
@@ -180,7 +180,7 @@ def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) 
 
 def test_a_peer_may_be_removed_and_added_again(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    owner.ask(Fill(7))
+    owner.ask(fill=7)
     for block in range(3):
         reader.send(RemovePeer(owner.options.epoch))
         connect(reader, owner)
@@ -192,13 +192,13 @@ def test_a_peer_may_be_removed_and_added_again(pair: list[TransferPeer]) -> None
 def test_descriptors_come_back_and_dev_shm_stays_empty(pair: list[TransferPeer]) -> None:
     reader, owner = pair
     shared = sorted(os.listdir("/dev/shm"))
-    files = [peer.ask(OpenFiles()).open_files for peer in pair]
+    files = [peer.ask().open_files for peer in pair]
     for _ in range(5):
         reader.send(RemovePeer(owner.options.epoch))
         connect(reader, owner)
     (end,) = run(reader, read(owner, [1], [1]))
     assert end.failure is None
-    after = [peer.ask(OpenFiles()).open_files for peer in pair]
+    after = [peer.ask().open_files for peer in pair]
     assert all(b - a <= 2 for a, b in zip(files, after, strict=True)), (files, after)
     assert sorted(os.listdir("/dev/shm")) == shared
 
@@ -249,7 +249,7 @@ def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) 
     assert all(end.quiet for end in ends)
     assert ends[-1].failure is not None
     successor = peers.start(block_bytes=1 << 20)
-    successor.ask(Fill(8))
+    successor.ask(fill=8)
     reader.send(reader.add(successor))
     while not any(isinstance(event, PeerUp) for event in reader.wait(1)):
         pass
@@ -260,7 +260,7 @@ def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) 
 
 def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(peers: Peers) -> None:
     reader, owner = peers.pair(block_bytes=1 << 20)
-    owner.ask(Fill(9))
+    owner.ask(fill=9)
     expected = owner.digests(tuple(range(NUM_BLOCKS)))
     owner.stop()
     whole = read(owner, range(NUM_BLOCKS), range(NUM_BLOCKS))
@@ -273,9 +273,9 @@ def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(peers: Peers) -> None:
 
 
 def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: Peers) -> None:
-    limits = Limits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+    limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
     reader, owner = peers.pair(limits, block_bytes=1 << 20)
-    owner.ask(Fill(10))
+    owner.ask(fill=10)
     expected = owner.digests(tuple(range(NUM_BLOCKS)))
     owner.stop()
     (end,) = run(reader, read(owner, range(32), range(32)))
@@ -318,7 +318,7 @@ def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
     peers = Peers(mode)
     try:
         reader, owner = peers.pair()
-        owner.ask(Bump((5,)))
+        owner.ask(bump=(5,))
         stale, fresh = run(reader, read(owner, [4, 5, 6], [0, 1, 2]), read(owner, [4], [3]))
         assert stale.failure is not None
         assert stale.failure.code == "stale_block"

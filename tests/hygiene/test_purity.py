@@ -1,4 +1,4 @@
-"""The parts that decide see no clock, no random numbers and no I/O: the simulator runs them."""
+"""The parts that decide see no clock, no random numbers and no I/O, so a test can replay them."""
 
 import ast
 
@@ -11,10 +11,11 @@ TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "host_pool.py", "int
 PURE = (
     "bench/figures/metrics.py",
     "bench/figures/paired.py",
-    "bench/figures/saturation.py",
     "bench/figures/search.py",
     "bench/figures/stages.py",
     "bench/figures/validity.py",
+    "bench/plan/arrivals.py",
+    "bench/plan/plan.py",
     "decode_node/intake.py",
     "decode_node/scheduler.py",
     "decode_node/stream.py",
@@ -22,21 +23,23 @@ PURE = (
     "engine/choices.py",
     "engine/plan.py",
     "engine/prefix_cache.py",
+    "engine/reservation.py",
     "engine/scheduler.py",
     "engine/sequence.py",
     "prefill_node/handoff.py",
     "prefill_node/scheduler.py",
+    "protocol/blocks.py",
     "router/admission.py",
-    "router/leg.py",
-    "router/lifecycle.py",
+    "router/request/leg.py",
+    "router/request/lifecycle.py",
     "router/policy.py",
     "router/registry.py",
-    "router/request_events.py",
-    "runtime/framing.py",
+    "router/request/events.py",
+    "runtime/channels/framing.py",
     *(
         name_of(path)
-        for path in sorted((REPOSITORY / "kv_transfer").glob("*.py"))
-        if path.name not in TRANSFER_IO
+        for path in sorted((REPOSITORY / "kv_transfer").rglob("*.py"))
+        if path.name not in TRANSFER_IO and path.parent.name != "transports"
     ),
 )
 IMPURE_MODULES = {

@@ -26,11 +26,7 @@ HOST_ONLY_ROOMS = (
     "protocol", "runtime", "kv_transfer", "prefill_node", "decode_node", "router", "deploy",
 )  # fmt: skip
 # What starts a rank is not host-only.
-WITH_TORCH = {
-    "prefill_node/main.py", "decode_node/main.py",
-    # Nor is the workshop of the demo model.
-    "deploy/demo/evaluate.py", "deploy/demo/folder.py", "deploy/demo/train.py",
-}  # fmt: skip
+WITH_TORCH = {"prefill_node/main.py", "decode_node/main.py"}
 
 
 @pytest.mark.parametrize("group", USES)

@@ -14,10 +14,11 @@ import pytest
 
 from baton.bench.console import shown
 from baton.bench.figures.stages import sum_error_s
+from baton.bench.plan.workload import Workload
+from baton.bench.planning import plan_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, read_json
-from baton.bench.resolved import plan_of
-from baton.bench.settings import LoadSettings, WorkloadSettings
+from baton.bench.settings import LoadSettings
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -30,7 +31,7 @@ from tests.support.cluster import Cluster
 
 SECRET = "a-key-that-must-not-be-written"
 NUM_REQUESTS, NUM_TOKENS = 6, 12
-WORKLOAD = WorkloadSettings(prompt="uniform:20-90", output=str(NUM_TOKENS), vocabulary="300-1000")
+WORKLOAD = Workload(prompt="uniform:20-90", output=str(NUM_TOKENS), vocabulary="300-1000")
 LOAD = LoadSettings(requests=NUM_REQUESTS, warm_up=2)
 # The same as flags.
 ASKED = ("--prompt", WORKLOAD.prompt, "--output", WORKLOAD.output, "--warm-up", "2",
@@ -114,7 +115,6 @@ def check_tokens(report: Report, cluster: Cluster) -> None:
         (("--url", "http://127.0.0.1:9"), 2, "cannot reach http://127.0.0.1:9"),
         (("--api", "chat"), 2, "the chat API takes none"),
         (("--out", "/proc/nowhere"), 2, "--out /proc/nowhere"),
-        (("--processes", "0"), 2, "--processes cannot be '0'"),
     ],
 )
 def test_a_mistake_is_one_clear_line(
@@ -198,9 +198,9 @@ def test_a_reader_that_left_does_not_cost_the_report(cluster: Cluster, tmp_path:
     words = ("run", "--url", cluster.url(""), "--concurrency", "2", *ASKED, "--out", "report")
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does when it has seen enough
-    with os.fdopen(write_end, "w") as nobody:
+    with os.fdopen(write_end, "w") as pipe:
         done = subprocess.run(
-            command(*words), cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, text=True,
+            command(*words), cwd=tmp_path, stdout=pipe, stderr=subprocess.PIPE, text=True,
             check=False, timeout=60,
         )  # fmt: skip
     assert done.returncode == 1
@@ -214,7 +214,7 @@ def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_p
     words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)
     done = bench(*words, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING: the arms differ in dtype (a: bfloat16, b: float32)" in done.stdout
+    assert "WARNING: the arms differ in dtype (a: bf16, b: float32)" in done.stdout
     report = read_json(tmp_path / "report" / "report.json")
     assert [run.round for run in report.runs] == [1, 1, 2, 2]
     tokens = {
@@ -239,5 +239,5 @@ def test_a_stopped_node_is_seen_by_the_clients(cluster: Cluster, tmp_path: Path)
     assert max(record.end_s - record.intended_s for record in run.measured) > 0.5
     assert run.impacts[0].time_to_detect_s is not None
     assert run.faults[0].resumed_s is not None
-    assert f"fault {stop}: detected after" in done.stdout
+    assert f"Fault {stop}\n" in done.stdout
     assert run.summary.outcomes == {"answered": run.summary.num_requests}

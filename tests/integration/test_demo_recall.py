@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.demo import exam
-from baton.deploy.demo.evaluate import Examiner
 from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory, Transport
-from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -30,7 +27,10 @@ from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from tests.support.cluster import Cluster
+from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.node_threads import NodeThreads
+from tools.demo_model import exam
+from tools.demo_model.evaluate import Examiner
 
 NUM_TOKENS = 2048
 
@@ -92,7 +92,7 @@ def test_split_it_recalls_what_transformers_recalls(
 DENSE = 1024  # tokens; no block is without a fact
 LONGEST_FACT = 36  # characters
 # The first seed whose only fault in the first 120 reads is in the second: that of the second chunk.
-FAULTS, SEED = Faults(blank=0.02), 166
+FAULTS, SEED = Faults(blank=0.02), 2272
 
 
 async def recalled(llm: AsyncLLM) -> list[str]:

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from baton import LLM, AsyncLLM, SamplingParams
-from baton.deploy.local import LocalCluster
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -25,12 +24,16 @@ from baton.protocol.config import (
 from baton.protocol.errors import Cancelled, NodeError
 from baton.router.async_llm import Launcher
 from baton.router.outputs import RequestOutput
+from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 
 START_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 15.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+# Some thousand steps: such a request is still running when a test interferes after a few tokens,
+# however long this process had to wait for a core.
+LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 QUICKSTART = """
 from baton import LLM, SamplingParams
 
@@ -52,11 +55,11 @@ if __name__ == "__main__":
 """
 
 
-def settings(**counts: int) -> ClusterConfig:
+def settings(num_blocks: int = 200, **counts: int) -> ClusterConfig:
     return ClusterConfig(
         **counts,
         model=ModelConfig(path=str(model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=200),
+        cache=CacheConfig(num_blocks=num_blocks),
         engine=EngineConfig(max_num_seqs=16),
         router=RouterConfig(local_prefill="never"),
         log=LogConfig(level="warning"),
@@ -156,7 +159,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_the_node_s_words(tmp_pat
     source = model_folder("qwen3")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NodeError, match="at its start"):
+    with pytest.raises(NodeError, match="while it started"):
         LLM(str(tmp_path))
 
 
@@ -182,17 +185,20 @@ class Nodes:
 
 
 def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
+    # So many steps that the request is still running when the node is killed.
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+
     async def use() -> None:
         nodes = Nodes()
         llm = AsyncLLM.from_config(settings(), launcher=nodes.launcher)
         await llm.start()
         try:
             await llm.ready(START_TIMEOUT_S)
-            async for output in llm.generate(PROMPT, GREEDY):
+            async for output in llm.generate(PROMPT, params):
                 expected = output.outputs[0].token_ids
             got: list[int] = []
             is_killed = False
-            async for output in llm.generate(PROMPT, GREEDY):
+            async for output in llm.generate(PROMPT, params):
                 got = output.outputs[0].token_ids
                 if len(got) >= 5 and not is_killed:
                     is_killed = True
@@ -208,7 +214,8 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
 
 def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
     async def use() -> None:
-        llm = AsyncLLM.from_config(settings(prefill=2, decode=2))
+        # Room for all four long requests on one node.
+        llm = AsyncLLM.from_config(settings(num_blocks=1000, prefill=2, decode=2))
         await llm.start()
         try:
             await llm.ready(START_TIMEOUT_S)
@@ -227,17 +234,18 @@ def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
 
 
 async def stream_or_abort(llm: AsyncLLM, number: int) -> None:
-    """Every fourth request is aborted by its id after a few tokens."""
-    name = f"request {number}"
+    """Every fourth request is a long one, aborted by its id after a few tokens."""
+    name, is_aborted = f"request {number}", number % 4 == 0
     outputs: list[RequestOutput] = []
 
     async def read() -> None:
-        async for output in llm.generate(PROMPT, GREEDY, request_id=name):
+        params = LONG if is_aborted else GREEDY
+        async for output in llm.generate(PROMPT, params, request_id=name):
             outputs.append(output)
-            if number % 4 == 0 and len(output.outputs[0].token_ids) >= 3:
+            if is_aborted and len(output.outputs[0].token_ids) >= 3:
                 await llm.abort(name)
 
-    if number % 4 == 0:
+    if is_aborted:
         with pytest.raises(Cancelled):
             await read()
     else:

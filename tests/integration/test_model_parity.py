@@ -11,26 +11,24 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.plan import StepPlan, StepResult
-from baton.engine.scheduler import Limits, Scheduler
+from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentCommand,
     AgentEvent,
-    Complete,
     Land,
     Landed,
-    Offered,
     PeerUp,
-    Publish,
     Read,
     ReadEnded,
     Released,
 )
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Epoch
+from baton.protocol.messages import End, Span
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.compute import compute_config, no_progress, random_tokens
-from tests.support.drive import Drive, handed, key, local, prefill
+from tests.support.drive import Drive, handed, key, local, offered, prefill
 from tests.support.oracle import Oracle, count_ties
 
 NUM_TOKENS = 24
@@ -46,7 +44,7 @@ class Node:
         self.epoch = Epoch(epoch)
         self.info: ExecutorInfo = executor.start(no_progress)
         pool = BlockPool(self.info.num_blocks, 16, cache_prefixes=True)
-        limits = Limits(96, 8, self.info.max_model_len)
+        limits = NodeLimits(96, 8, self.info.max_model_len)
         self.drive = Drive(kind(pool, limits), self)  # type: ignore[call-arg, arg-type]
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -115,21 +113,21 @@ def test_a_prompt_that_is_handed_over(family: str, oracle: Oracle) -> None:
         source.drive.run(depth=2)
         sink.drive.scheduler.add(0.0, "router", handed("r", prompt, NUM_TOKENS))
         num_blocks = -(-len(prompt) // 16)
-        sink.drive.scheduler.on_report(0.0, Offered(key("r"), len(prompt), num_blocks))
+        sink.drive.scheduler.on_report(0.0, offered("r", len(prompt), num_blocks))
         sink.drive.launch()
         (land,) = [event for event in sink.drive.asked if isinstance(event, Land)]
-        spans = [event for event in source.drive.asked if isinstance(event, Publish)]
+        spans = [event for event in source.drive.asked if isinstance(event, Span)]
         remote = [block for span in spans for block in span.block_ids]
         generations = [generation for span in spans for generation in span.generations]
         read = sink.ask(Read(1, source.epoch, tuple(remote), land.block_ids, tuple(generations)))
         assert isinstance(read, ReadEnded)
         assert read.failure is None
-        (complete,) = [event for event in source.drive.asked if isinstance(event, Complete)]
+        (end,) = [event for event in source.drive.asked if isinstance(event, End)]
         source.drive.scheduler.on_report(0.0, Released(key("r")))
-        landed = Landed(key("r"), complete.tokens, read.num_bytes, 0.0, 0.0)
+        landed = Landed(key("r"), end.tokens, read.num_bytes, 0.0, 0.0)
         sink.drive.scheduler.on_report(0.0, landed)
         sink.drive.run(depth=2)
-        first = [token.token_id for token in complete.tokens]
+        first = [token.token_id for token in end.tokens]
         got = sink.drive.output("r", prompt)
         assert got[:1] == first
         assert_greedy(oracle, prompt, got)

@@ -10,12 +10,12 @@ from baton.engine.records import ReadRecord, StepRecord
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory, Transport
-from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
 from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig, TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import model_folder
+from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local
 from tests.support.oracle import prompt
 

@@ -9,11 +9,16 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton.bench.client.target import Target
 from baton.bench.figures.metrics import PRESETS, Bounds, summarise
 from baton.bench.figures.validity import Problem, Severity
-from baton.bench.records import Arrival, ClientProcess, LoadResult, Outcome, Record, Stage
+from baton.bench.judging import Case
+from baton.bench.plan.plan import Plan
+from baton.bench.records import ClientProcess, LoadResult, Outcome, Planned, Record, Stage
 from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
+from baton.bench.settings import LoadSettings
+from tests.support.load_records import request
 
 PROVENANCE = Provenance(
     created_at="2026-03-01T12:00:00+00:00",
@@ -78,7 +83,7 @@ def scene_run(scene: Scene, label: str, *, bounds: Bounds | None = PRESETS["chat
 
 
 def report_of(runs: Sequence[Run], *, command: str = "run", title: str = "A load") -> Report:
-    """With a provenance and settings that are always the same."""
+    """A report whose provenance and settings are always the same."""
     return Report(
         command=command,
         title=title,
@@ -99,33 +104,47 @@ def warning(text: str) -> Problem:
 
 def answered(index: int, at_s: float, token_times_s: Sequence[float]) -> Record:
     """A request that was sent on time and got one token at each of these times after `at_s`."""
-    arrivals = [Arrival(at_s + time_s, 1) for time_s in token_times_s]
-    return Record(
-        index=index,
-        intended_s=at_s,
-        sent_s=at_s,
-        first_byte_s=arrivals[0].at_s,
-        end_s=arrivals[-1].at_s,
-        outcome=Outcome.ANSWERED,
-        status=200,
-        arrivals=arrivals,
-        prompt_tokens=512,
-        output_tokens=len(arrivals),
-        cached_tokens=0,
-        forced_tokens=len(arrivals),
-    )
+    record = request(at_s, token_times_s, index=index)
+    record.first_byte_s, record.status = record.arrivals[0].at_s, 200
+    record.prompt_tokens, record.cached_tokens = 512, 0
+    record.output_tokens = len(record.arrivals)
+    return record
 
 
 def failed(index: int, at_s: float, outcome: Outcome, detail: str = "") -> Record:
     """A request that got no token."""
-    return Record(
-        index=index,
-        intended_s=at_s,
-        sent_s=at_s,
-        end_s=at_s + 0.02,
-        outcome=outcome,
-        detail=detail,
-        status=503 if outcome is Outcome.REFUSED else None,
+    record = request(at_s, (), index=index, tail_s=0.02, outcome=outcome)
+    record.detail = detail
+    record.status = 503 if outcome is Outcome.REFUSED else None
+    return record
+
+
+def case_of(plan: Plan | int, **changes: object) -> Case:
+    """A case of a plan, or of a closed loop of one client with so many requests."""
+    if isinstance(plan, int):
+        plan = Plan([Planned(index, None, 2, (1,)) for index in range(plan)], ["a note"])
+    made = Case(
+        label="a load", target=Target("http://a", "m"), plan=plan, concurrency=1,
+        load=LoadSettings(), bounds=PRESETS["chat"],
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def loaded(records: Sequence[Record]) -> LoadResult:
+    return LoadResult(list(records), [], float(len(records)), "2026-03-01T12:00:00+00:00")
+
+
+def ended(*outcomes: Outcome) -> LoadResult:
+    """A load of one request per second, whose requests ended in this way."""
+    return loaded(
+        [
+            answered(index, float(index), [0.1, 0.11])
+            if outcome is Outcome.ANSWERED
+            else failed(index, float(index), outcome, "the server's words")
+            for index, outcome in enumerate(outcomes)
+        ]
     )
 
 
@@ -183,7 +202,7 @@ class _Server:
         return fault_s + self._scene.fault_for_s + 0.1 * self._source.random()
 
     def _cut(self, record: Record) -> Record:
-        """Of the streams that a fault meets, half end there."""
+        """End half of the streams that a fault meets."""
         fault_s = self._scene.fault_at_s
         if fault_s is None or not record.intended_s < fault_s < record.end_s:
             return record

@@ -10,10 +10,12 @@ import zmq
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Starting, ToNode, ToRouter
-from baton.runtime.channel import Dialer, Disconnected, Listener, Received
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.framing import HEADER
+from baton.runtime.channels.identity import name_of
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
-from baton.runtime.framing import HEADER
-from baton.runtime.keys import NO_KEYS, Keys
 
 DEADLINE_S = 20.0
 
@@ -24,13 +26,13 @@ def note(number: int, size: int = 0) -> Starting:
 
 
 class Ends:
-    """A listener, and whatever dials it. `heard` and `said` are all that came out of each."""
+    """A listener and its dialers. `peers` has the latest session of each name that was heard."""
 
     def __init__(self, endpoint: str, keys: Keys = NO_KEYS) -> None:
         self.keys = keys
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.listener = self.listen(endpoint)
-        self.heard: list[Received[ToRouter]] = []
+        self.peers: dict[bytes, bytes] = {}
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
         self._bare: list[zmq.Socket[bytes]] = []
 
@@ -61,15 +63,20 @@ class Ends:
         return socket
 
     def hear(self, count: int) -> list[Received[ToRouter]]:
-        """The next `count` things that the listener says, woken by its descriptor alone."""
+        """What the listener says next, by name, `count` times; its descriptor alone wakes it."""
         heard: list[Received[ToRouter]] = []
         while len(heard) < count:
             received = self.listener.receive()
             if received is None:
                 wait(self.listener)
             else:
-                heard.append(received)
+                name = name_of(received.peer) or received.peer  # a bare socket's is whole
+                self.peers[name] = received.peer
+                heard.append(Received(name, received.message, received.disconnected))
         return heard
+
+    def answer(self, name: bytes, message: ToNode) -> bool:
+        return self.listener.send(self.peers.get(name, name), message)
 
     def close(self) -> None:
         for dialer in self._dialers:

@@ -1,16 +1,20 @@
 """Drives one scheduler by hand: plans run on the toy executor, what it says is collected."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.block_pool import BlockPool
 from baton.engine.plan import StepPlan
-from baton.engine.scheduler import Limits, Scheduler
+from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import ConnectorEvent
+from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Decode, Prefill, TokenEntry, Tokens, ToRouter
+from baton.protocol.messages import Decode, Offered, Prefill, TokenEntry, Tokens, ToRouter
 from baton.protocol.sampling import Sampling
 from tests.support.toy_executor import ToyExecutor
 
-LIMITS = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
+BLOCK_SIZE = 4
+LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
 
 
 def key(name: str = "r", choice: int = 0, attempt: int = 0) -> Key:
@@ -40,6 +44,11 @@ def prefill(name: str, prompt: list[int], num_choices: int = 1) -> Prefill:
         key(name), list(prompt), len(prompt), sampling(), num_choices,
         decode_node="d0",  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def offered(name: str, num_tokens: int, num_blocks: int) -> Offered:
+    """What decode hears once a prefill node holds the blocks of that prompt."""
+    return Offered(key(name), num_tokens, num_blocks, 30.0)
 
 
 class Drive:
@@ -94,3 +103,19 @@ class Drive:
     def _collect(self) -> None:
         self.said += [message for _, message in self.scheduler.outputs.take_router_messages()]
         self.asked += self.scheduler.outputs.take_connector_events()
+
+
+class PoolDrive(Drive):
+    """A scheduler of that kind over a pool of its own and the toy executor."""
+
+    def __init__(self, kind: Callable[..., Scheduler], num_blocks: int, limits: NodeLimits) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        super().__init__(kind(self.pool, limits), ToyExecutor(num_blocks, BLOCK_SIZE))
+
+
+def prefill_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> PoolDrive:
+    return PoolDrive(PrefillScheduler, num_blocks, limits)
+
+
+def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> PoolDrive:
+    return PoolDrive(DecodeScheduler, num_blocks, limits)

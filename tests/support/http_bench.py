@@ -7,8 +7,7 @@ and the server are the real ones.
 import asyncio
 import io
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 import aiohttp
 
@@ -16,15 +15,15 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.app import App, Server
-from baton.router.chat_template import ChatTemplate
-from baton.router.handlers import Engine
+from baton.router.http.app import App, Server
+from baton.router.http.handlers import Engine
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream
-from baton.router.text import Text
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.text import Text
+from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
 
-T = TypeVar("T")
 MODEL = ServedModel("tiny", "/models/tiny", "model", "layout", 256, 400, 16)
 WAIT_S = 20.0
 
@@ -48,7 +47,7 @@ class ScriptedEngine:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal
-        detokenizers = [self._text.detokenizer(ids, params) for _ in range(params.n)]
+        detokenizers = [self._text.detokenizer(ids, params, i) for i in range(params.n)]
         name = request_id or "request"
         text = prompt if isinstance(prompt, str) else None
         stream = RequestStream(name, text, ids, params, detokenizers)
@@ -66,7 +65,7 @@ class ScriptedEngine:
 
     def get_model_config(self) -> ServedModel:
         if not self.is_ready:
-            raise NodeError("no node was ready yet", code="not_ready")
+            raise NodeError("no node has been ready yet", code="not_ready")
         return MODEL
 
     def get_tokenizer(self) -> Text:
@@ -106,7 +105,7 @@ class ScriptedEngine:
 
 
 class HttpBench:
-    """`run` serves an engine, uses the server and ends it."""
+    """Serves an engine as long as its context lasts."""
 
     def __init__(
         self,
@@ -172,25 +171,24 @@ def events_of(text: str) -> list[tuple[str, str]]:
     return events
 
 
-def run_http(
-    use: Callable[[HttpBench, ScriptedEngine], Awaitable[T]],
+def served(
     *,
     script: Callable[[RequestStream], None] | None = None,
     config: ClusterConfig | None = None,
     chat_template: ChatTemplate | None = None,
     silence_s: float = WAIT_S,
-) -> T:
-    """Serve a scripted engine on a fresh loop for as long as `use` takes."""
+) -> Callable[[AsyncTest], Test]:
+    """Run an async test with an `HttpBench` as its `bench` and the `engine` that it serves."""
 
-    async def go() -> T:
+    async def serve(use: AsyncTest) -> None:
         engine = ScriptedEngine(script)
         try:
             async with (
                 asyncio.timeout(60.0),
                 HttpBench(engine, config, chat_template, silence_s) as bench,
             ):
-                return await use(bench, engine)
+                await use(bench, engine)
         finally:
             engine.close()
 
-    return asyncio.run(go())
+    return with_bench("bench", "engine", run=lambda use, _: asyncio.run(serve(use)))

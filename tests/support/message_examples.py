@@ -9,7 +9,6 @@ from baton.protocol.codec import (
 )
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.kv_layout import KVLayout, Run
 from baton.protocol.messages import (
     Accepted,
     Beat,
@@ -23,10 +22,11 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     Hello,
-    Landing,
+    KVLayout,
     Load,
     Message,
     NodeInfo,
+    Offered,
     PeerHello,
     Peers,
     Prefill,
@@ -34,13 +34,12 @@ from baton.protocol.messages import (
     Ready,
     Refused,
     Renew,
+    Renewed,
     Span,
     StageTimes,
-    Started,
     Starting,
     TokenEntry,
     Tokens,
-    Welcome,
     Withdrawn,
 )
 from baton.protocol.sampling import Sampling
@@ -50,7 +49,7 @@ OTHER_KEY = Key(RequestId("r1-8"))
 NODE, EPOCH = NodeId("decode-0"), Epoch("e0e1")
 FAILURE = Failure("overloaded", "no room", True, 503, "max_tokens", 1.5)
 SAMPLING = Sampling(42, 16, 2, 0.5, 40, 0.25, 0.125, (5, 6), True)
-LAYOUT = KVLayout(16, 8192, {"kv": (Run(0, 4096), Run(4096, 4096))}, 64, 2, 512, "layout-1")
+LAYOUT = KVLayout(16, 8192, "layout-1")
 TIMES = StageTimes(0.5, 0.25, 0.125, 0.0625, 2.0, 4.0, 65536, 32)
 FIRST = (FirstToken(7), FirstToken(9, "stop"))
 INFO = NodeInfo(
@@ -59,10 +58,9 @@ INFO = NodeInfo(
 )  # fmt: skip
 
 TO_NODE: tuple[Message, ...] = (
-    Welcome("router-0", EPOCH),
     Peers((INFO,)),
-    Prefill(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE, ("salt",)),
-    Decode(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE, 64, ("salt",)),
+    Prefill(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE),
+    Decode(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE, 64),
     Cancel((KEY, OTHER_KEY), "attempt"),
     Refused(FAILURE),
 )
@@ -79,14 +77,14 @@ TO_ROUTER: tuple[Message, ...] = (
 )
 TO_DECODE: tuple[Message, ...] = (
     PeerHello(1, NODE, EPOCH, "model-1", "layout-1"),
-    Started(KEY, 33, 3, 30.0),
-    Span(KEY, 1, 2, (8, 9), (1, 4), 33),
-    End(KEY, 2, FIRST),
+    Offered(KEY, 33, 3, 30.0),
+    Span(KEY, 2, (8, 9), (1, 4)),
+    End(KEY, FIRST),
     Withdrawn(KEY, FAILURE),
+    Renewed(KEY),
 )
 TO_PREFILL: tuple[Message, ...] = (
     PeerHello(1, NODE, EPOCH, "model-1", "layout-1"),
-    Landing(KEY, 1),
     Done(KEY),
     Renew((KEY, OTHER_KEY)),
     Declined(KEY, FAILURE),

@@ -7,6 +7,7 @@ whole schedule. The nodes' answers are a function of the tokens, so every delive
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Key, NodeId, RequestId
@@ -23,16 +24,14 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.leg import Request
-from baton.router.lifecycle import CONFIRM_DEADLINE_S, Lifecycle
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
+    NodeMessage,
     NotPlaced,
     Outcome,
     Place,
@@ -43,9 +42,10 @@ from baton.router.request_events import (
     Tick,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, NO_NODE, Lifecycle
 from tests.support.scripted_nodes import toy_token
 
-Said = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
 Action = Callable[[], None]
 LOST = NodeError("gone").to_failure()
 OVERLOADED = Failure("no_nodes", "none", retryable=True, http_status=503)
@@ -87,7 +87,7 @@ class WorldNode:
     is_there: bool = True  # False: what is sent to it is lost
     works: dict[Key, Work] = field(default_factory=dict)
     inbox: deque[Prefill | Decode | Cancel] = field(default_factory=deque)
-    outbox: deque[Said] = field(default_factory=deque)
+    outbox: deque[NodeMessage] = field(default_factory=deque)
 
 
 class World:
@@ -113,10 +113,10 @@ class World:
 
     # --- the router's side, checked ------------------------------------------------------------
 
-    def feed(self, event: RequestEvent) -> None:
+    def feed(self, event: RequestEvent, node: NodeId = NO_NODE) -> None:
         if self.is_closed:
             return
-        for command in self.lifecycle.step(self.now_s, event):
+        for command in self.lifecycle.step(self.now_s, event, node):
             assert not self.is_closed, f"{command} after Closed"
             match command:
                 case Place(key=key):
@@ -157,57 +157,49 @@ class World:
 
     # --- what may happen -----------------------------------------------------------------------
 
-    def good_actions(self) -> list[Action]:
-        actions: list[Action] = []
-        for key in self.places:
-            actions += self.placings(key)
+    def good_actions(self, *, advancing: bool = False) -> list[Action]:
+        """What can happen without a failure; with `advancing`, only what leads on."""
+        actions = [action for key in self.places for action in self.placings(key)]
         for node in self.nodes:
             if node.inbox:
-                actions.append(lambda node=node: self.take_in(node))  # type: ignore[misc]
+                actions.append(partial(self.take_in, node))
             if node.outbox:
-                actions.append(lambda node=node: self.say(node))  # type: ignore[misc]
-            for key in node.works:
-                actions.append(lambda node=node, key=key: self.work(node, key))  # type: ignore[misc]
+                actions.append(partial(self.say, node))
+            for key, work in node.works.items():
+                if not advancing or self.advances(work):
+                    actions.append(partial(self.work, node, key))
         return actions
 
     def bad_actions(self) -> list[Action]:
         actions: list[Action] = [lambda: self.feed(CallerGone()), self.tick]
-        for key in self.places:
-            actions.append(lambda key=key: self.not_placed(key))  # type: ignore[misc]
+        actions += [partial(self.not_placed, key) for key in self.places]
         for choice, output in self.output.items():
             if output and self.finished.get(choice) is None and not self.outcomes:
-                actions.append(lambda choice=choice: self.stop(choice))  # type: ignore[misc]
+                actions.append(partial(self.stop, choice))
         for node in self.nodes:
             if node.is_up:
-                actions.append(lambda node=node: self.die(node))  # type: ignore[misc]
-                actions.append(lambda node=node: self.pause(node))  # type: ignore[misc]
+                actions += [partial(self.die, node), partial(self.pause, node)]
             else:
-                actions.append(lambda node=node: self.come_back(node))  # type: ignore[misc]
+                actions.append(partial(self.come_back, node))
             for key in node.works:
-                actions.append(lambda node=node, key=key: self.fail(node, key, min))  # type: ignore[misc]
-                actions.append(lambda node=node, key=key: self.fail(node, key, max))  # type: ignore[misc]
+                actions += [partial(self.fail, node, key, which) for which in (min, max)]
         return actions
 
     def placings(self, key: Key) -> list[Action]:
         place = self.places[key]
         decodes = [n for n in self.nodes if n.is_up and not n.is_prefill]
         prefills = [n for n in self.nodes if n.is_up and n.is_prefill]
-        pairs: list[tuple[WorldNode | None, WorldNode | None]] = []
-        if place.wants_decode:
-            pairs += [(p, d) for p in prefills for d in decodes]
-        else:
-            pairs += [(p, None) for p in prefills]
-        pairs += [(None, d) for d in decodes if not place.remote_only or not prefills]
-        return [lambda p=p, d=d: self.place(key, p, d) for p, d in pairs]  # type: ignore[misc]
+        pairs: list[tuple[WorldNode | None, WorldNode | None]] = [(None, d) for d in decodes]
+        pairs += [(p, d) for p in prefills for d in (decodes if place.wants_decode else [None])]
+        return [partial(self.place, key, p, d) for p, d in pairs]
 
     def place(self, key: Key, prefill: WorldNode | None, decode: WorldNode | None) -> None:
-        place = self.places.pop(key)
+        del self.places[key]
         names = [None if node is None else node.node_id for node in (prefill, decode)]
         for name in names:
             if name is not None:
                 self.charges[name, key] += 1
-        bound = None if prefill is not None or place.remote_only else 4
-        self.feed(Placed(key, names[0], names[1], bound))
+        self.feed(Placed(key, names[0], names[1]))
 
     def not_placed(self, key: Key) -> None:
         del self.places[key]
@@ -260,25 +252,18 @@ class World:
                     del node.works[leg_key]
 
     def say(self, node: WorldNode) -> None:
-        self.feed(NodeSaid(node.node_id, node.outbox.popleft()))
+        self.feed(node.outbox.popleft(), node.node_id)
 
     def fail(self, node: WorldNode, key: Key, which: Callable[[set[int]], int]) -> None:
-        """Refuse, lose or preempt, as fits the state."""
+        """Lose a leg, or preempt one of its sequences once they run."""
         work = node.works[key]
-        retryable = Failure("transfer_failed", "lost", retryable=True)
-        if isinstance(work.message, Prefill):
-            node.outbox.append(Failed(key, retryable))
-            del node.works[key]
-        elif work.sequences is not None:
+        if work.sequences is not None:
             chosen = which(work.live)
             preempted = Failure("preempted", "no room", retryable=True)
             node.outbox.append(Failed(key.of_choice(chosen), preempted))
             self.drop(node, key.of_choice(chosen))
-        elif not work.accepted and work.message.max_uncached_tokens is not None:
-            node.outbox.append(Failed(key, Failure("not_cached", "no", retryable=True)))
-            del node.works[key]
         else:
-            node.outbox.append(Failed(key, retryable))
+            node.outbox.append(Failed(key, Failure("transfer_failed", "lost", retryable=True)))
             del node.works[key]
 
     def work(self, node: WorldNode, key: Key) -> None:
@@ -305,12 +290,11 @@ class World:
         return FirstTokens(message.key, len(message.token_ids), tuple(firsts))
 
     def join(self, node: WorldNode, work: Work, message: Decode) -> None:
-        if message.prefill_node is None:
+        is_local = message.prefill_node is None
+        if is_local or message.key in self.computed:
             work.sequences = {choice: list(message.token_ids) for choice in work.live}
+        if is_local or work.sequences is None:
             return
-        if message.key not in self.computed:
-            return
-        work.sequences = {choice: list(message.token_ids) for choice in work.live}
         for choice in list(work.live):
             first = [*message.token_ids, toy_token(message.token_ids, choice)]
             if finish_of(message, first) is not None:
@@ -338,45 +322,19 @@ class World:
         for node in self.nodes:
             self.come_back(node)
         for _ in range(2000):
-            actions = self.good_actions()
-            if not actions:
+            if not (actions := self.good_actions(advancing=True)):
                 break
-            idle = [n for n in self.nodes if n.inbox or n.outbox or n.works]
-            if not self.places and all(not self.can_move(node) for node in idle):
-                break
-            for action in actions[:1] if self.places else self.moving():
-                action()
-                break
-
-    def moving(self) -> list[Action]:
-        moves: list[Action] = []
-        for node in self.nodes:
-            if node.inbox:
-                moves.append(lambda node=node: self.take_in(node))  # type: ignore[misc]
-            if node.outbox:
-                moves.append(lambda node=node: self.say(node))  # type: ignore[misc]
-            for key, work in node.works.items():
-                if self.advances(work):
-                    moves.append(lambda node=node, key=key: self.work(node, key))  # type: ignore[misc]
-        return moves
-
-    def can_move(self, node: WorldNode) -> bool:
-        return bool(node.inbox or node.outbox) or any(map(self.advances, node.works.values()))
+            actions[0]()
 
     def advances(self, work: Work) -> bool:
         message = work.message
         if self.is_closed:
-            # Nobody works for a request that is over; but decode hears of an end at the first
+            # No node works for a request that is over; but decode hears of an end at the first
             # token from prefill, perhaps later than the router.
             return message.key in self.computed and work.sequences is None
-        waits = (
-            isinstance(message, Decode)
-            and work.accepted
-            and work.sequences is None
-            and message.prefill_node is not None
-            and message.key not in self.computed
-        )
-        return not waits
+        is_landing = isinstance(message, Decode) and message.prefill_node is not None
+        has_all = work.sequences is not None or message.key in self.computed
+        return not (is_landing and work.accepted) or has_all
 
 
 def choices_of(message: Prefill | Decode) -> range:

@@ -8,14 +8,16 @@ from typing import TypeVar
 import msgspec
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.messages import NodeInfo, Peers, Welcome
+from baton.protocol.messages import NodeInfo, Peers
 from baton.protocol.sampling import SamplingParams
 from baton.router.async_llm import AsyncLLM
 from baton.router.core import RouterCore
-from baton.router.outputs import RequestOutput
-from baton.runtime.clock import VirtualClock
+from baton.router.outputs import Merged, RequestOutput
+from baton.router.stream import RequestStream
+from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
 from tests.support.small_tokenizers import small_text
+from tests.support.virtual_clock import VirtualClock
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -33,7 +35,7 @@ class RouterBench:
         )
         self.core = RouterCore(config, self.clock)
         self.llm = AsyncLLM(config, self.core, small_text())
-        self.endpoint = config.router.control
+        self.endpoint = config.control
         self.nodes: list[ScriptedNode] = []
 
     def run(self, use: Callable[["RouterBench"], Awaitable[T]]) -> T:
@@ -62,7 +64,6 @@ class RouterBench:
     async def _join(self, node: ScriptedNode) -> None:
         self.nodes.append(node)
         node.join()
-        await node.hear(Welcome)
         await node.hear(Peers)
 
     async def pair(self) -> tuple[ScriptedNode, ScriptedNode]:
@@ -84,6 +85,14 @@ class RouterBench:
         assert all(node.num_legs == node.num_tokens == 0 for node in self.core.health().nodes)
 
 
+async def collected(stream: RequestStream) -> RequestOutput:
+    """The whole answer of a request."""
+    merged = Merged(stream.params.n)
+    stream.send_to(merged.add)
+    await stream.ended()
+    return stream.output(merged.outputs())
+
+
 async def whole(
     llm: AsyncLLM, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT
 ) -> RequestOutput:
@@ -92,3 +101,8 @@ async def whole(
         last = output
     assert last.finished
     return last
+
+
+def routed(router: RouterConfig = REMOTE) -> Callable[[AsyncTest], Test]:
+    """Run an async test with a `RouterBench` as its `bench`."""
+    return with_bench("bench", run=lambda use, folder: RouterBench(folder, router).run(use))

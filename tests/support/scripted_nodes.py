@@ -9,11 +9,11 @@ import zlib
 from array import array
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, Key, NodeId
-from baton.protocol.kv_layout import KVLayout, Run
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -25,6 +25,7 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     Hello,
+    KVLayout,
     Load,
     NodeInfo,
     Prefill,
@@ -36,7 +37,7 @@ from baton.protocol.messages import (
     ToNode,
     ToRouter,
 )
-from baton.runtime.channel import Dialer, Disconnected
+from baton.runtime.channels.dialer import Dialer, Disconnected
 
 VOCAB_SIZE = 250
 BLOCK_SIZE = 4
@@ -58,7 +59,7 @@ def toy_answer(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]
 
 
 def toy_layout(fingerprint: str = "layout") -> KVLayout:
-    return KVLayout(BLOCK_SIZE, 1024, {"kv": (Run(0, 1024),)}, 0, 1, 256, fingerprint)
+    return KVLayout(BLOCK_SIZE, 1024, fingerprint)
 
 
 def node_info(
@@ -84,6 +85,15 @@ def node_info(
     )
 
 
+def hello_of(info: NodeInfo) -> Hello:
+    return Hello(PROTOCOL_VERSION, info.node_id, info.role, info.epoch)
+
+
+def computing(info: NodeInfo, compute: str) -> NodeInfo:
+    """`info` of a node that keeps the bits of a token and says how it computes."""
+    return msgspec.structs.replace(info, batch_invariant=True, compute=compute)
+
+
 class ScriptedNode:
     """One node's two channels to a router, on the running event loop."""
 
@@ -100,7 +110,7 @@ class ScriptedNode:
         self.is_open = True
 
     def join(self) -> None:
-        self.say(Hello(PROTOCOL_VERSION, self.info.node_id, self.info.role, self.info.epoch))
+        self.say(hello_of(self.info))
         self.say(Ready(self.info))
         self.beat()
 

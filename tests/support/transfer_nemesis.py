@@ -10,17 +10,8 @@ from random import Random
 from baton.kv_transfer.interfaces import Landed, Released
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Epoch
-from tests.support.transfer_world import (
-    FAILURE,
-    Process,
-    Prompt,
-    Reading,
-    Session,
-    World,
-    key,
-    node,
-    rank_address,
-)
+from tests.support.connectors import FAILURE, key, node, rank_address
+from tests.support.transfer_world import Process, Prompt, Reading, Session, World
 
 LEASE_S = 3.0
 MAX_SETTLING_STEPS = 40_000  # ten minutes of renewals, if decode never has blocks
@@ -146,8 +137,8 @@ class Nemesis:
             self.world.land(
                 process, prompt, self.rng.choice((0, 0, prompt.num_blocks - 1, prompt.num_blocks))
             )
-        elif prompt.num_published < prompt.num_blocks:
-            self.world.publish(process, prompt, self.rng.randint(1, 3))
+        elif prompt.num_announced < prompt.num_blocks:
+            self.world.announce(process, prompt, self.rng.randint(1, 3))
         else:
             self.world.complete(process, prompt)
 

@@ -20,15 +20,16 @@ import msgspec
 import numpy as np
 
 from baton.kv_transfer.agent import TransferAgent
-from baton.kv_transfer.agent_turns import Limits
+from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, Transport
-from baton.kv_transfer.transports.faulty import Faults, FaultyTransport
-from baton.kv_transfer.transports.make import make_transports
+from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
+from tests.support.faulty_transport import Faults, FaultyTransport
+from tests.support.sources import REPOSITORY
 
 MAX_MESSAGE_BYTES = 1 << 17
 ANSWER_TIMEOUT_S = 30.0
@@ -39,57 +40,26 @@ class PeerOptions(msgspec.Struct, frozen=True):
     transport: TransportChoice
     num_blocks: int = 64
     block_bytes: int = 64 << 10
-    limits: Limits = Limits()
+    limits: AgentLimits = AgentLimits()
     faults: Faults | None = None
     seed: int = 0
 
 
-class Request(msgspec.Struct, frozen=True, tag=True):
-    """Root of what a test asks; each is answered with one `Answer`."""
+class Request(msgspec.Struct, frozen=True):
+    """What a test asks, done in the order of the fields and answered with one `Answer`."""
 
-
-class Fill(Request, frozen=True):
-    """Fill the whole pool with the bytes of `seed`."""
-
-    seed: int
-
-
-class Bump(Request, frozen=True):
-    """Give these blocks a new owner."""
-
-    blocks: tuple[int, ...]
-
-
-class Send(Request, frozen=True):
-    commands: tuple[AgentCommand, ...]
-
-
-class Wait(Request, frozen=True):
-    """Answered with the next events, none if none come in time."""
-
-    timeout_s: float = 10.0
-
-
-class Digests(Request, frozen=True):
-    blocks: tuple[int, ...]
-
-
-class OpenFiles(Request, frozen=True):
-    pass
-
-
-class CloseAgent(Request, frozen=True):
-    pass
+    fill: int | None = None  # the whole pool with the bytes of that seed
+    bump: tuple[int, ...] = ()  # blocks that get a new owner
+    commands: tuple[AgentCommand, ...] = ()
+    wait_s: float = 0.0  # at most, for the next events
+    digests: tuple[int, ...] = ()  # of these blocks
 
 
 class Answer(msgspec.Struct, frozen=True):
+    address: RankAddress
+    open_files: int
     events: tuple[AgentEvent, ...] = ()
     digests: tuple[bytes, ...] = ()
-    address: RankAddress | None = None
-    open_files: int = 0
-
-
-AnyRequest = Fill | Bump | Send | Wait | Digests | OpenFiles | CloseAgent
 
 
 class TransferPeer:
@@ -101,24 +71,29 @@ class TransferPeer:
         self._link.settimeout(ANSWER_TIMEOUT_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), msgspec.json.encode(options)],
+                [
+                    sys.executable,
+                    "-m",
+                    __name__,
+                    str(theirs.fileno()),
+                    msgspec.json.encode(options),
+                ],
+                cwd=REPOSITORY,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **(env or {})},
             )
         try:
-            address = self._receive().address
+            self.address = self._receive().address
         except BaseException:
             self.close()
             raise
-        assert address is not None
-        self.address = address
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, request: AnyRequest) -> Answer:
-        self._link.send(msgspec.msgpack.encode(request))
+    def ask(self, **request: object) -> Answer:
+        self._link.send(msgspec.msgpack.encode(Request(**request)))  # type: ignore[arg-type]
         return self._receive()
 
     def _receive(self) -> Answer:
@@ -127,19 +102,19 @@ class TransferPeer:
         return msgspec.msgpack.decode(data, type=Answer)
 
     def send(self, *commands: AgentCommand) -> None:
-        self.ask(Send(commands))
+        self.ask(commands=commands)
 
     def wait(self, count: int) -> list[AgentEvent]:
         """The next `count` events; fails if they do not come."""
         events: list[AgentEvent] = []
         while len(events) < count:
-            more = self.ask(Wait()).events
+            more = self.ask(wait_s=10.0).events
             assert more, f"no event came after {events}"
             events += more
         return events
 
     def digests(self, blocks: tuple[int, ...]) -> tuple[bytes, ...]:
-        return self.ask(Digests(blocks)).digests
+        return self.ask(digests=blocks).digests
 
     def add(self, other: "TransferPeer") -> AddPeer:
         """The command that makes `other` readable from here."""
@@ -184,38 +159,37 @@ class _Child:
         return FaultyTransport(inner, faults, options.seed, self._pool.buffer, options.block_bytes)
 
     def serve(self, link: socket.socket) -> None:
-        link.send(msgspec.msgpack.encode(Answer(address=self._agent.address())))
+        link.send(msgspec.msgpack.encode(self._answer(Request())))
         while data := link.recv(MAX_MESSAGE_BYTES):
-            request = msgspec.msgpack.decode(data, type=AnyRequest)
+            request = msgspec.msgpack.decode(data, type=Request)
             link.send(msgspec.msgpack.encode(self._answer(request)))
         self._agent.close()
         self._pool.close()
 
-    def _answer(self, request: AnyRequest) -> Answer:
-        match request:
-            case Fill(seed=seed):
-                data = random.Random(seed).randbytes(self._blocks.size)
-                self._blocks[:] = np.frombuffer(data, np.uint8).reshape(self._blocks.shape)
-            case Bump(blocks=blocks):
-                self._pool.generations[list(blocks)] += 1
-            case Send(commands=commands):
-                for command in commands:
-                    self._agent.send(command)
-            case Wait(timeout_s=timeout_s):
-                deadline_s = monotonic() + timeout_s
-                events = self._agent.poll()
-                while not events and (left_s := deadline_s - monotonic()) > 0:
-                    select.select([self._agent.fileno()], [], [], left_s)
-                    events = self._agent.poll()  # may be empty: readable only means perhaps
-                return Answer(events=tuple(events))
-            case Digests(blocks=blocks):
-                digests = (hashlib.blake2b(self._blocks[b], digest_size=16) for b in blocks)
-                return Answer(digests=tuple(d.digest() for d in digests))
-            case OpenFiles():
-                return Answer(open_files=len(os.listdir("/proc/self/fd")))
-            case CloseAgent():
-                self._agent.close()
-        return Answer()
+    def _answer(self, request: Request) -> Answer:
+        if request.fill is not None:
+            data = random.Random(request.fill).randbytes(self._blocks.size)
+            self._blocks[:] = np.frombuffer(data, np.uint8).reshape(self._blocks.shape)
+        self._pool.generations[list(request.bump)] += 1
+        for command in request.commands:
+            self._agent.send(command)
+        digests = (hashlib.blake2b(self._blocks[b], digest_size=16) for b in request.digests)
+        return Answer(
+            self._agent.address(),
+            len(os.listdir("/proc/self/fd")),
+            tuple(self._events(request.wait_s)),
+            tuple(digest.digest() for digest in digests),
+        )
+
+    def _events(self, wait_s: float) -> list[AgentEvent]:
+        if not wait_s:
+            return []
+        deadline_s = monotonic() + wait_s
+        events = self._agent.poll()
+        while not events and (left_s := deadline_s - monotonic()) > 0:
+            select.select([self._agent.fileno()], [], [], left_s)
+            events = self._agent.poll()  # may be empty: readable only means perhaps
+        return events
 
 
 if __name__ == "__main__":

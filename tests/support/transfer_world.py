@@ -9,14 +9,11 @@ block of another, and what has landed is what was computed.
 from collections import deque
 from dataclasses import dataclass, field
 
-import msgspec
-
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     Abandon,
     AddPeer,
     CancelRead,
-    Complete,
     ConnectorCommand,
     ConnectorEvent,
     ConnectorReport,
@@ -29,59 +26,37 @@ from baton.kv_transfer.interfaces import (
     Landed,
     LandingEnded,
     Offer,
-    Offered,
     PeerDown,
     PeerLost,
+    PeerName,
     PeersChanged,
     PeerUp,
-    Publish,
     Read,
     ReadEnded,
     Released,
     RemovePeer,
     ToPeer,
     ToRank,
-    Withdraw,
 )
-from baton.kv_transfer.transports.shm_address import ShmAddress
 from baton.protocol.codec import to_decode_codec, to_prefill_codec
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.kv_layout import KVLayout, Run
-from baton.protocol.messages import FirstToken, NodeInfo, PeerHello, RankAddress, Role
+from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.messages import (
+    End,
+    FirstToken,
+    NodeInfo,
+    Offered,
+    PeerHello,
+    Span,
+    Withdrawn,
+)
+from tests.support.connectors import BLOCK_BYTES, BLOCK_SIZE, FAILURE
 
-BLOCK_SIZE = 4
-BLOCK_BYTES = 64
 TO_DECODE, TO_PREFILL = to_decode_codec(), to_prefill_codec()
-FAILURE = Failure("test", "the test wants it so")
 GARBAGE = ("garbage",)
 
-PeerName = tuple[NodeId, Epoch]
 Bytes = tuple[object, ...]  # what stands in a block: (key, index in the prompt, rank)
-
-
-def key(name: str = "r", attempt: int = 0) -> Key:
-    return Key(RequestId(name), 0, attempt)
-
-
-def layout(fingerprint: str = "layout") -> KVLayout:
-    runs = {"kv": (Run(0, BLOCK_BYTES),)}
-    return KVLayout(BLOCK_SIZE, BLOCK_BYTES, runs, 0, 2, 16, fingerprint)
-
-
-def rank_address(epoch: str, host: str = "host") -> RankAddress:
-    return RankAddress({"shm": ShmAddress(host, f"@{epoch}", b"n" * 16, Epoch(epoch)).encode()})
-
-
-def node(name: str, role: Role, *, num_ranks: int = 1, **fields: object) -> NodeInfo:
-    """A node's publication; `fields` replace what it says."""
-    epoch = f"{name}-1"
-    info = NodeInfo(
-        NodeId(name), Epoch(epoch), role, f"ipc://{name}" if role == "decode" else "",
-        64, layout(), (rank_address(epoch),) * num_ranks, "model", 4096, 100,
-    )  # fmt: skip
-    return msgspec.structs.replace(info, **fields)
 
 
 @dataclass(eq=False)
@@ -114,7 +89,7 @@ class Prompt:
     num_blocks: int
     peer: NodeId
     blocks: list[int] = field(default_factory=list)
-    num_published: int = 0
+    num_announced: int = 0
     is_complete: bool = False
     is_offered: bool = False
     first_block: int = 0
@@ -211,25 +186,23 @@ class World:
         process.inbox.append(Offer(at, decode, num_blocks * BLOCK_SIZE, num_blocks))
         return prompt
 
-    def publish(self, process: Process, prompt: Prompt, count: int) -> None:
+    def announce(self, process: Process, prompt: Prompt, count: int) -> None:
         """Compute the next `count` blocks and announce them."""
-        first = prompt.num_published
+        first = prompt.num_announced
         blocks = tuple(prompt.blocks[first : first + count])
         for index, block in enumerate(blocks, first):
             for rank in process.ranks:
                 process.content[rank, block] = (prompt.key, index, rank)
-        prompt.num_published += len(blocks)
-        valid_tokens = prompt.num_published * BLOCK_SIZE
-        generations = (1,) * len(blocks)
-        process.inbox.append(Publish(prompt.key, first, blocks, generations, valid_tokens))
+        prompt.num_announced += len(blocks)
+        process.inbox.append(Span(prompt.key, first, blocks, (1,) * len(blocks)))
 
     def complete(self, process: Process, prompt: Prompt) -> None:
         prompt.is_complete = True
-        process.inbox.append(Complete(prompt.key, (FirstToken(prompt.num_blocks),)))
+        process.inbox.append(End(prompt.key, (FirstToken(prompt.num_blocks),)))
 
     def withdraw(self, process: Process, prompt: Prompt) -> None:
         prompt.is_over = True
-        process.inbox.append(Withdraw(prompt.key, FAILURE))
+        process.inbox.append(Withdrawn(prompt.key, FAILURE))
 
     def expect(self, process: Process, at: Key, prefill: NodeId) -> Prompt:
         prompt = process.prompts[at] = Prompt(at, 0, prefill, is_offered=True)

@@ -8,29 +8,20 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
-from baton.bench.client.ask import Session, Stopped, ask_from
+from baton.bench.client.ask import Session, Stopped, ask
 from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
+from baton.bench.selftest.answers import DONE, error, event, token, usage
+from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
+from baton.bench.selftest.scripts import answer_ids
 from baton.runtime.clock import monotonic
-from tests.support.scripted_openai import (
-    DONE,
-    Call,
-    Play,
-    ScriptedOpenAI,
-    answer,
-    error,
-    event,
-    token,
-    usage,
-)
 
 TIMEOUT_S = 20.0
+ONE = (token(), usage(1), DONE)
 
 
 def planned(index: int = 0, at_s: float | None = None, num_tokens: int = 3) -> Planned:
@@ -38,57 +29,52 @@ def planned(index: int = 0, at_s: float | None = None, num_tokens: int = 3) -> P
 
 
 def put(url: str, *requests: Planned, **more: object) -> list[Record]:
-    """One after the other, over one session."""
+    """One after the other, over one session; `at_s` counts from now."""
 
     async def run() -> list[Record]:
-        target = Target(url, "tiny", **{"timeout_s": TIMEOUT_S, **more})  # type: ignore[arg-type]
+        target = Target(url, MODEL, **{"timeout_s": TIMEOUT_S, **more})  # type: ignore[arg-type]
         start_s = monotonic()
+        due_s = [None if one.at_s is None else start_s + one.at_s for one in requests]
         async with Session(target) as session:
-            return [await ask_from(session, target, request, start_s) for request in requests]
+            pairs = zip(requests, due_s, strict=True)
+            return [await ask(session, target, request, due) for request, due in pairs]
 
     return asyncio.run(run())
 
 
 def play(script: Play, **more: object) -> Record:
-    with ScriptedOpenAI(script) as server:
+    with ScriptedServer(script) as server:
         (record,) = put(server.url, planned(), **more)
     return record
 
 
 def sends(*pieces: bytes) -> Play:
-    async def script(call: Call) -> web.StreamResponse:
-        return await call.send(*pieces)
-
-    return script
+    return lambda call: call.send(*pieces)
 
 
 def cuts(*pieces: bytes) -> Play:
-    async def script(call: Call) -> web.StreamResponse:
-        return await call.cut(*pieces)
-
-    return script
+    return lambda call: call.cut(*pieces)
 
 
 def says(data: bytes) -> Play:
-    async def script(call: Call) -> web.StreamResponse:
-        return await call.raw(data)
-
-    return script
+    return lambda call: call.raw(data)
 
 
-def returns(make: Callable[[], web.Response]) -> Play:
-    async def script(_: Call) -> web.StreamResponse:
-        return make()
+def replies(status: int, body: bytes, kind: str = "application/json", **fields: str) -> Play:
+    return lambda call: call.reply(status, body, kind, **fields)
 
-    return script
+
+async def hang(call: Call) -> None:
+    await call.write(token())
+    await asyncio.sleep(60.0)
 
 
 def test_an_answer_is_read_and_stamped() -> None:
-    with ScriptedOpenAI() as server:
-        record, other = put(server.url, planned(), planned(1), token_ids=True)
+    with ScriptedServer() as server:
+        record, other = put(server.url, planned(), planned(1))
     assert (record.outcome, record.detail, record.status) == (Outcome.ANSWERED, "", 200)
-    assert record.token_ids == [0, 1, 2]
-    assert (record.num_tokens, record.prompt_tokens, record.output_tokens) == (3, 3, 3)
+    assert record.token_ids == answer_ids(0, 3)
+    assert (record.num_tokens, record.prompt_tokens, record.output_tokens) == (3, 2, 3)
     stamps = [record.intended_s, record.sent_s, record.first_byte_s or 0.0]
     stamps += [arrival.at_s for arrival in record.arrivals] + [record.end_s]
     assert stamps == sorted(stamps)
@@ -96,37 +82,51 @@ def test_an_answer_is_read_and_stamped() -> None:
     assert record.end_s <= other.sent_s
 
 
-def test_a_connection_is_used_again() -> None:
-    with ScriptedOpenAI() as server:
-        records = put(server.url, *map(planned, range(5)))
-        assert server.num_connections == 1
+async def closing(call: Call) -> None:
+    call.keep_alive = False
+    await call.send(*ONE)
+
+
+@pytest.mark.parametrize(
+    ("script", "keep_alive_s", "moments", "num_connections"),
+    [
+        (sends(*ONE), 30.0, [None] * 5, 1),
+        (closing, 30.0, [None] * 3, 3),  # the server says that it will close
+        (sends(*ONE), 0.05, [None, 1.0], 2),  # it closed meanwhile
+    ],
+)
+def test_a_connection_is_used_again_unless_it_is_closed(
+    script: Play, keep_alive_s: float, moments: list[float | None], num_connections: int
+) -> None:
+    with ScriptedServer(script, keep_alive_s=keep_alive_s) as server:
+        requests = [planned(index, at_s, 1) for index, at_s in enumerate(moments)]
+        records = put(server.url, *requests)
+        assert server.num_connections == num_connections
     assert {record.outcome for record in records} == {Outcome.ANSWERED}
 
 
-def test_a_connection_that_the_server_will_close_is_not_used_again() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        call.keep_alive = False
-        return await call.send(token(), usage(1), DONE)
+def test_an_answer_is_over_with_its_last_event_whenever_its_body_ends() -> None:
+    asked: list[asyncio.Event] = []
 
-    with ScriptedOpenAI(script) as server:
-        records = put(server.url, *(planned(index, num_tokens=1) for index in range(3)))
-        assert server.num_connections == 3
-    assert {record.outcome for record in records} == {Outcome.ANSWERED}
+    async def script(call: Call) -> None:
+        asked.append(asyncio.Event())
+        await call.write(*ONE)
+        if len(asked) == 1:
+            await asked[0].wait()
+        asked[0].set()
+        await call.send()
 
-
-def test_a_connection_that_the_server_closed_meanwhile_is_not_used_again() -> None:
-    with ScriptedOpenAI(keep_alive_s=0.05) as server:
-        records = put(server.url, planned(0), planned(1, at_s=1.0))
+    with ScriptedServer(script) as server:
+        records = put(server.url, planned(0, num_tokens=1), planned(1, num_tokens=1))
         assert server.num_connections == 2
     assert {record.outcome for record in records} == {Outcome.ANSWERED}
 
 
 def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
-    with ScriptedOpenAI() as server:
+    with ScriptedServer() as server:
         late, due = put(server.url, planned(0, at_s=-1.0), planned(1, at_s=0.4))
-    assert late.intended_s == pytest.approx(-1.0)
-    assert late.sent_s > 0.0
-    assert due.intended_s == pytest.approx(0.4)
+    assert due.intended_s - late.intended_s == pytest.approx(1.4)
+    assert late.sent_s > late.intended_s + 1.0
     assert due.sent_s >= due.intended_s
 
 
@@ -145,19 +145,15 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (cuts(), "truncated", "the connection was closed without any event"),
         (says(b""), "truncated", "the connection was closed before an answer came"),
         (says(b"SSH-2.0-x\r\n"), "malformed", "the answer is not HTTP/1.1"),
-        (returns(lambda: error("full", 429, retry_after_ms="20")), "refused", "full"),
-        (returns(lambda: error("busy", 503, Retry_After="2")), "refused", "busy"),
-        (returns(lambda: error("no such model", 404)), "client_error", "no such model"),
-        (returns(lambda: error("a bug", 500)), "server_error", "a bug"),
-        (returns(lambda: web.Response(text="oops", status=502)), "server_error", "oops"),
-        (returns(lambda: web.json_response({"choices": []})), "not_streamed", "instead of"),
-        (returns(lambda: error("odd", 200)), "not_streamed", "odd"),
-        (returns(lambda: web.Response(text="hello")), "malformed", "text/plain"),
-        (
-            returns(lambda: web.Response(status=307, headers={"Location": "/x"})),
-            "malformed",
-            "status 307 to /x",
-        ),
+        (replies(429, error("full"), retry_after_ms="20"), "refused", "full"),
+        (replies(503, error("busy"), Retry_After="2"), "refused", "busy"),
+        (replies(404, error("no such model")), "client_error", "no such model"),
+        (replies(500, error("a bug")), "server_error", "a bug"),
+        (replies(502, b"oops", "text/plain"), "server_error", "oops"),
+        (replies(200, b'{"choices": []}'), "not_streamed", "instead of"),
+        (replies(200, error("odd")), "not_streamed", "odd"),
+        (replies(200, b"hello", "text/plain"), "malformed", "text/plain"),
+        (replies(307, b"", Location="/x"), "malformed", "status 307 to /x"),
     ],
 )
 def test_what_is_wrong_with_an_answer_is_told(script: Play, outcome: str, words: str) -> None:
@@ -168,60 +164,44 @@ def test_what_is_wrong_with_an_answer_is_told(script: Play, outcome: str, words:
     assert record.end_s >= record.sent_s
 
 
-def test_a_refusal_says_when_to_come_back() -> None:
-    assert play(returns(lambda: error("", 429, retry_after_ms="20"))).retry_after_s == 0.02
-    assert play(returns(lambda: error("", 503, Retry_After="2"))).retry_after_s == 2.0
-    assert play(returns(lambda: error("", 503, Retry_After="soon"))).retry_after_s is None
+@pytest.mark.parametrize(
+    ("fields", "wait_s"),
+    [
+        ({"retry_after_ms": "20"}, 0.02),
+        ({"Retry_After": "2"}, 2.0),
+        ({"Retry_After": "soon"}, None),
+    ],
+)
+def test_a_refusal_says_when_to_come_back(fields: dict[str, str], wait_s: float | None) -> None:
+    assert play(replies(429, error(""), **fields)).retry_after_s == wait_s
 
 
 def test_tokens_that_came_before_a_failure_are_kept() -> None:
     record = play(cuts(token(), token()))
     assert record.num_tokens == 2
     assert record.first_byte_s is not None
-
-
-def test_an_answer_that_does_not_end_in_time_is_given_up() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        await call.write(token())
-        await asyncio.sleep(60.0)
-        return await call.end()
-
-    record = play(script, timeout_s=0.3)
+    record = play(hang, timeout_s=0.3)
     assert record.outcome is Outcome.TIMED_OUT
     assert (record.num_tokens, record.detail) == (1, "no end of the answer within 0.3 s")
 
 
-def test_an_answer_is_over_with_its_last_event_whenever_its_body_ends() -> None:
-    asked: list[asyncio.Event] = []
-
-    async def script(call: Call) -> web.StreamResponse:
-        asked.append(asyncio.Event())
-        await call.write(token(), usage(1), DONE)
-        if len(asked) == 1:
-            await asked[0].wait()
-        asked[0].set()
-        return await call.end()
-
-    with ScriptedOpenAI(script) as server:
-        records = put(server.url, planned(0, num_tokens=1), planned(1, num_tokens=1))
-        assert server.num_connections == 2
-    assert {record.outcome for record in records} == {Outcome.ANSWERED}
-
-
 def test_a_server_that_is_not_there_is_unreachable() -> None:
-    with ScriptedOpenAI() as server:
+    with ScriptedServer() as server:
         url = server.url
     sent, scheduled = put(url, planned(), planned(1, at_s=0.1))
     for record in (sent, scheduled):
         assert (record.outcome, record.detail) == (Outcome.UNREACHABLE, "connection refused")
         assert record.end_s >= record.sent_s >= record.intended_s
+    (record,) = put("http://nowhere.invalid:80", planned())
+    assert record.outcome is Outcome.UNREACHABLE
+    assert record.detail
 
 
 def test_a_client_without_files_left_does_not_blame_the_server() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def run(url: str) -> Record:
-        target = Target(url, "tiny")
+        target = Target(url, MODEL)
         async with Session(target) as session:
             files = [os.open(os.devnull, os.O_RDONLY)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] + 1, limits[1]))
@@ -229,41 +209,30 @@ def test_a_client_without_files_left_does_not_blame_the_server() -> None:
                 with contextlib.suppress(OSError):
                     while True:  # until all numbers below the limit are taken
                         files.append(os.dup(files[0]))
-                return await ask_from(session, target, planned(), 0.0)
+                return await ask(session, target, planned())
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
                 for file in files:
                     os.close(file)
 
-    with ScriptedOpenAI() as server:
+    with ScriptedServer() as server:
         record = asyncio.run(run(server.url))
     assert (record.outcome, record.detail) == (Outcome.NO_SOCKET, "too many open files")
 
 
-def test_a_name_that_is_not_known_is_unreachable() -> None:
-    (record,) = put("http://nowhere.invalid:80", planned())
-    assert record.outcome is Outcome.UNREACHABLE
-    assert record.detail
-
-
 def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        await call.write(token())
-        await asyncio.sleep(60.0)
-        return await call.end()
-
     async def run(url: str) -> list[Record | BaseException]:
-        target = Target(url, "tiny")
+        target = Target(url, MODEL)
         async with Session(target) as session:
             asked = [
-                asyncio.ensure_future(ask_from(session, target, planned(at_s=at_s), 0.0))
-                for at_s in (None, monotonic() + 60.0)
+                asyncio.ensure_future(ask(session, target, planned(), due_s))
+                for due_s in (None, monotonic() + 60.0)
             ]
             await server.asked()
             session.stop()
             return await asyncio.gather(*asked, return_exceptions=True)
 
-    with ScriptedOpenAI(script) as server:
+    with ScriptedServer(hang) as server:
         under_way, waiting = asyncio.run(run(server.url))
     assert isinstance(under_way, Record)
     assert under_way.outcome is Outcome.STOPPED
@@ -275,10 +244,9 @@ def test_a_stop_while_a_connection_is_opened_is_no_failure_of_the_server() -> No
     async def run() -> Record:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             silent.setblocking(False)
-            url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-            target = Target(url, "tiny", timeout_s=TIMEOUT_S)
+            target = Target(f"https://127.0.0.1:{silent.getsockname()[1]}", MODEL)
             async with Session(target) as session:
-                asked = asyncio.ensure_future(ask_from(session, target, planned(), 0.0))
+                asked = asyncio.ensure_future(ask(session, target, planned()))
                 # Never a word to it, so that the TLS handshake goes on.
                 accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
                 with accepted:
@@ -290,10 +258,10 @@ def test_a_stop_while_a_connection_is_opened_is_no_failure_of_the_server() -> No
 
 def test_a_key_is_sent_and_a_long_prompt_arrives_whole() -> None:
     request = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=tuple(range(100_000)))
-    with ScriptedOpenAI() as server:
+    with ScriptedServer() as server:
         (record,) = put(server.url, request, api_key="secret")
-        assert server.headers[0]["Authorization"] == "Bearer secret"
-        assert server.bodies[0]["prompt"] == list(range(100_000))
+        assert server.calls[0].headers["Authorization"] == "Bearer secret"
+        assert server.calls[0].body["prompt"] == list(range(100_000))
     assert record.outcome is Outcome.ANSWERED
 
 
@@ -317,24 +285,21 @@ def tls(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused_with_what_to_do(
-    certificate: Path,
-) -> None:
-    with ScriptedOpenAI(tls=tls(certificate)) as server:
+def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certificate: Path) -> None:
+    with ScriptedServer(tls=tls(certificate)) as server:
         (refused,) = put(server.url, planned())
         (trusted,) = put(server.url, planned(), ca_file=str(certificate))
-        (unchecked,) = put(server.url, planned(), verify_tls=False)
+        (unchecked,) = put(server.url, planned(), insecure=True)
         (plain,) = put(server.url.replace("https", "http"), planned())
     assert refused.outcome is Outcome.UNREACHABLE
-    assert "self-signed" in refused.detail
-    assert "--ca-file" in refused.detail
-    assert "--insecure" in refused.detail
+    for words in ("self-signed", "--ca-file", "--insecure"):
+        assert words in refused.detail
     assert trusted.outcome is unchecked.outcome is Outcome.ANSWERED
     assert plain.outcome is not Outcome.ANSWERED
 
 
 def test_tls_with_a_server_that_has_none_is_told() -> None:
-    with ScriptedOpenAI(answer) as server:
+    with ScriptedServer() as server:
         (record,) = put(server.url.replace("http", "https"), planned())
     assert record.outcome is Outcome.UNREACHABLE
     assert "http:// instead of https://" in record.detail
@@ -354,13 +319,13 @@ def test_waiting_for_a_connection_counts_in_a_closed_loop_too(certificate: Path)
         over = asyncio.Event()
         async with await asyncio.start_server(relay, "127.0.0.1", 0) as slow:
             url = f"https://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
-            target = Target(url, "tiny", verify_tls=False, timeout_s=TIMEOUT_S)
+            target = Target(url, MODEL, insecure=True, timeout_s=TIMEOUT_S)
             async with Session(target) as session:
-                record = await ask_from(session, target, planned(), monotonic())
+                record = await ask(session, target, planned())
             await over.wait()
             return record
 
-    with ScriptedOpenAI(tls=tls(certificate)) as server:
+    with ScriptedServer(tls=tls(certificate)) as server:
         record = asyncio.run(run(int(server.url.rpartition(":")[2])))
     assert record.outcome is Outcome.ANSWERED
     assert record.intended_s == record.sent_s

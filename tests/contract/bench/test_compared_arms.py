@@ -2,24 +2,13 @@
 
 from collections.abc import Sequence
 
-from aiohttp import web
-
 from baton.bench.client.target import Target, body_of
 from baton.bench.compare import connect
-from baton.bench.experiments import Asked, Bench, Connected
-from baton.bench.plan.workloads import Plan
+from baton.bench.experiment import Experiment, Server
 from baton.bench.records import Planned
-from baton.bench.settings import WorkloadSettings
-from tests.support.scripted_openai import (
-    DONE,
-    Call,
-    Play,
-    ScriptedOpenAI,
-    event,
-    token,
-    usage,
-    usage_body,
-)
+from baton.bench.selftest.answers import DONE, event, token, usage, usage_body
+from baton.bench.selftest.scripted_server import Call, Play, ScriptedServer
+from baton.bench.settings import CompareSettings, LoadSettings
 
 ASKED = Planned(index=0, at_s=None, output_tokens=2, prompt="Once upon a time")
 
@@ -27,7 +16,7 @@ ASKED = Planned(index=0, at_s=None, output_tokens=2, prompt="Once upon a time")
 def giving(*fields: str) -> Play:
     """A server that knows these fields of a request."""
 
-    async def play(call: Call) -> web.StreamResponse:
+    async def play(call: Call) -> None:
         knows_ids = "return_token_ids" in fields and "return_token_ids" in call.body
         runs = "running usage" in fields and "continuous_usage_stats" in str(call.body)
         for number in range(call.num_tokens):
@@ -35,27 +24,22 @@ def giving(*fields: str) -> Play:
             await call.write(token(" a", [7] if knows_ids else None, **more))
         if "timeline" in fields and "timeline" in call.body:
             await call.write(event({"choices": [], "timeline": [{"queue_s": 0.1}]}))
-        return await call.send(usage(call.num_tokens), DONE)
+        await call.send(usage(call.num_tokens), DONE)
 
     return play
 
 
-def connected(servers: Sequence[ScriptedOpenAI]) -> list[Connected]:
-    plan = Plan([ASKED], [])
-    wanted = {
-        server.url: Asked(
-            Target(server.url, "", token_ids=True, timeline=True), WorkloadSettings(), plan
-        )
-        for server in servers
-    }
-    with Bench() as bench:
-        return list(connect(bench, wanted).values())
+def connected(servers: Sequence[ScriptedServer]) -> list[Server]:
+    settings = CompareSettings(load=LoadSettings(requests=1))
+    arms = {server.url: Target(server.url) for server in servers}
+    with Experiment("compare", settings, [None], concurrency=1) as experiment:
+        return list(connect(experiment, arms).values())
 
 
 def test_arms_are_asked_for_what_all_of_them_give() -> None:
     with (
-        ScriptedOpenAI(giving("return_token_ids", "running usage", "timeline")) as rich,
-        ScriptedOpenAI(giving("running usage")) as plain,
+        ScriptedServer(giving("return_token_ids", "running usage", "timeline")) as rich,
+        ScriptedServer(giving("running usage")) as plain,
     ):
         first, second = connected([rich, plain])
         assert body_of(first.target, ASKED) == body_of(second.target, ASKED)
@@ -66,7 +50,7 @@ def test_arms_are_asked_for_what_all_of_them_give() -> None:
 
 def test_arms_that_all_give_token_ids_are_counted_by_them() -> None:
     given = ("return_token_ids", "running usage", "timeline")
-    with ScriptedOpenAI(giving(*given)) as one, ScriptedOpenAI(giving(*given)) as other:
+    with ScriptedServer(giving(*given)) as one, ScriptedServer(giving(*given)) as other:
         for arm in connected([one, other]):
             assert (arm.target.token_ids, arm.target.timeline) == (True, True)
             assert not arm.target.continuous_usage

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from baton.bench import cli
-from baton.bench.fault_run import fault
+from baton.bench.fault import fault
 from baton.bench.figures.faults import Injected, parse_fault
 from baton.bench.injector import FaultInjector
 from baton.bench.report.document import read_json
+from baton.bench.selftest.scripted_server import ScriptedServer
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
-from tests.support.scripted_openai import ScriptedOpenAI
 
 DEADLINE_S = 20.0
 
@@ -57,20 +57,27 @@ def wait_for(pid: int, states: str) -> None:
         time.sleep(0.01)
 
 
-def settle(injector: FaultInjector) -> None:
-    """Until everything was done."""
+@contextlib.contextmanager
+def injecting(*texts: str) -> Iterator[FaultInjector]:
+    """An injector whose schedule has just begun."""
+    with FaultInjector([parse_fault(text) for text in texts]) as injector:
+        injector.begin(monotonic())
+        yield injector
+
+
+def settled(injector: FaultInjector) -> list[Injected]:
+    """Everything was done."""
     deadline_s = monotonic() + DEADLINE_S
     while injector.is_busy:
         assert monotonic() < deadline_s
         time.sleep(0.01)
+    return injector.finish()
 
 
 def inject(*texts: str) -> list[Injected]:
-    """Carries faults out, to their end."""
-    with FaultInjector([parse_fault(text) for text in texts]) as injector:
-        injector.begin(monotonic())
-        settle(injector)
-        return injector.finish()
+    """Carry faults out, to their end."""
+    with injecting(*texts) as injector:
+        return settled(injector)
 
 
 def test_a_killed_process_is_gone_and_both_moments_are_known(
@@ -85,9 +92,7 @@ def test_a_killed_process_is_gone_and_both_moments_are_known(
 
 
 def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
-    spec = parse_fault(f"stop:{victim.pid}@0+0.3")
-    with FaultInjector([spec]) as injector:
-        injector.begin(monotonic())
+    with injecting(f"stop:{victim.pid}@0+0.3") as injector:
         wait_for(victim.pid, "T")
         wait_for(victim.pid, "SR")
         (done,) = injector.finish()
@@ -96,13 +101,13 @@ def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_fault_does_not_wait_for_the_end_of_another(victim: subprocess.Popen[bytes]) -> None:
-    with waiting() as other:
-        texts = [f"stop:{victim.pid}@0+100", f"kill:{other.pid}@0.1"]
-        with FaultInjector([parse_fault(text) for text in texts]) as injector:
-            injector.begin(monotonic())
-            assert other.wait(DEADLINE_S) == -signal.SIGKILL
-            wait_for(victim.pid, "T")
-            done = injector.finish()
+    with (
+        waiting() as other,
+        injecting(f"stop:{victim.pid}@0+100", f"kill:{other.pid}@0.1") as injector,
+    ):
+        assert other.wait(DEADLINE_S) == -signal.SIGKILL
+        wait_for(victim.pid, "T")
+        done = injector.finish()
     assert {entry.spec.kind: entry.problem for entry in done} == {"stop": "", "kill": ""}
 
 
@@ -114,8 +119,7 @@ def test_a_process_goes_on_when_the_last_stop_of_it_ends(victim: subprocess.Pope
 def test_a_process_that_is_killed_while_it_stands_still_does_not_go_on(
     victim: subprocess.Popen[bytes],
 ) -> None:
-    with FaultInjector([parse_fault(f"stop:{victim.pid}@0+100")]) as injector:
-        injector.begin(monotonic())
+    with injecting(f"stop:{victim.pid}@0+100") as injector:
         wait_for(victim.pid, "T")
         victim.kill()
         victim.wait(DEADLINE_S)
@@ -123,12 +127,11 @@ def test_a_process_that_is_killed_while_it_stands_still_does_not_go_on(
     assert stopped.resumed_s is None
 
 
-def test_a_run_that_is_interrupted_leaves_nobody_stopped(victim: subprocess.Popen[bytes]) -> None:
-    spec = parse_fault(f"stop:{victim.pid}@0+100")
-
+def test_a_run_that_is_interrupted_leaves_no_process_stopped(
+    victim: subprocess.Popen[bytes],
+) -> None:
     def run() -> None:
-        with FaultInjector([spec]) as injector:
-            injector.begin(monotonic())
+        with injecting(f"stop:{victim.pid}@0+100"):
             wait_for(victim.pid, "T")
             raise KeyboardInterrupt
 
@@ -148,7 +151,7 @@ with FaultInjector([parse_fault(text) for text in sys.argv[1:]]) as injector:
 """
 
 
-def test_a_run_that_is_killed_leaves_nobody_stopped_and_nothing_behind(
+def test_a_run_that_is_killed_leaves_no_process_stopped_and_none_behind(
     victim: subprocess.Popen[bytes], tmp_path: os.PathLike[str]
 ) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
@@ -172,11 +175,8 @@ def test_a_run_that_is_killed_leaves_nobody_stopped_and_nothing_behind(
 def test_a_process_is_started_again_once_it_is_gone_and_ends_with_the_run(
     victim: subprocess.Popen[bytes],
 ) -> None:
-    spec = parse_fault(f"restart:{victim.pid}@0+0.1=sleep 120")
-    with FaultInjector([spec]) as injector:
-        injector.begin(monotonic())
-        settle(injector)
-        (done,) = injector.finish()
+    with injecting(f"restart:{victim.pid}@0+0.1=sleep 120") as injector:
+        (done,) = settled(injector)
         assert done.restarted_pid is not None
         assert state(done.restarted_pid) in ("R", "S")
     assert done.gone_s is not None
@@ -188,24 +188,13 @@ def test_a_process_is_started_again_once_it_is_gone_and_ends_with_the_run(
 def test_a_restarted_command_that_ends_is_told_with_its_last_line(
     victim: subprocess.Popen[bytes],
 ) -> None:
-    spec = parse_fault(f"restart:{victim.pid}@0=sh -c 'echo no such model; exit 3'")
-    with FaultInjector([spec]) as injector:
-        injector.begin(monotonic())
-        settle(injector)
-        (done,) = injector.finish()
+    command = "sh -c 'echo no such model; exit 3'"
+    with injecting(f"restart:{victim.pid}@0={command}") as injector:
+        (done,) = settled(injector)
         assert done.restarted_pid is not None
         wait_for(done.restarted_pid, "Z")
         (done,) = injector.finish()
     assert done.problem.endswith("ended before the load: no such model")
-
-
-def test_a_command_that_does_not_exist_is_refused_before_the_load(
-    victim: subprocess.Popen[bytes],
-) -> None:
-    spec = parse_fault(f"restart:{victim.pid}@0=no-such-command")
-    with pytest.raises(ConfigError, match="there is no command 'no-such-command'"):
-        FaultInjector([spec]).__enter__()
-    assert victim.poll() is None
 
 
 def test_a_command_that_cannot_be_started_is_said(
@@ -224,33 +213,32 @@ def test_a_process_that_died_by_itself_is_no_fault(victim: subprocess.Popen[byte
         victim.kill()
         victim.wait()
         injector.begin(monotonic())
-        settle(injector)
-        (done,) = injector.finish()
+        (done,) = settled(injector)
     assert done.problem == f"process {victim.pid} had ended before the fault"
 
 
-def test_a_process_that_does_not_exist_is_refused_before_the_load(
+def test_a_process_or_command_that_does_not_exist_is_refused_before_the_load(
     victim: subprocess.Popen[bytes],
 ) -> None:
+    no_command = parse_fault(f"restart:{victim.pid}@0=no-such-command")
+    with pytest.raises(ConfigError, match="there is no command 'no-such-command'"):
+        FaultInjector([no_command]).__enter__()
+    assert victim.poll() is None
     victim.kill()
     victim.wait()
-    with (
-        pytest.raises(ConfigError, match=f"there is no process {victim.pid}"),
-        FaultInjector([parse_fault(f"kill:{victim.pid}@1")]),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=f"process {victim.pid}: No such process"):
+        FaultInjector([parse_fault(f"kill:{victim.pid}@1")]).__enter__()
 
 
 def test_of_two_faults_the_one_that_the_load_did_not_reach_is_left_out(
     victim: subprocess.Popen[bytes],
 ) -> None:
-    faults = [parse_fault(f"stop:{victim.pid}@{moment}") for moment in ("0+60", "100+1")]
-    with FaultInjector(faults) as injector:
-        injector.begin(monotonic())
+    faults = [f"stop:{victim.pid}@{moment}" for moment in ("0+60", "100+1")]
+    with injecting(*faults) as injector:
         wait_for(victim.pid, "T")
         done = injector.finish()
         left_out = injector.left_out()
-    assert [one.spec for one in done] == faults[:1]
+    assert [str(one.spec) for one in done] == faults[:1]
     why = "the load ended before it; let it go on for longer"
     assert left_out == [f"fault {faults[1]} was not carried out: {why}"]
     assert victim.poll() is None
@@ -260,11 +248,11 @@ def test_a_fault_run_that_ends_before_its_fault_leaves_an_invalid_report(
     victim: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     spec = f"kill:{victim.pid}@100"
-    with ScriptedOpenAI() as server:
-        words = ("--url", server.url, "--model", "tiny", "--fault", spec, "--concurrency", "1",
+    with ScriptedServer() as server:
+        words = ("--url", server.url, "--model", "scripted", "--fault", spec, "--concurrency", "1",
                  "--requests", "3", "--warm-up", "0", "--prompt", "4", "--output", "2",
                  "--vocabulary", "300-400", "--out", str(tmp_path))  # fmt: skip
-        assert fault(cli.parse("fault", FaultSettings, words)[0]) == 1
+        assert fault(cli.parse(FaultSettings, words)[0]) == 1
     run = read_json(tmp_path / "report.json").runs[0]
     assert run.problems[0].is_invalid
     assert run.problems[0].text.startswith(f"fault {spec} was not carried out: the load ended")

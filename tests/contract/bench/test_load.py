@@ -1,32 +1,34 @@
-"""Loads over client processes: every planned request comes back, whatever becomes of it."""
+"""Loads over client processes: every planned request comes back, answered or not."""
 
 import asyncio
 import os
 import signal
-import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
-from aiohttp import web
+from msgspec.structs import replace
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
-from baton.bench.client.worker import Line, Tally
-from baton.bench.client.worker_messages import LENGTH, Batch, Finished, decode_from_worker
-from baton.bench.records import ClientProcess, LoadResult, Message, Outcome, Planned, Record
+from baton.bench.records import LoadResult, Message, Outcome, Planned
+from baton.bench.selftest.answers import DONE, error, token, usage
+from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer, Stage
+from baton.bench.selftest.scripts import answer_ids
+from baton.bench.verify import MismatchKind, compare_outputs, reference
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
-from tests.support.scripted_openai import Call, ScriptedOpenAI, answer, error, token
 
 WAIT_S = 20.0
+OWN_TEXT = "".join(f" t{one}" for one in answer_ids(0, 2))
+answer = Stage().play
+Watch = Callable[[Progress], None]
 
 
 def requests(num: int, rate: float | None = 100.0, num_warm_up: int = 0) -> list[Planned]:
     """Warm-up comes first, before zero."""
-    first = -num_warm_up
     return [
         Planned(
             index=place,
@@ -35,18 +37,69 @@ def requests(num: int, rate: float | None = 100.0, num_warm_up: int = 0) -> list
             prompt_ids=(place + 1,),
             warm_up=number < 0,
         )
-        for place, number in enumerate(range(first, num))
+        for place, number in enumerate(range(-num_warm_up, num))
     ]
+
+
+def conversations(count: int, num_turns: int = 3, ids: bool = False) -> list[Planned]:
+    return [
+        Planned(
+            index=number * num_turns + turn,
+            at_s=None if turn else number * 0.05,
+            output_tokens=2,
+            conversation=number,
+            turn=turn,
+            think_s=0.02 if turn else 0.0,
+            prompt_ids=(10 + turn,) if ids else (),
+            messages=() if ids else (Message("user", f"q{turn}"),),
+        )
+        for number in range(count)
+        for turn in range(num_turns)
+    ]
+
+
+def run(
+    script: Play,
+    planned: list[Planned],
+    *,
+    watch: Watch | None = None,
+    stop: threading.Event | None = None,
+    **more: object,
+) -> tuple[LoadResult, list[Call]]:
+    """The result of a load, and the calls that came to the server."""
+    with ScriptedServer(script) as server:
+        target = Target(server.url, MODEL, "chat" if planned[0].messages else "completions")
+        load = Load(target, planned, **more)  # type: ignore[arg-type]
+        return run_load(load, on_progress=watch, stop=stop), list(server.calls)
 
 
 def outcomes(result: LoadResult) -> Counter[Outcome]:
     return Counter(record.outcome for record in result.records)
 
 
-async def hang(call: Call) -> web.StreamResponse:
+async def hang(call: Call) -> None:
     await call.write(token())
     await asyncio.sleep(60.0)
-    return await call.end()
+
+
+async def slow(call: Call) -> None:
+    await asyncio.sleep(0.1)
+    await answer(call)
+
+
+async def first_or_hang(call: Call) -> None:
+    await (answer(call) if call.prompt == [1] else hang(call))
+
+
+def refuses(is_refused: Callable[[int, Call], bool], **fields: str) -> Play:
+    """Answers the others; calls are numbered."""
+    num_calls = iter(range(1000))
+
+    async def script(call: Call) -> None:
+        refused = is_refused(next(num_calls), call)
+        await (call.reply(503, error("full"), **fields) if refused else answer(call))
+
+    return script
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -54,11 +107,12 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
     seen: list[Progress] = []
     starts: list[float] = []
     planned = requests(20, num_warm_up=4)
-    with ScriptedOpenAI() as server:
-        load = Load(Target(server.url, "tiny"), planned, processes=processes)
+    with ScriptedServer(refuses(lambda _, call: call.prompt == [9], Retry_After="1")) as server:
+        load = Load(Target(server.url, MODEL), planned, processes=processes)
         before_s = monotonic()
         result = run_load(load, on_progress=seen.append, on_start=starts.append)
-    assert outcomes(result) == {Outcome.ANSWERED: 24}
+    assert outcomes(result) == {Outcome.ANSWERED: 23, Outcome.REFUSED: 1}
+    assert (result.records[8].status, result.records[8].retry_after_s) == (503, 1.0)
     assert [record.index for record in result.records] == list(range(24))
     for request, record in zip(planned, result.records, strict=True):
         assert record.intended_s == pytest.approx(request.at_s)
@@ -67,57 +121,42 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
         assert record.text is None
     assert len({client.pid for client in result.clients}) == processes
     assert sum(client.num_requests for client in result.clients) == 24
-    assert sum(client.num_tokens for client in result.clients) == 48
+    assert sum(client.num_tokens for client in result.clients) == 46
     assert all(client.cpu_s > 0 for client in result.clients)
     assert result.wall_s == pytest.approx(max(record.end_s for record in result.records))
-    assert (seen[-1].sent, seen[-1].ended, seen[-1].tokens, seen[-1].in_flight) == (24, 24, 48, 0)
-    (start_s,) = starts
-    assert before_s < start_s < before_s + WAIT_S
+    assert seen[-1] == Progress(sent=24, ended=24, failed=1, tokens=46)
+    assert before_s < starts[0] < before_s + WAIT_S
 
 
 def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
     running: list[int] = [0]
 
-    async def script(call: Call) -> web.StreamResponse:
+    async def script(call: Call) -> None:
         running.append(running[-1] + 1)
-        response = await answer(call)
+        await answer(call)
         running.append(running[-1] - 1)
-        return response
 
     planned = requests(30, rate=None, num_warm_up=3)
-    with ScriptedOpenAI(script) as server:
-        load = Load(Target(server.url, "tiny"), planned, 3, closed=True, processes=2)
-        result = run_load(load)
+    result, _ = run(script, planned, concurrency=3, closed=True, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 33}
     assert max(running) <= 3
-    warm_up = [record for record in result.records if record.warm_up]
-    assert len(warm_up) == 3
-    assert all(record.end_s < 0 for record in warm_up)
-    measured = result.records[3:]
+    warm_up, measured = result.records[:3], result.records[3:]
+    assert all(record.warm_up and record.end_s < 0 for record in warm_up)
     assert all(record.intended_s == record.sent_s >= 0 for record in measured)
     assert sum(client.num_requests for client in result.clients) == 30
 
 
 def test_a_closed_loop_may_end_by_time() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
-        return await answer(call)
-
-    with ScriptedOpenAI(script) as server:
-        load = Load(
-            Target(server.url, "tiny"), requests(500, None), 1, closed=True, stop_after_s=1.5
-        )
-        result = run_load(load)
+    result, _ = run(slow, requests(500, None), concurrency=1, closed=True, stop_after_s=1.5)
     assert 0 < len(result.records) < 500
     assert all(record.sent_s < 1.5 for record in result.records)
     assert set(outcomes(result)) == {Outcome.ANSWERED}
 
 
 def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
-    with ScriptedOpenAI() as server:
-        url = server.url
-    load = Load(Target(url, "tiny"), requests(10_000, None), 2, closed=True, stop_after_s=3.0)
-    result = run_load(load)
+    with ScriptedServer() as server:
+        target = Target(server.url, MODEL)
+    result = run_load(Load(target, requests(10_000, None), 2, closed=True, stop_after_s=3.0))
     # Each of the two after 0, 0.1, 0.3, 0.7, 1.5 and 2.5 s.
     assert set(outcomes(result)) == {Outcome.UNREACHABLE}
     assert 2 <= len(result.records) <= 12
@@ -125,14 +164,8 @@ def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> No
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        is_first = len(server.bodies) == 1
-        return error("full", 503, Retry_After="1") if is_first else await answer(call)
-
-    planned = conversation(2, messages=lambda turn: (Message("user", f"q{turn}"),))
-    planned = [request for request in planned if request.turn < num_turns]
-    with ScriptedOpenAI(script) as server:
-        result = run_load(Load(Target(server.url, "tiny", api="chat"), planned, 1, closed=True))
+    script = refuses(lambda number, _: number == 0, Retry_After="1")
+    result, _ = run(script, conversations(2, num_turns), concurrency=1, closed=True)
     assert outcomes(result) == {Outcome.REFUSED: num_turns, Outcome.ANSWERED: num_turns}
     assert result.records[num_turns].sent_s >= result.records[0].end_s + 1.0
 
@@ -141,32 +174,23 @@ def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
     ("num", "stop_after_s", "is_stopped"), [(9, None, True), (9, 2.0, False), (1, None, False)]
 )
 def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: bool) -> None:
-    async def script(_: Call) -> web.StreamResponse:
-        return error("full", 503, Retry_After="10")
-
     stop = threading.Event()
 
     def watch(progress: Progress) -> None:
         if progress.ended and is_stopped:
             stop.set()
 
-    with ScriptedOpenAI(script) as server:
-        load = Load(
-            Target(server.url, "tiny"), requests(num, None), 1, closed=True,
-            stop_after_s=stop_after_s,
-        )  # fmt: skip
-        result = run_load(load, on_progress=watch, stop=stop)
+    script, planned = refuses(lambda *_: True, Retry_After="10"), requests(num, None)
+    result, _ = run(
+        script, planned, watch=watch, stop=stop, concurrency=1, closed=True,
+        stop_after_s=stop_after_s,
+    )  # fmt: skip
     assert outcomes(result) == {Outcome.REFUSED: 1}
     assert result.clients[0].wall_s < 8
 
 
 def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
-        return await answer(call)
-
-    with ScriptedOpenAI(script) as server:
-        result = run_load(Load(Target(server.url, "tiny"), requests(4), concurrency=1))
+    result, _ = run(slow, requests(4), concurrency=1)
     assert outcomes(result) == {Outcome.ANSWERED: 4}
     ordered = sorted(result.records, key=lambda record: record.sent_s)
     assert [record.index for record in ordered] == [0, 1, 2, 3]
@@ -175,80 +199,37 @@ def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
         assert after.intended_s < before.end_s
 
 
-def test_failures_are_records_too() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == [3]:
-            return error("full", 503, Retry_After="1")
-        return await answer(call)
-
-    with ScriptedOpenAI(script) as server:
-        seen: list[Progress] = []
-        load = Load(Target(server.url, "tiny"), requests(5), processes=2)
-        result = run_load(load, on_progress=seen.append)
-    assert outcomes(result) == {Outcome.ANSWERED: 4, Outcome.REFUSED: 1}
-    assert (result.records[2].status, result.records[2].retry_after_s) == (503, 1.0)
-    assert seen[-1].failed == 1
-
-
-def conversation(count: int, **more: object) -> list[Planned]:
-    return [
-        Planned(
-            index=number * 3 + turn,
-            at_s=number * 0.05 if turn == 0 else None,
-            output_tokens=2,
-            conversation=number,
-            turn=turn,
-            think_s=0.02 if turn else 0.0,
-            **{name: make(turn) for name, make in more.items()},  # type: ignore[operator]
-        )
-        for number in range(count)
-        for turn in range(3)
-    ]
-
-
 def test_a_chat_goes_on_with_what_the_server_said() -> None:
-    planned = conversation(2, messages=lambda turn: (Message("user", f"q{turn}"),))
-    with ScriptedOpenAI() as server:
-        target = Target(server.url, "tiny", api="chat")
-        result = run_load(Load(target, planned, processes=2, keep_text=True))
-        longest = max(server.bodies, key=lambda body: len(str(body["messages"])))
-    said = [(message["role"], message["content"]) for message in longest["messages"]]  # type: ignore[attr-defined]
-    own = ("assistant", " 0 1")
+    result, calls = run(answer, conversations(2), processes=2, keep_text=True)
+    asked = [call.body["messages"] for call in calls]
+    longest = max((found for found in asked if isinstance(found, list)), key=len)
+    said = [(message["role"], message["content"]) for message in longest]
+    own = ("assistant", OWN_TEXT)
     assert said == [("user", "q0"), own, ("user", "q1"), own, ("user", "q2")]
     assert outcomes(result) == {Outcome.ANSWERED: 6}
-    first, second, third = result.records[:3]
-    assert second.intended_s == pytest.approx(first.end_s + 0.02)
-    assert third.intended_s == pytest.approx(second.end_s + 0.02)
-    assert first.text == " 0 1"
+    for before, after in pairwise(result.records[:3]):
+        assert after.intended_s == pytest.approx(before.end_s + 0.02)
+        assert before.text == OWN_TEXT
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_token_ids_of_answers_are_appended_to_the_prompt(closed: bool) -> None:
-    planned = conversation(1, prompt_ids=lambda turn: (10 + turn,))
-    with ScriptedOpenAI() as server:
-        target = Target(server.url, "tiny", token_ids=True)
-        result = run_load(Load(target, planned, 1 if closed else None, closed=closed))
-        prompts = [body["prompt"] for body in server.bodies]
+    concurrency = 1 if closed else None
+    result, calls = run(answer, conversations(1, ids=True), concurrency=concurrency, closed=closed)
     assert outcomes(result) == {Outcome.ANSWERED: 3}
-    assert prompts == [[10], [10, 0, 1, 11], [10, 0, 1, 11, 0, 1, 12]]
+    said = answer_ids(0, 2)
+    prompts = [call.prompt for call in calls]
+    assert prompts == [[10], [10, *said, 11], [10, *said, 11, *said, 12]]
 
 
 def test_turns_that_a_failure_took_away_count_as_failed() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return error("full", 429) if len(server.bodies) == 2 else await answer(call)
-
-    planned = conversation(1, messages=lambda turn: (Message("user", f"q{turn}"),))
-    with ScriptedOpenAI(script) as server:
-        result = run_load(Load(Target(server.url, "tiny", api="chat"), planned))
-        assert len(server.bodies) == 2
+    result, calls = run(refuses(lambda number, _: number == 1), conversations(1))
+    assert len(calls) == 2
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.REFUSED: 2}
     assert result.records[2].detail == "not sent: turn 1 of the conversation failed"
 
 
 def test_a_stop_brings_back_what_there_is() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return await (answer(call) if call.body["prompt"] == [1] else hang(call))
-
     stop = threading.Event()
 
     def watch(progress: Progress) -> None:
@@ -256,29 +237,20 @@ def test_a_stop_brings_back_what_there_is() -> None:
             stop.set()
 
     planned = [*requests(3), Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,))]
-    with ScriptedOpenAI(script) as server:
-        load = Load(Target(server.url, "tiny"), planned, processes=2)
-        result = run_load(load, on_progress=watch, stop=stop)
+    result, _ = run(first_or_hang, planned, watch=watch, stop=stop, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 2}
     assert [record.num_tokens for record in result.records[1:]] == [1, 1]
 
 
 def test_a_stop_after_a_client_process_has_ended_loses_nothing() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return await (answer(call) if call.body["prompt"] == [1] else hang(call))
-
     stop = threading.Event()
-    shown: list[Progress] = []
 
     def watch(progress: Progress) -> None:
-        shown.append(progress)
         states = [_state(int(pid)) for pid in _children()]
         if progress.ended == 1 and "Z" in states:
             stop.set()
 
-    with ScriptedOpenAI(script) as server:
-        load = Load(Target(server.url, "tiny", timeout_s=15.0), requests(2), processes=2)
-        result = run_load(load, on_progress=watch, stop=stop)
+    result, _ = run(first_or_hang, requests(2), watch=watch, stop=stop, processes=2)
     assert stop.is_set()
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 1}
 
@@ -296,18 +268,18 @@ def _state(pid: int) -> str:
 
 def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
     stop = threading.Event()
-    with ScriptedOpenAI(hang) as server:
-        load = Load(Target(server.url, "tiny"), requests(2, None, 1), 1, closed=True)
-        watch = threading.Thread(target=lambda: (asyncio.run(server.asked()), stop.set()))
-        watch.start()
-        result = run_load(load, stop=stop)
-        watch.join()
+
+    async def script(call: Call) -> None:
+        stop.set()
+        await hang(call)
+
+    result, _ = run(script, requests(2, None, 1), stop=stop, concurrency=1, closed=True)
     assert outcomes(result) == {Outcome.STOPPED: 1}
 
 
 @pytest.fixture
 def _hears_ctrl_c() -> Iterator[None]:
-    """Whoever started these tests may have told them to ignore it."""
+    """A parent of the tests may have told them to ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -322,10 +294,8 @@ def test_ctrl_c_ends_a_load_at_once_and_its_client_processes() -> None:
             pids.extend(_children())
             signal.raise_signal(signal.SIGINT)
 
-    with ScriptedOpenAI(hang) as server:
-        load = Load(Target(server.url, "tiny"), requests(2), processes=2)
-        with pytest.raises(KeyboardInterrupt):
-            run_load(load, on_progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(hang, requests(2), watch=interrupt, processes=2)
     assert len(pids) >= 2
     assert not set(pids) & set(_children())
 
@@ -335,10 +305,8 @@ def test_a_client_process_that_dies_is_an_error() -> None:
         if progress.in_flight == 2:
             os.kill(int(_children()[-1]), signal.SIGKILL)
 
-    with ScriptedOpenAI(hang) as server:
-        load = Load(Target(server.url, "tiny"), requests(2), processes=2)
-        with pytest.raises(BatonError, match=r"client process client-\d failed .*exit code -9"):
-            run_load(load, on_progress=kill)
+    with pytest.raises(BatonError, match=r"client process client-\d failed .*exit code -9"):
+        run(hang, requests(2), watch=kill, processes=2)
 
 
 @pytest.mark.parametrize(
@@ -349,50 +317,42 @@ def test_a_client_process_that_dies_is_an_error() -> None:
         ({"concurrency": 0}, "room for one"),
         ({"closed": True}, "needs a concurrency"),
         ({"requests": requests(2, None)}, "needs an arrival time"),
-        ({"target": Target("http://a", "tiny", api="chat")}, "chat API takes none"),
+        ({"target": Target("http://a", MODEL, api="chat")}, "chat API takes none"),
+        (
+            {"target": Target("https://127.0.0.1:1", MODEL, ca_file="no-such-file.pem")},
+            "cannot read certificates from 'no-such-file.pem'",
+        ),
     ],
 )
 def test_a_load_that_cannot_be_is_refused_before_it_starts(
     more: dict[str, object], words: str
 ) -> None:
-    fields: dict[str, object] = {"target": Target("http://a", "tiny"), "requests": requests(2)}
+    fields: dict[str, object] = {"target": Target("http://a", MODEL), "requests": requests(2)}
     with pytest.raises(ConfigError, match=words):
         run_load(Load(**{**fields, **more}))  # type: ignore[arg-type]
 
 
-def test_certificates_that_cannot_be_read_are_a_mistake_of_the_user() -> None:
-    target = Target("https://127.0.0.1:1", "tiny", ca_file="no-such-file.pem")
-    with pytest.raises(ConfigError, match=r"cannot read certificates from 'no-such-file.pem'"):
-        run_load(Load(target, requests(2)))
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_tokens_that_were_damaged_under_load_are_named(by_ids: bool) -> None:
+    whole = list(range(20))
+    damaged = {
+        "right": whole,
+        MismatchKind.REORDERED: [*whole[:9], 10, 9, *whole[11:]],
+        MismatchKind.LOST: [*whole[:10], *whole[11:], 30],
+        MismatchKind.DOUBLED: [*whole[:11], *whole[10:19]],
+        MismatchKind.WRONG: [*whole[:10], 30, *whole[11:]],
+    }
+    under_load = {str([place]): sent for place, sent in enumerate(damaged.values(), 1)}
 
+    async def script(call: Call) -> None:
+        sent = under_load.pop(str(call.prompt), whole)  # whole, when it is asked alone
+        chunks = [token(f" t{one}", [one] if by_ids else None) for one in sent]
+        await call.send(*chunks, usage(len(sent)), DONE)
 
-def test_the_last_records_arrive_although_the_load_reads_late() -> None:
-    """What the kernel does not take at once is less than asyncio would make a writer wait for."""
-    ours, theirs = socket.socketpair()
-    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    tally = Tally(keep_text=False)
-    tally.start(0.0)
-    for index in range(200):
-        tally.add(
-            Record(index=index, intended_s=0.0, sent_s=0.0, end_s=0.0, outcome=Outcome.ANSWERED)
-        )
-    assert sum(map(len, tally.encoded)) < 64 * 1024
-
-    async def report() -> None:
-        line = Line(*await asyncio.open_connection(sock=theirs))
-        await line.report(tally, ClientProcess(1, 0.0, 0.0, 200, 0, 0.0))
-
-    thread = threading.Thread(target=asyncio.run, args=(report(),))
-    thread.start()
-    thread.join(0.5)  # it must still wait by then, for nothing was read
-    with ours:
-        ours.settimeout(WAIT_S)
-        data = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-    thread.join(WAIT_S)
-    messages = []
-    while data:
-        end = LENGTH.size + LENGTH.unpack_from(data)[0]
-        messages.append(decode_from_worker(data[LENGTH.size : end]))
-        data = data[end:]
-    assert isinstance(messages[-1], Finished)
-    assert sum(len(message.records) for message in messages if isinstance(message, Batch)) == 200
+    planned = [replace(one, output_tokens=len(whole)) for one in requests(len(damaged))]
+    with ScriptedServer(script) as server:
+        target = Target(server.url, MODEL)
+        records = run_load(Load(target, planned, keep_text=not by_ids)).records
+        mismatches = compare_outputs(reference(target, planned), records)
+    assert ["right", *(one.kind for one in mismatches)] == list(damaged)
+    assert [one.index for one in mismatches] == [1, 2, 3, 4]

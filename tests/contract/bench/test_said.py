@@ -4,11 +4,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from baton.bench.client.target import Target
-from baton.bench.said import facts_said
+from baton.bench.parity import facts_said
 
 
 class Server(ThreadingHTTPServer):
-    """Answers /version, and sends whoever asks for anything else to `elsewhere`."""
+    """Answers /version, and sends a client that asks for anything else to `elsewhere`."""
 
     def __init__(self, elsewhere: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Keeps the output of the tests clean."""
 
 
 def test_a_key_is_not_carried_to_another_server() -> None:

@@ -1,46 +1,80 @@
-"""What a comparison, or a row of loads, must say when it is less than it looks."""
+"""Comparisons: arms, how they were started, paired rounds, and what must be said of them."""
 
 import msgspec
 import pytest
 
-from baton.bench.compare import Arm, finish, same_servers
-from baton.bench.figures.metrics import PRESETS
+from baton.bench.client.target import Target
+from baton.bench.compare import arms_of, contrast, flags_of, same_servers, whole_rounds
+from baton.bench.parity import (
+    UNKNOWN,
+    facts_of_flags,
+    facts_of_json,
+    facts_of_metrics,
+    parity,
+    warnings,
+)
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, Run
-from baton.bench.report.publish import is_usable
-from baton.bench.sweep import mark_unfinished
-from tests.support.bench_records import Scene, report_of, scene_run
+from baton.protocol.errors import ConfigError
+from tests.support.bench_records import Scene, invalid, report_of, scene_run
+
+
+def arm_run(arm: str, number: int, *problems: str) -> Run:
+    run = scene_run(Scene(duration_s=5.0, seed=number), f"{arm} {number}")
+    run.arm, run.round = arm, number
+    run.problems = [invalid(text) for text in problems]
+    return run
 
 
 def rounds(number: int) -> list[Run]:
-    runs = []
-    for place in range(1, number + 1):
-        for arm in ("a", "b"):
-            run = scene_run(Scene(duration_s=5.0, seed=place), f"{arm} {place}")
-            run.arm, run.round = arm, place
-            runs.append(run)
-    return runs
+    return [arm_run(arm, place) for place in range(1, number + 1) for arm in ("a", "b")]
+
+
+def change(run: Run, **changes: object) -> None:
+    run.summary = msgspec.structs.replace(run.summary, **changes)
 
 
 def compared(runs: list[Run]) -> Report:
     report = report_of(runs)
-    finish(report, ["a", "b"], "poisson:6")
+    contrast(report, ["a", "b"], "poisson:6")
     return report
+
+
+# --- rounds --------------------------------------------------------------------------------------
+
+
+def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
+    runs = [*rounds(1), arm_run("a", 2, "late"), arm_run("b", 2), arm_run("a", 3)]
+    assert [sorted(one) for one in whole_rounds(runs, ["a", "b"])] == [["a", "b"]]
+    report = compared(runs)
+    assert "2 rounds are not compared: an arm has no valid run in them" in report.notes
+    assert all(row.ratios["b"].rounds == 1 for row in report.comparison)
+
+
+def test_ratios_are_to_the_first_arm() -> None:
+    runs = rounds(7)
+    for run in runs[1::2]:
+        change(run, tokens_per_s=run.summary.tokens_per_s * 2)
+    rows = {row.name: row for row in compared(runs).comparison}
+    assert rows["tokens/s"].ratios["b"].median == pytest.approx(2.0)
+    assert rows["tokens/s"].ratios["b"].is_conclusive
+    assert rows["TTFT p50"].ratios["b"].median == 1.0
+    assert not rows["TTFT p50"].ratios["b"].is_conclusive
 
 
 def test_a_figure_that_one_round_lacks_is_said_to_be_left_out() -> None:
     runs = rounds(6)
-    runs[1].summary = msgspec.structs.replace(runs[1].summary, goodput=0.0)
+    change(runs[1], goodput=0.0)
     report = compared(runs)
     assert "goodput" not in [row.name for row in report.comparison]
-    (note,) = [note for note in report.notes if "not compared" in note]
-    assert note == "WARNING: goodput is not compared: rounds without it, or with 0: b in 1"
+    note = "WARNING: goodput is not compared: rounds without it, or with 0: b in 1"
+    assert [one for one in report.notes if "is not compared" in one] == [note]
 
 
-def test_a_figure_that_nobody_asked_for_is_not_missed() -> None:
+def test_a_figure_that_no_arm_has_is_not_missed() -> None:
     runs = rounds(6)
     for run in runs:
-        run.summary = msgspec.structs.replace(run.summary, goodput=None)
+        change(run, goodput=None)
     assert not [note for note in compared(runs).notes if "not compared" in note]
 
 
@@ -49,7 +83,7 @@ def test_an_arm_that_answers_less_shows() -> None:
     for run in runs[1::2]:
         good = run.summary.outcomes[Outcome.ANSWERED]
         fewer = {Outcome.ANSWERED.value: good // 2, Outcome.REFUSED.value: good - good // 2}
-        run.summary = msgspec.structs.replace(run.summary, outcomes=fewer)
+        change(run, outcomes=fewer)
     (row,) = [row for row in compared(runs).comparison if row.name == "answered"]
     assert row.ratios["b"].median == pytest.approx(0.5, abs=0.05)
     assert row.better == "higher"
@@ -64,18 +98,111 @@ def test_a_report_says_that_some_of_many_intervals_miss() -> None:
     assert "fewer than 6 rounds cannot show a difference" in few.notes
 
 
+# --- arms ----------------------------------------------------------------------------------------
+
+
+def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:
+    arms = arms_of(["a=http://a:1", "b=http://b:2/v1#org/m"], Target("", "common", timeout_s=7.0))
+    assert {name: (arm.url, arm.model, arm.timeout_s) for name, arm in arms.items()} == {
+        "a": ("http://a:1", "common", 7.0),
+        "b": ("http://b:2/v1", "org/m", 7.0),
+    }
+
+
 def test_arms_of_one_server_are_noticed() -> None:
-    arms = [Arm("a", "http://h:80/v1"), Arm("b", "http://h"), Arm("c", "http://h:81")]
+    arms = {"a": Target("http://h:80/v1"), "b": Target("http://h"), "c": Target("http://h:81")}
     (line,) = same_servers(arms)
     assert line.startswith("WARNING: a and b are one server")
-    assert same_servers(arms[1:]) == []
+    del arms["a"]
+    assert same_servers(arms) == []
 
 
-def test_loads_that_were_never_run_make_a_report_unusable() -> None:
-    report = report_of([scene_run(Scene(duration_s=5.0), "1/s", bounds=PRESETS["chat"])])
-    assert is_usable(report)
-    mark_unfinished(report, 1)
-    assert is_usable(report)
-    mark_unfinished(report, 3)
-    assert not is_usable(report)
-    assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
+def test_flags_are_for_an_arm_that_exists() -> None:
+    flags = flags_of(("a=--dtype half", "a=--tp 2"), ["a", "b"])
+    assert flags == {"a": {"dtype": "half", "tp": "2"}, "b": {}}
+    with pytest.raises(ConfigError, match="one of a, b"):
+        flags_of(("c=--tp 2",), ["a", "b"])
+
+
+@pytest.mark.parametrize("text", ["nosuch.yaml", "configs/split yaml", "", "baton serve"])
+def test_flags_without_a_setting_are_refused_as_a_mistyped_file_is(text: str) -> None:
+    with pytest.raises(ConfigError, match="no such file, or no setting in it"):
+        flags_of((f"a={text}",), ["a"])
+
+
+# --- how they were started -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("vllm serve m --dtype bfloat16", "dtype", "bfloat16"),
+        ("baton serve --dtype=bf16", "dtype", "bf16"),
+        ("vllm serve Qwen/Qwen3-8B --block-size 16", "model", "Qwen/Qwen3-8B"),
+        ("vllm serve Qwen/Qwen3-8B --block-size 16", "block-size", "16"),
+        ("--torch_dtype torch.float32", "torch-dtype", "torch.float32"),
+        ("--set cache.block_size=32", "block-size", "32"),
+        ("--block-size 32 --block_size 16", "block-size", "16"),
+        ("OMP_NUM_THREADS=2 vllm serve m", "omp-num-threads", "2"),
+        ("engine:\n  threads: 4  # cores", "threads", "4"),
+        ("dtype: float32", "dtype", "float32"),
+        ("--enforce-eager", "enforce-eager", "true"),
+        ("--enforce-eager false", "enforce-eager", "false"),
+        ("--enforce-eager --tp 2", "tp", "2"),
+        ("a \\\n  --block-size 8", "block-size", "8"),
+        ("--speculative -1 --dtype half", "speculative", "-1"),
+    ],
+)
+def test_a_setting_is_read_as_it_was_written(text: str, name: str, value: str) -> None:
+    assert facts_of_flags(text)[name] == value
+
+
+@pytest.mark.parametrize("text", ["--dtype 'half", "a: ["])
+def test_flags_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read these flags") as caught:
+        facts_of_flags(text)
+    assert "\n" not in caught.value.message
+
+
+def test_what_a_server_says_of_itself_is_read_too() -> None:
+    text = (
+        "# HELP vllm:cache_config_info x\n"
+        'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0"} 1.0\n'
+        'vllm:num_requests_running{engine="0"} 3.0\n'
+    )
+    assert facts_of_metrics(text) == {"block-size": "16", "cache-dtype": "auto", "engine": "0"}
+    facts = facts_of_json({"version": "1", "args": {"dtype": "bf16", "disable_cuda_graph": True}})
+    assert facts == {"version": "1", "dtype": "bf16", "disable-cuda-graph": "true"}
+    assert facts_of_json("nothing") == {}
+
+
+def test_a_servers_own_word_counts_before_a_flag_and_silence_is_shown() -> None:
+    (row,) = parity({"a": {"dtype": "auto"}, "b": {}}, {"a": {"dtype": "bfloat16"}})
+    assert row.values == {"a": "bfloat16", "b": UNKNOWN}
+
+
+def test_decisive_settings_are_shown_first_and_others_where_arms_differ() -> None:
+    flags = {
+        arm: facts_of_flags(f"--max-len {len(arm)} --seed 1 --dtype half") for arm in ("a", "bb")
+    }
+    assert [row.name for row in parity(flags, {})] == ["dtype", "max-len"]
+
+
+def test_a_decisive_difference_is_a_warning() -> None:
+    flags = {"a": facts_of_flags("--threads 1"), "b": facts_of_flags("--threads 2 --dtype half")}
+    assert warnings(parity(flags, {})) == [
+        "WARNING: the arms differ in threads (a: 1, b: 2)",
+        "WARNING: the arms differ in dtype (a: not said, b: half)",
+        "Neither flags nor servers say: quantization, block size, CUDA graphs. Give them with "
+        "--flags NAME=...",
+    ]
+    alike = "--dtype half --quantization none --block-size 1 --threads 1 --enforce-eager"
+    facts = facts_of_flags(alike)
+    assert warnings(parity({"a": facts, "b": facts}, {})) == []
+
+
+def test_keys_are_no_settings_to_compare() -> None:
+    flags = {arm: facts_of_flags(f"HF_TOKEN={arm} serve --api-key {arm}") for arm in ("one", "two")}
+    said = {arm: facts_of_json({"admin_api_key": arm, "name": arm}) for arm in flags}
+    different = [row.name for row in parity(flags, said) if not row.same]
+    assert different == ["name"]

@@ -1,29 +1,25 @@
-"""The file of `--json` is tried before anything is measured, and what it holds is not lost."""
+"""The file of `--json` is tried before anything is measured, and no content of it is lost."""
 
 from pathlib import Path
 
 import pytest
 
 from baton.bench.json_file import json_file, save
-from baton.bench.transfer_settings import TransferSettings
 from baton.protocol.errors import ConfigError
+from tests.support.bench_records import Scene
 
 
 def test_trying_a_file_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    new, old, link = (tmp_path / name for name in ("new.json", "old.json", "link.json"))
+    old.write_text("{}")
+    link.symlink_to("not-there-yet.json")
+    assert [json_file(str(path)) for path in (new, old, link)] == [new, old, link]
     assert json_file("") is None
-    assert json_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "old.json").write_text("{}")
-    assert json_file(str(tmp_path / "old.json")) == tmp_path / "old.json"
-    assert (tmp_path / "old.json").read_text() == "{}"
-    save(tmp_path / "old.json", TransferSettings(reads=7))
-    assert '"reads": 7' in (tmp_path / "old.json").read_text()
-
-
-def test_a_link_to_a_file_that_is_not_there_yet_stays(tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to("new.json")
-    json_file(str(tmp_path / "link.json"))
-    assert (tmp_path / "link.json").is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, old]
+    assert old.read_text() == "{}"
+    assert link.is_symlink()
+    save(old, Scene(seed=7))
+    assert '"seed": 7' in old.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

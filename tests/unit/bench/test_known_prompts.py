@@ -3,49 +3,21 @@
 import msgspec
 import pytest
 
-from baton.bench.plan.arrivals import Poisson
-from baton.bench.plan.workloads import Kind, Workload, make_plan
-from baton.bench.records import Planned
+from baton.bench.plan.workload import Workload
+from baton.bench.planning import reseeded
 from baton.bench.report.document import Run
 from baton.bench.report.publish import UNTOLD, begin
-from baton.bench.settings import ReportSettings, RunSettings, WorkloadSettings
-from baton.bench.sweep import reseeded
+from baton.bench.settings import ReportSettings, RunSettings
 from tests.support.bench_records import Scene, scene_run
-
-
-def text_of(planned: Planned) -> str:
-    """A prompt as far as a prefix cache sees it."""
-    said = planned.prompt or " ".join(message.content for message in planned.messages)
-    return said or " ".join(map(str, planned.prompt_ids))
-
-
-@pytest.mark.parametrize("kind", ["tokens", "text", "chat"])
-@pytest.mark.parametrize("shared_prefix", [0, 20])
-def test_a_prompt_is_no_start_of_a_longer_one_of_its_seed(kind: Kind, shared_prefix: int) -> None:
-    short, long = (
-        make_plan(
-            Workload(kind=kind, prompt=length, shared_prefix=shared), None, count=4, warm_up=2
-        )
-        for length, shared in (("40", shared_prefix), ("80", 2 * shared_prefix))
-    )
-    starts = {text_of(one)[:20] for one in short.requests}
-    assert not starts & {text_of(one)[:20] for one in long.requests}
-
-
-def test_another_number_of_requests_or_rate_asks_the_same() -> None:
-    first = make_plan(Workload(prompt="40"), Poisson(1), count=4)
-    again = make_plan(Workload(prompt="40"), Poisson(2), count=8)
-    assert [text_of(one) for one in first.requests] == [text_of(one) for one in again.requests[:4]]
 
 
 def test_no_load_of_an_experiment_has_the_seed_of_another_experiment() -> None:
     seeds = [
-        [reseeded(WorkloadSettings(seed=seed), place).seed for place in range(20)]
-        for seed in range(20)
+        [reseeded(Workload(seed=seed), place).seed for place in range(20)] for seed in range(20)
     ]
     assert [own[0] for own in seeds] == list(range(20))
     assert len({seed for own in seeds for seed in own}) == 20 * 20
-    assert reseeded(WorkloadSettings(seed=3), 7) == reseeded(WorkloadSettings(seed=3), 7)
+    assert reseeded(Workload(seed=3), 7) == reseeded(Workload(seed=3), 7)
 
 
 def load(arm: str, cached_share: float | None) -> Run:

@@ -1,10 +1,12 @@
 """What a report holds, that it comes back as it was, and what its pages say and must never say."""
 
-import ast
 import csv
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -29,10 +31,10 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.headlines import headlines, usable
-from baton.bench.report.html import html
-from baton.bench.report.tables import COLUMNS, csv_text, markdown
+from baton.bench.report.pages import COLUMNS, NO_DRAWINGS, csv_text, html, markdown
+from baton.bench.report.publish import Publisher, begin, write_again
 from baton.bench.report.wording import duration, number, share
-from baton.bench.report.writing import write_all
+from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import (
     Scene,
@@ -43,7 +45,7 @@ from tests.support.bench_records import (
     scene_run,
     warning,
 )
-from tests.support.sources import sources, tree
+from tests.support.sources import imports, sources
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
@@ -51,7 +53,7 @@ KEY = "sk-proj-0123456789abcdef"
 Make = Callable[[], Report]
 
 
-def report() -> Report:
+def one_run() -> Report:
     return report_of([scene_run(SHORT, "poisson 6/s")])
 
 
@@ -92,16 +94,30 @@ def searched() -> Report:
     return found
 
 
-@pytest.mark.parametrize("make", [report, compared, faulty, searched])
-def test_a_report_comes_back_from_json_exactly_as_it_was(make: Make, tmp_path: Path) -> None:
+def evil() -> Report:
+    found = report_of([scene_run(SHORT, EVIL), scene_run(SHORT, "<b>two</b>")], title=EVIL)
+    found.runs[0].records[4] = failed(4, 1.0, Outcome.SERVER_ERROR, EVIL)
+    found.runs[0].notes, found.notes = [EVIL], [EVIL]
+    found.runs[0].problems = [invalid(EVIL)]
+    found.settings = {EVIL: EVIL}
+    found.tables = [Table(EVIL, [EVIL, EVIL], [[EVIL, EVIL]], EVIL)]
+    return found
+
+
+@pytest.mark.parametrize("make", [one_run, compared, faulty, searched])
+def test_a_report_comes_back_from_json_and_its_pages_rest_on_definitions_and_provenance(
+    make: Make, tmp_path: Path
+) -> None:
     written = make()
     write_json(written, tmp_path / "report.json")
-    assert read_json(tmp_path / "report.json") == written
-
-
-def test_the_json_names_its_schema_first(tmp_path: Path) -> None:
-    write_json(report(), tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text().startswith(f'{{"schema":"{SCHEMA}"')
+    found = read_json(tmp_path / "report.json")
+    assert found == written
+    assert make is faulty or withhold(found, ["no-such-key"]) == written
+    for page in (unescape(html(found, ())), markdown(found).replace("\\", "")):
+        for text in [*DEFINITIONS, *DEFINITIONS.values(), found.provenance.commit,
+                     found.provenance.config_hash, found.title]:  # fmt: skip
+            assert text in page
 
 
 @pytest.mark.parametrize(
@@ -109,60 +125,49 @@ def test_the_json_names_its_schema_first(tmp_path: Path) -> None:
     [
         ('{"schema": "baton.bench/99"}', "has schema 'baton.bench/99'; this baton reads"),
         ('{"rows": []}', "has no schema; this baton reads 'baton.bench/1'"),
-        ("not json", "is no report of baton bench"),
+        ("not json", "is not a report of baton bench"),
         ('{"schema": "baton.bench/1"}', "is a damaged report: Object missing required field"),
-        ("[1, 2]", "is no report of baton bench"),
+        ("[1, 2]", "is not a report of baton bench"),
+        (None, "none.json: No such file"),
     ],
 )
-def test_another_file_is_refused_in_one_line(content: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(content)
+def test_another_file_is_refused_in_one_line(
+    content: str | None, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "none.json"
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         read_json(path)
     assert said in caught.value.message
     assert "\n" not in caught.value.message
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
-        read_json(tmp_path / "none.json")
-
-
-def test_a_row_per_request_warm_up_marked() -> None:
-    found = report()
-    rows = list(csv.DictReader(io.StringIO(csv_text(found))))
+def test_the_csv_has_a_row_per_request_with_warm_up_marked_and_no_formula() -> None:
+    found = one_run()
+    found.runs[0].records[3] = failed(3, 1.0, Outcome.SERVER_ERROR, '=HYPERLINK("http://evil")')
+    text = csv_text(found)
+    assert "'=HYPERLINK" in text
+    assert not re.search(r'(^|,)"?=', text, re.MULTILINE)
+    rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == len(found.runs[0].records)
     assert set(COLUMNS) < set(rows[0])
     assert sum(int(row["warm_up"]) for row in rows) == SHORT.warm_up
     assert sum(int(row["counted"]) for row in rows) == found.runs[0].summary.num_requests
-    answered = next(row for row in rows if row["outcome"] == "answered" and row["counted"] == "1")
-    parts = [float(value) for name, value in answered.items()
-             if name in ("client_lag_ms", "queue_ms", "prefill_ms", "exposed_transfer_ms",
-                         "decoding_ms")]  # fmt: skip
-    assert sum(parts) == pytest.approx(float(answered["e2e_ms"]), abs=0.01)
+    whole = next(row for row in rows if row["outcome"] == "answered" and row["counted"] == "1")
+    stages = ("client_lag_ms", "queue_ms", "prefill_ms", "exposed_transfer_ms", "decoding_ms")
+    parts = sum(float(whole[name]) for name in stages)
+    assert parts == pytest.approx(float(whole["e2e_ms"]), abs=0.01)
 
 
-def test_a_spreadsheet_is_given_no_formula() -> None:
-    found = report()
-    found.runs[0].records[3] = failed(3, 1.0, Outcome.SERVER_ERROR, '=HYPERLINK("http://evil")')
-    assert "'=HYPERLINK" in csv_text(found)
-    assert not re.search(r'(^|,)"?=', csv_text(found), re.MULTILINE)
-
-
-@pytest.mark.parametrize("make", [report, compared, faulty, searched])
-def test_both_pages_print_every_definition_and_where_the_figures_come_from(make: Make) -> None:
-    found = make()
-    for page in (unescaped(words(found)), markdown(found).replace("\\", "")):
-        for text in [*DEFINITIONS, "goodput", found.provenance.commit,
-                     found.provenance.config_hash, found.title]:  # fmt: skip
-            assert text in page
-
-
-def test_an_invalid_run_cannot_be_overlooked() -> None:
-    found = report()
+def test_an_invalid_run_cannot_be_overlooked_and_a_warning_is_no_banner() -> None:
+    found = one_run()
+    found.runs[0].problems = [warning("9 requests failed")]
+    assert "<aside" not in html(found, ())
+    assert "INVALID" not in html(found, ()) + markdown(found)
     reasons = ["lag p99 35.1 ms is over 5.0 ms", "a client process used 71 % of a core"]
-    found.runs[0].problems = [*map(invalid, reasons), warning("9 requests failed")]
-    page, text = words(found), markdown(found)
+    found.runs[0].problems += map(invalid, reasons)
+    page, text = html(found, ()), markdown(found)
     banner = page[page.index('<aside class="invalid"') : page.index("</aside>")]
     assert page.index("<aside") < page.index('class="tiles"')
     assert all(reason in banner for reason in reasons)
@@ -173,12 +178,21 @@ def test_an_invalid_run_cannot_be_overlooked() -> None:
     assert text.index("**INVALID.**") < text.index("Attainment")
 
 
-def test_a_valid_report_has_no_banner() -> None:
-    found = report()
-    found.runs[0].problems = [warning("few samples for a p99")]
-    assert "<aside" not in words(found)
-    assert "INVALID" not in words(found)
-    assert "INVALID" not in markdown(found)
+def test_headlines_say_what_they_are_held_against() -> None:
+    attainment = headlines(one_run())[0]
+    assert attainment.name == "Attainment"
+    assert "target 90 %" in attainment.note
+    names = [one.name for one in headlines(faulty())]
+    assert names[:3] == ["Time to detect", "Time to recover", "Goodput dip"]
+    found = compared()
+    ttft, tpot, goodput = headlines(found)
+    assert (ttft.value, ttft.holds, ttft.verdict) == ("0.64", True, "better")
+    assert "95 % interval" in ttft.note
+    assert (tpot.holds, tpot.verdict) == (None, "no difference shown")
+    assert (goodput.holds, goodput.verdict) == (False, "worse")
+    few = msgspec.structs.replace(found.comparison[0].ratios["new"], rounds=5)
+    found.comparison[0].ratios["new"] = few
+    assert headlines(found)[0].note.startswith("range 0.")
 
 
 def test_one_invalid_rate_does_not_spoil_the_headlines_of_a_sweep() -> None:
@@ -191,52 +205,34 @@ def test_one_invalid_rate_does_not_spoil_the_headlines_of_a_sweep() -> None:
     assert not usable(found)
 
 
-def test_headlines_say_what_they_are_held_against() -> None:
-    attainment = headlines(report())[0]
-    assert attainment.name == "Attainment"
-    assert "target 90 %" in attainment.note
-    names = [one.name for one in headlines(faulty())]
-    assert names[:3] == ["Time to detect", "Time to recover", "Goodput dip"]
-    ttft, tpot, goodput = headlines(compared())
-    assert (ttft.value, ttft.holds, ttft.verdict) == ("0.64", True, "better")
-    assert (tpot.holds, tpot.verdict) == (None, "no difference shown")
-    assert (goodput.holds, goodput.verdict) == (False, "worse")
-    rate = headlines(searched())[0]
-    assert (rate.value, rate.verdict) == ("4.00", "confirmed")
-
-
-def test_a_few_rounds_have_a_range_and_no_interval() -> None:
-    found = compared()
-    assert "95 % interval" in headlines(found)[0].note
-    for row in found.comparison:
-        row.ratios = {
-            arm: msgspec.structs.replace(ratio, rounds=5) for arm, ratio in row.ratios.items()
-        }
-    assert headlines(found)[0].note.startswith("range 0.")
-
-
-def test_a_rate_that_was_not_confirmed_is_no_result() -> None:
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_a_search_stands_by_what_it_confirmed_whatever_was_invalid_on_the_way(
+    confirmed: bool,
+) -> None:
     found = searched()
     assert found.search is not None
-    found.search = msgspec.structs.replace(found.search, confirmed=False)
-    assert headlines(found)[0].holds is False
-    assert "not confirmed" in markdown(found)
+    found.runs[0].problems = [invalid("the client sent late")]
+    found.search = msgspec.structs.replace(found.search, confirmed=confirmed)
+    rate = headlines(found)[0]
+    expected = "confirmed" if confirmed else "not confirmed"
+    assert (rate.value, rate.verdict, rate.holds) == ("4.00", expected, confirmed)
+    page, text = html(found, ()), markdown(found)
+    assert ('<aside class="invalid"' in page) != confirmed
+    assert ("> **INVALID" in text) != confirmed
+    # What was wrong with the run is in its own place all the same.
+    assert '<b class="flag">INVALID</b> the client sent late' in page
     found.search = msgspec.structs.replace(found.search, rate=None, line="even 1/s is too much")
-    assert "even 1/s is too much" in words(found)
+    assert "even 1/s is too much" in html(found, ())
 
 
-def test_flags_that_differ_are_shown() -> None:
-    page = words(compared())
-    assert "The arms did not run alike: block_size." in page
-    assert '<td class="flag">NO</td>' in page
-
-
-def test_a_table_of_another_experiment_is_on_every_page() -> None:
-    found = report_of([], command="transfer", title="Transfer")
+def test_tables_of_the_experiment_and_flags_that_differ_are_on_every_page() -> None:
+    found = compared()
     found.tables = [Table("shm", ["block", "GiB/s"], [["64 KiB", "9.13"]], "against memcpy")]
-    for page in (words(found), markdown(found)):
-        assert "9.13" in page
-        assert "against memcpy" in page
+    page, text = html(found, ()), markdown(found)
+    for said in ("9.13", "against memcpy", "The arms did not run alike: block"):
+        assert said in page
+        assert said in text
+    assert '<td class="flag">NO</td>' in page
 
 
 class Elements(HTMLParser):
@@ -261,35 +257,29 @@ class Elements(HTMLParser):
                 self.handlers.append(name)
 
 
-def evil() -> Report:
-    found = report_of([scene_run(SHORT, EVIL), scene_run(SHORT, "<b>two</b>")], title=EVIL)
-    found.runs[0].records[4] = failed(4, 1.0, Outcome.SERVER_ERROR, EVIL)
-    found.runs[0].notes, found.notes = [EVIL], [EVIL]
-    found.runs[0].problems = [invalid(EVIL)]
-    found.settings = {EVIL: EVIL}
-    found.tables = [Table(EVIL, [EVIL, EVIL], [[EVIL, EVIL]], EVIL)]
-    return found
-
-
-@pytest.mark.parametrize("make", [report, evil])
-def test_a_page_is_one_file_that_loads_and_runs_nothing(make: Make) -> None:
-    elements = Elements(html(make()))
+@pytest.mark.parametrize("make", [faulty, evil])
+def test_a_page_is_one_file_that_loads_and_runs_nothing(make: Make, tmp_path: Path) -> None:
+    Publisher(make(), tmp_path, ()).finish()
+    page = (tmp_path / "report.html").read_text()
+    elements = Elements(page)
+    assert "svg" in elements.names
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
     assert not {"script", "link", "iframe", "img", "object", "image"} & set(elements.names)
     assert not elements.handlers
     assert all(address.startswith("#") for address in elements.addresses)
     assert {address[1:] for address in elements.addresses} <= set(elements.ids)
     assert len(elements.ids) == len(set(elements.ids))
-
-
-def test_what_a_server_said_is_text_in_markdown_too() -> None:
-    text = markdown(evil())
+    text = (tmp_path / "report.md").read_text()
     assert not re.search(r"(?<!\\)<(script|img|b)", text)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows
     assert all(line.endswith(" |") for line in rows)
 
 
-def test_no_key_reaches_any_file(tmp_path: Path) -> None:
+def test_no_key_reaches_any_file_or_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = faulty()
     run = found.runs[0]
     run.records[3].detail = f"401: Incorrect API key provided: {KEY}"
@@ -297,97 +287,56 @@ def test_no_key_reaches_any_file(tmp_path: Path) -> None:
     run.settings = flat_settings({"target": {"api_key": KEY, "url": f"http://me:{KEY}@host/v1"}})
     found.settings = {"api_key": KEY}
     found.tables = [Table("curl", ["word"], [["-H"], [f"Authorization: Bearer {KEY}"]])]
-    assert KEY not in str(withhold(found, [KEY]))
-    written = write_all(found, tmp_path / "out")  # even if the caller does not say which it is
+    Publisher(found, tmp_path, ()).finish()  # even if the caller does not say which key it is
+    written = list(tmp_path.iterdir())
     assert {path.suffix for path in written} == {".json", ".csv", ".md", ".html", ".png"}
     assert not [path.name for path in written if KEY.encode() in path.read_bytes()]
-    assert "(withheld)" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_a_key_without_a_known_shape_is_cut_from_the_models_words_too() -> None:
-    found = report()
-    found.runs[0].records[3].text = "my password: hunter2-hunter2"
-    cleaned = withhold(found, ["hunter2-hunter2"])
-    assert cleaned.runs[0].records[3].text == "my password: (withheld)"
+    assert "(withheld)" in (tmp_path / "report.html").read_text()
+    assert KEY not in capsys.readouterr().out
+    # Of no known shape: what a model wrote is cut by the very key only.
+    run.records[3].text = "my password: hunter2-hunter2"
+    assert withhold(found, ["hunter2-hunter2"]).runs[0].records[3].text == "my password: (withheld)"
     assert withhold(found).runs[0].records[3].text == "my password: hunter2-hunter2"
 
 
-def test_a_confirmed_search_is_not_spoiled_by_an_invalid_run_on_the_way() -> None:
-    found = searched()
-    assert found.search is not None
-    found.runs[0].problems = [invalid("the client sent late")]
-    for confirmed in (True, False):
-        found.search = msgspec.structs.replace(found.search, confirmed=confirmed)
-        page, text = html(found), markdown(found)
-        assert ('<aside class="invalid"' in page) != confirmed
-        assert ("> **INVALID" in text) != confirmed
-        # What was wrong with it is in its own place all the same.
-        assert '<b class="flag">INVALID</b> the client sent late' in page
+def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
+    first, second = (report_of([], title=title) for title in ("first", "second"))
+    second.provenance = msgspec.structs.replace(second.provenance, created_at="later")
+    write_json(first, tmp_path / "report.json")
+    write_json(second, tmp_path / "second.json")
+    with pytest.raises(ConfigError, match="holds a report already: name another folder"):
+        begin("run", RunSettings(), ReportSettings(out=str(tmp_path)))
+    again = ReportAgainSettings(ReportSettings(out=str(tmp_path), label="a better title"))
+    with pytest.raises(ConfigError, match="holds another report"):
+        write_again(again, [str(tmp_path / "second.json")])
+    assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
+    assert read_json(tmp_path / "report.json").title == "a better title"
+    with pytest.raises(ConfigError, match="is a file: name a folder"):
+        begin("run", RunSettings(), ReportSettings(out=str(tmp_path / "report.json")))
 
 
-def test_withholding_nothing_changes_nothing() -> None:
-    assert withhold(searched(), ["no-such-key"]) == searched()
+def test_a_page_that_cannot_be_written_is_named_and_does_not_cost_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.csv").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write the report to .*: Is a directory"):
+        Publisher(one_run(), tmp_path, ()).finish()
+    assert len(read_json(tmp_path / "report.json").runs) == 1
+    assert capsys.readouterr().out.endswith("VALID\n")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write the report to .*file"):
-        write_all(report(), tmp_path / "file" / "out")
-
-
-def test_settings_are_flat_and_in_order() -> None:
+def test_settings_are_flat_and_numbers_have_few_digits_and_never_claim_all() -> None:
     flat = flat_settings({"load": {"requests": 10, "window": ""}, "rates": [1, 2], "none": None})
     assert list(flat.items()) == [
         ("load.requests", "10"), ("load.window", ""), ("rates", "[1,2]"), ("none", "null"),
     ]  # fmt: skip
-
-
-def test_numbers_have_few_digits_and_never_claim_all() -> None:
     assert [number(v) for v in (None, 0.0, 0.0123, 1.5, 12.34, 1234.5)] == [
         "–", "0", "0.0123", "1.50", "12.3", "1,234",  # noqa: RUF001
     ]  # fmt: skip
     assert [share(v) for v in (1.0, 0.99999, 0.9996, 0.9, 0.0, 0.0004)] == [
         "100 %", "99.999 %", "99.96 %", "90 %", "0 %", "0.04 %",
     ]  # fmt: skip
-    assert duration(0.0096) == ("9.60", "ms")
-    assert duration(22.0) == ("22.0", "s")
-
-
-def test_only_drawings_need_matplotlib_and_nobody_loads_it_on_the_way() -> None:
-    users = {
-        path.name
-        for path in sources("bench")
-        if any(module.partition(".")[0] == "matplotlib" for module in loaded_at_import(path))
-    }
-    drawers = {
-        path.name
-        for path in sources("bench")
-        if {"baton.bench.report.plots", "baton.bench.report.figures"} & loaded_at_import(path)
-    }
-    assert users == {"plots.py"}
-    assert drawers == {"figures.py"}
-
-
-def loaded_at_import(path: Path) -> set[str]:
-    """Modules that importing a file imports: neither within functions nor for types alone."""
-    found: set[str] = set()
-    for node in tree(path).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def words(report: Report) -> str:
-    """The page without its drawings, which take longer than all the rest."""
-    return html(report, [])
-
-
-def unescaped(page: str) -> str:
-    for entity, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#x27;", "'")):
-        page = page.replace(entity, character)
-    return page.replace("&amp;", "&")
+    assert [duration(v) for v in (0.0096, 22.0)] == [("9.60", "ms"), ("22.0", "s")]
 
 
 def test_a_last_request_that_ended_as_it_arrived_is_counted() -> None:
@@ -396,3 +345,43 @@ def test_a_last_request_that_ended_as_it_arrived_is_counted() -> None:
     run = Run(label="a", summary=summarise(LoadResult(records, [], 5.0, "")), records=records)
     assert run.summary.num_requests == 2
     assert run.counted == records
+
+
+WITHOUT_MATPLOTLIB = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+from baton.__main__ import main
+sys.argv = ["baton", "bench", "report", *sys.argv[1:]]
+sys.exit(main())
+"""
+
+
+def test_a_report_is_written_without_matplotlib_and_says_how_to_get_drawings(
+    tmp_path: Path,
+) -> None:
+    write_json(one_run(), tmp_path / "old.json")
+    command = [sys.executable, "-c", WITHOUT_MATPLOTLIB, "old.json", "--out", "again"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(NO_DRAWINGS) == 1
+    names = {path.name for path in (tmp_path / "again").iterdir()}
+    assert names == {"report.json", "report.csv", "report.md", "report.html"}
+    page = unescape((tmp_path / "again" / "report.html").read_text())
+    assert page.count(NO_DRAWINGS) == 1
+    assert "<svg" not in page
+    assert "Latency, ms" in page
+
+
+def test_matplotlib_is_imported_in_one_file_which_is_imported_only_when_pages_are_written() -> None:
+    users = {
+        path.name: {module.partition(".")[0] for module in imports(path)} for path in sources()
+    }
+    assert [name for name, found in users.items() if "matplotlib" in found] == ["drawings.py"]
+    code = "import sys, baton.bench.cli, baton.bench.report.publish; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "baton.bench.report.publish" in done.stdout.split()
+    assert "matplotlib" not in done.stdout.split()

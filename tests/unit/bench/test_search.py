@@ -1,14 +1,25 @@
 """The search against servers whose largest rate is known, with noise, invalid runs and limits."""
 
+import math
 import random
+import re
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.bench.console import shown
 from baton.bench.figures.search import Ending, Found, Purpose, RateSearch, SearchOptions
-from baton.protocol.errors import ConfigError
+from baton.bench.judging import judge
+from baton.bench.plan.arrivals import realised
+from baton.bench.plan.plan import Plan
+from baton.bench.records import Outcome, Planned
+from baton.bench.report.document import Run
+from baton.bench.report.headlines import headlines
+from baton.bench.search import is_servers_fault, observe, with_offered
+from tests.support.bench_records import answered, case_of, ended, invalid, loaded, report_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -19,7 +30,7 @@ def knee(rate: float, width: float = 4.0) -> Curve:
     return lambda offered: min(1.0, max(0.0, 1 - (1 - GOAL) * (offered / rate) ** width))
 
 
-def run(curve: Curve, options: SearchOptions | None = None, reach: float = float("inf")) -> Found:
+def run(curve: Curve, options: SearchOptions | None = None, reach: float = math.inf) -> Found:
     search = RateSearch(options or SearchOptions())
     while (rate := search.next_rate()) is not None:
         search.observe(rate, curve(rate), rate <= reach)
@@ -40,19 +51,40 @@ def test_it_doubles_bisects_rechecks_and_confirms() -> None:
     assert found.line == "4.757/s holds an attainment of 90%, confirmed by 3 runs; 5.657/s does not"
 
 
-def test_it_goes_down_from_a_start_that_is_too_fast() -> None:
-    found = run(knee(0.3), SearchOptions(start_rate=10))
-    assert found.confirmed
-    assert found.rate == pytest.approx(0.3, rel=0.05)
-    assert purposes(found)[1] == "down"
-
-
-def test_bounds_that_nothing_meets_end_in_never_attained() -> None:
-    found = run(lambda _: 0.5, SearchOptions(min_rate=0.1))
-    assert found.ending is Ending.NEVER_ATTAINED
-    assert found.rate is None
-    assert not found.confirmed
-    assert found.line.startswith("not even 0.1/s holds an attainment of 90%")
+@pytest.mark.parametrize(
+    ("curve", "options", "reach", "ending", "said"),
+    [
+        (
+            lambda _: 0.5,
+            SearchOptions(min_rate=0.1),
+            math.inf,
+            Ending.NEVER_ATTAINED,
+            "not even 0.1/s holds an attainment of 90%",
+        ),
+        (knee(1000.0), SearchOptions(), 50.0, Ending.CLIENT_LIMIT, "this client cannot send"),
+        (knee(10.0), SearchOptions(), 0.0, Ending.NO_VALID_RUN, "the client cannot measure here"),
+        (
+            knee(1000.0),
+            SearchOptions(max_rate=12.5),
+            math.inf,
+            Ending.RATE_LIMIT,
+            "12.5/s, the lar",
+        ),
+    ],
+)
+def test_a_search_says_how_it_ended(
+    curve: Curve, options: SearchOptions, reach: float, ending: Ending, said: str
+) -> None:
+    found = run(curve, options, reach)
+    assert found.ending is ending
+    assert said in found.line
+    assert found.confirmed is (ending in (Ending.CLIENT_LIMIT, Ending.RATE_LIMIT))
+    if ending is Ending.CLIENT_LIMIT:
+        # That the client cannot send a rate is no failure of the server.
+        assert 45 <= (found.rate or 0.0) <= 50
+        assert found.failing_rate is None
+    if ending is Ending.RATE_LIMIT:
+        assert max(probe.rate for probe in found.probes) == found.rate == 12.5
 
 
 def test_bounds_that_a_request_misses_when_it_is_alone_end_the_search_at_once() -> None:
@@ -62,29 +94,6 @@ def test_bounds_that_a_request_misses_when_it_is_alone_end_the_search_at_once() 
     rates.observe(2.0, 0.0, True, alone=True)
     assert rates.next_rate() is None
     assert rates.result().ending is Ending.NEVER_ATTAINED
-
-
-def test_a_rate_that_the_client_cannot_send_is_no_failure_of_the_server() -> None:
-    found = run(knee(1000.0), reach=50.0)
-    assert found.ending is Ending.CLIENT_LIMIT
-    assert found.confirmed
-    assert found.rate is not None
-    assert 45 <= found.rate <= 50
-    assert found.failing_rate is None
-    assert "this client cannot send" in found.line
-
-
-def test_a_client_that_can_measure_nothing_is_told_so() -> None:
-    found = run(knee(10.0), reach=0.0)
-    assert found.ending is Ending.NO_VALID_RUN
-    assert found.rate is None
-
-
-def test_the_largest_rate_allowed_is_confirmed_and_not_passed() -> None:
-    found = run(knee(1000.0), SearchOptions(max_rate=12.5))
-    assert found.ending is Ending.RATE_LIMIT
-    assert (found.rate, found.confirmed) == (12.5, True)
-    assert max(probe.rate for probe in found.probes) == 12.5
 
 
 def test_one_invalid_run_is_repeated_not_believed() -> None:
@@ -107,19 +116,13 @@ def test_a_recheck_that_the_client_cannot_repeat_does_not_go_on_for_ever() -> No
     assert (found.ending, found.rate, found.confirmed) == (Ending.FOUND, 1.0, True)
 
 
-def test_a_saturated_run_does_not_attain() -> None:
+@pytest.mark.parametrize("flaw", ["saturated", "broken"])
+def test_a_run_that_outran_or_broke_the_server_is_evidence_and_does_not_attain(flaw: str) -> None:
     search = RateSearch()
     search.observe(1.0, 1.0, True)
-    search.observe(2.0, 1.0, True, saturated=True)
+    search.observe(2.0, 1.0, True, **{flaw: True})
     assert search.purpose is Purpose.BISECT
-
-
-def test_a_run_that_the_server_broke_is_evidence_and_does_not_attain() -> None:
-    search = RateSearch()
-    search.observe(1.0, 1.0, True)
-    search.observe(2.0, 0.95, True, broken=True)
-    assert search.purpose is Purpose.BISECT
-    assert search.probes[-1].is_broken
+    assert getattr(search.probes[-1], f"is_{flaw}")
 
 
 def test_a_server_that_breaks_every_run_is_not_said_to_be_too_slow() -> None:
@@ -159,15 +162,6 @@ def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
     assert found.confirmed
     assert found.rate is not None
     assert 3.8 <= found.rate <= 4
-
-
-def test_a_search_without_runs_left_reports_nothing_as_confirmed() -> None:
-    for max_probes in range(1, 12):
-        found = run(knee(50.0), SearchOptions(max_probes=max_probes))
-        assert found.ending is Ending.PROBES_SPENT
-        assert not found.confirmed
-        assert len(found.probes) == max_probes
-        assert "unconfirmed" in found.line
 
 
 def test_a_search_that_has_not_ended_says_so() -> None:
@@ -215,14 +209,14 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     confirmations=st.integers(1, 4),
     max_rate=st.none() | st.floats(0.02, 50),
 )
-def test_whatever_a_server_does_only_confirmed_rates_are_reported_as_confirmed(
+def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
     answers: list[int],
     max_probes: int,
     confirmations: int,
     max_rate: float | None,
 ) -> None:
     options = SearchOptions(
-        max_probes=max_probes, confirmations=confirmations, max_rate=max_rate, min_rate=0.02
+        max_probes=max_probes, confirmations=confirmations, max_rate=max_rate or 0.0, min_rate=0.02
     )
     search, replies = RateSearch(options), iter(answers)
     while (rate := search.next_rate()) is not None:
@@ -243,24 +237,6 @@ def test_whatever_a_server_does_only_confirmed_rates_are_reported_as_confirmed(
         assert found.ending in (Ending.PROBES_SPENT, Ending.NEVER_ATTAINED, Ending.NO_VALID_RUN)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        SearchOptions(attainment=0.0),
-        SearchOptions(attainment=90),
-        SearchOptions(tolerance=0.001),
-        SearchOptions(start_rate=0.0),
-        SearchOptions(start_rate=float("nan")),
-        SearchOptions(max_rate=0.001),
-        SearchOptions(confirmations=0),
-        SearchOptions(max_probes=0),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: SearchOptions) -> None:
-    with pytest.raises(ConfigError):
-        RateSearch(options)
-
-
 def test_a_rate_that_was_never_run_validly_is_not_said_to_be_out_of_reach() -> None:
     search = RateSearch(SearchOptions(start_rate=2.0, min_rate=1.0))
     search.observe(2.0, 0.0, True)
@@ -270,3 +246,94 @@ def test_a_rate_that_was_never_run_validly_is_not_said_to_be_out_of_reach() -> N
     assert search.next_rate() is None
     assert found.ending is Ending.NO_VALID_RUN
     assert found.line == "no run at 1/s was valid, and 2/s does not hold an attainment of 90%"
+
+
+# --- runs of a search ----------------------------------------------------------------------------
+
+
+def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
+    """An open loop of 100 requests that are all answered well, but for the first so many."""
+    at = [index / rate for index in range(100)]
+    requests = [Planned(index, at_s, 2, (1,)) for index, at_s in enumerate(at)]
+    plan = Plan(requests, [], realised(at), asked, at[-1])
+    records = [answered(index, at_s, [0.1]) for index, at_s in enumerate(at)]
+    for record in records[:num_wrong]:
+        record.outcome = Outcome.WRONG_LENGTH
+    return judge(case_of(plan, concurrency=0), loaded(records), "")
+
+
+@pytest.mark.parametrize(
+    ("rate", "off"), [(4.0, ""), (3.7, ""), (3.0, "3/s, 25% below"), (5.0, "5/s, 25% above")]
+)
+def test_arrivals_that_were_planned_far_off_the_rate_are_warned_of(rate: float, off: str) -> None:
+    run = judged(rate, 4.0)
+    assert run.summary.offered_rate == pytest.approx(rate)
+    said = [problem.text for problem in run.problems if "were drawn at" in problem.text]
+    text = f"the arrivals were drawn at {off} the 4/s asked for: a longer load comes closer"
+    assert said == ([text] if off else [])
+    assert not run.invalid
+
+
+def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
+    search, report = RateSearch(SearchOptions(max_rate=4.0, start_rate=2.0)), report_of([])
+    offered = iter((9.0, 9.0, 3.7, 4.2, 3.9))
+    while (rate := search.next_rate()) is not None:
+        run = judged(next(offered), rate)
+        report.runs.append(run)
+        observe(search, rate, run)
+    report.search = with_offered(search.result(), report.runs)
+    assert report.search.offered_rate == pytest.approx(3.9)
+    assert "; 3.9/s were offered (median of the confirming runs)" in report.search.line
+    assert headlines(report)[0].note == "3.90 requests/s offered"
+    assert "3.9/s were offered" in shown(report)
+    unconfirmed = msgspec.structs.replace(search.result(), confirmed=False)
+    assert with_offered(unconfirmed, report.runs) == unconfirmed
+
+
+def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> None:
+    run = judged(4.0, 4.0, num_wrong=5)
+    assert run.invalid
+    assert run.summary.attainment == 0.95
+    search = RateSearch(SearchOptions(min_rate=1.0))
+    while (rate := search.next_rate()) is not None:
+        observe(search, rate, run)
+    assert [probe.attainment for probe in search.probes] == [0.95]
+    report = report_of([run])
+    report.search = search.result()
+    assert report.search.ending is Ending.NEVER_ATTAINED
+    assert re.search(r"up +95 % +server's fault +no\n", shown(report))
+    assert shown(report).endswith("NOT CONFIRMED")
+    # One of a hundred is a warning, and a failed request like any other.
+    few = judged(4.0, 4.0, num_wrong=1)
+    search = RateSearch(SearchOptions(max_rate=1.0))
+    while (rate := search.next_rate()) is not None:
+        observe(search, rate, few)
+    assert search.result().confirmed
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_valid"),
+    [
+        ((Outcome.REFUSED,), True),
+        # Without a socket the client says nothing of the server.
+        ((Outcome.NO_SOCKET,), False),
+        ((Outcome.NO_SOCKET, Outcome.ANSWERED), False),
+    ],
+)
+def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
+    outcomes: tuple[Outcome, ...], is_valid: bool
+) -> None:
+    search = RateSearch()
+    observe(search, 1.0, judge(case_of(len(outcomes)), ended(*outcomes), ""))
+    assert search.probes[0].is_valid is is_valid
+    if is_valid:
+        assert search.probes[0].attainment == 0.0
+
+
+def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
+    outcomes = [Outcome.ANSWERED] * 3 + [Outcome.WRONG_LENGTH]
+    found = judge(case_of(4), ended(*outcomes), "")
+    assert found.invalid
+    assert is_servers_fault(found)
+    found.problems.append(invalid("the client sent late"))
+    assert not is_servers_fault(found)

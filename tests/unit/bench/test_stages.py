@@ -23,7 +23,6 @@ TIMELINE = Timeline(
     router_queue_s=0.002,
     queue_s=0.003,
     prefill_s=0.014,
-    transfer_s=0.012,
     exposed_s=0.004,
     decode_queue_s=0.001,
     first_step_s=0.005,
@@ -56,45 +55,30 @@ def test_every_part_is_found_and_they_add_up() -> None:
         UNATTRIBUTED: 2,
     }
     assert sum_error_s(record) == pytest.approx(0)
+    assert stages_of(TIMELINE, request(0.0, ())) == []
 
 
-def test_a_first_token_that_was_held_up_on_its_way_is_not_counted_twice() -> None:
-    """It comes with the second: the client sees one chunk, and no time between the two."""
-    record = request(0.0, [(0.037, 2), (0.049, 1), (0.065, 1)])
-    record.stages = stages_of(TIMELINE, record)
-    found = durations_ms(record.stages)
-    assert found["before_server"] == 5
-    assert found["after_server"] == 0
-    assert sum_error_s(record) == pytest.approx(0)
-
-
-def test_a_second_token_that_seems_to_come_early_is_no_claim_of_the_server() -> None:
-    """The client sees it 2 ms after the first, where the server says that it took 10 ms."""
-    record = request(0.0, (0.025, 0.027, 0.040, 0.065))
-    record.stages = stages_of(TIMELINE, record)
-    assert durations_ms(record.stages)["decoding"] == 31
-    assert sum_error_s(record) == pytest.approx(0)
-
-
-def test_one_token_needs_no_decoding() -> None:
-    timeline = Timeline(
-        router_queue_s=0.001, prefill_s=0.01, time_to_first_token_s=0.012, e2e_s=0.012
-    )
-    record = request(0.0, (0.015,), tail_s=0.002)
+@pytest.mark.parametrize(
+    ("timeline", "record", "expected"),
+    [
+        # The first token was held up and comes with the second: nothing is counted twice.
+        (TIMELINE, request(0.0, [(0.037, 2), (0.049, 1), (0.065, 1)]),
+         {"before_server": 5, "after_server": 0}),
+        # The client sees the second token 2 ms after the first; the server says it took 10 ms.
+        (TIMELINE, request(0.0, (0.025, 0.027, 0.040, 0.065)), {"decoding": 31}),
+        (Timeline(router_queue_s=0.001, prefill_s=0.01, time_to_first_token_s=0.012, e2e_s=0.012),
+         request(0.0, (0.015,), tail_s=0.002),
+         {"before_server": 3, "after_server": 2, "decoding": 0, UNATTRIBUTED: 1}),
+        # A server that says little leaves the rest unattributed.
+        (Timeline(queue_s=0.03), request(0.0, (0.1, 0.2, 0.3)),
+         {"queue": 30, "decoding": 100, UNATTRIBUTED: 170, "before_server": 0, "after_server": 0}),
+    ],
+)  # fmt: skip
+def test_stamps_and_claims_that_do_not_quite_agree_still_add_up(
+    timeline: Timeline, record: Record, expected: dict[str, float]
+) -> None:
     record.stages = stages_of(timeline, record)
-    found = durations_ms(record.stages)
-    assert (found["before_server"], found["after_server"], found["decoding"]) == (3, 2, 0)
-    assert found[UNATTRIBUTED] == 1
-
-
-def test_a_server_that_says_little_leaves_the_rest_unattributed() -> None:
-    record = request(0.0, (0.1, 0.2, 0.3))
-    record.stages = stages_of(Timeline(queue_s=0.03), record)
-    found = durations_ms(record.stages)
-    assert found["queue"] == 30
-    assert found["decoding"] == 100
-    assert found[UNATTRIBUTED] == 170
-    assert found["before_server"] == found["after_server"] == 0
+    assert expected.items() <= durations_ms(record.stages).items()
     assert sum_error_s(record) == pytest.approx(0)
 
 
@@ -111,10 +95,6 @@ def test_a_server_that_claims_more_time_than_there_was_is_found_out() -> None:
     assert table.max_error_ms == pytest.approx(20)
 
 
-def test_a_request_without_tokens_has_no_stages() -> None:
-    assert stages_of(TIMELINE, request(0.0, ())) == []
-
-
 def test_a_table_is_of_answered_requests_and_says_how_many_had_no_timeline() -> None:
     records = [request(0.1 * place, (0.026, 0.038, 0.066), index=place) for place in range(4)]
     for record in records[:3]:
@@ -125,14 +105,13 @@ def test_a_table_is_of_answered_requests_and_says_how_many_had_no_timeline() -> 
     assert (table.num_joined, table.num_without) == (2, 1)
     assert [one.name for one in table.stages] == list(STAGES)
     assert sum(one.share for one in table.stages) == pytest.approx(1)
-    assert table.unattributed_share == table.stages[-1].share
     assert table.adds_up
     assert summarise_stages(records[3:]) is None
 
 
 def test_a_timeline_is_an_entry_or_a_list_of_one() -> None:
     known = b'{"queue_s":0.5,"arrival_time":1.0,"path":"local_prefill","max_tokens_clamped":null}'
-    assert read_timeline(known) == Timeline(queue_s=0.5, path="local_prefill")
+    assert read_timeline(known) == Timeline(queue_s=0.5)
     assert read_timeline(msgspec.Raw(b"[" + known + b"]")) == read_timeline(known)
 
 

@@ -6,21 +6,33 @@ import json
 import lzma
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.bench.plan.arrivals import realised
-from baton.bench.plan.replay import TraceOptions, prefix_tokens, repeated_share, replay
-from baton.bench.plan.trace_files import SHIPPED, TraceRow, read_trace, trace_path
+from baton.bench.plan.plan import make_plan
+from baton.bench.plan.traces import (
+    FOLDER,
+    SHIPPED,
+    Replay,
+    TraceRow,
+    read_prompts,
+    read_trace,
+    repeated_share,
+    replay,
+    replay_notes,
+)
+from baton.bench.plan.workload import Workload
 from baton.protocol.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens\r
 2023-11-16 18:15:46.6805900,374,44\r
 2023-11-16 18:15:50.9951690,396,109"""
-VOCABULARY = (300, 8000)
 
 
 def mooncake(*rows: tuple[float, int, int, list[int]]) -> str:
@@ -28,10 +40,18 @@ def mooncake(*rows: tuple[float, int, int, list[int]]) -> str:
     return "\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows)
 
 
-def written(folder: Path, text: str, name: str = "trace") -> Path:
-    path = folder / name
+def written(folder: Path, text: str) -> str:
+    path = folder / "rows"
     path.write_text(text)
-    return path
+    return str(path)
+
+
+def notes(played: Replay, options: Workload) -> str:
+    return "\n".join(replay_notes(played, options, len(played.rows)))
+
+
+def stamps(rows: list[TraceRow]) -> list[float]:
+    return [row.at_s for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +72,7 @@ def test_a_shipped_trace_is_the_published_one(
     repeated: float,
 ) -> None:
     """The figures are those of the traces' descriptions."""
-    rows = read_trace(trace_path(name))
+    rows = read_trace(name)
     assert len(rows) == num
     assert rows[0].at_s == 0
     assert rows[-1].at_s == pytest.approx(span_s, abs=1)
@@ -66,21 +86,17 @@ def test_a_shipped_trace_is_the_published_one(
 
 
 def test_every_shipped_trace_is_named_with_its_licence() -> None:
-    folder = trace_path("azure-conv").parent
-    about = (folder / "README.md").read_text()
+    about = (FOLDER / "README.md").read_text()
     for name, file in SHIPPED.items():
         assert name in about
         assert file in about
-        assert any(file in notice.read_text() for notice in folder.glob("LICENSE-*"))
+        assert any(file in notice.read_text() for notice in FOLDER.glob("LICENSE-*"))
 
 
-def test_azure_rows_count_from_the_first(tmp_path: Path) -> None:
+def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path: Path) -> None:
     first, second = read_trace(written(tmp_path, AZURE))
     assert first == TraceRow(0.0, 374, 44)
     assert second == TraceRow(pytest.approx(4.314579, abs=2e-6), 396, 109)
-
-
-def test_azure_columns_are_found_by_name_and_zones_are_read(tmp_path: Path) -> None:
     text = (
         "GeneratedTokens,TIMESTAMP,ContextTokens\n"
         "3,2024-05-10 00:00:00+00:00,7\n\n4,2024-05-10 00:00:01.5+00:00,8\n"
@@ -90,62 +106,85 @@ def test_azure_columns_are_found_by_name_and_zones_are_read(tmp_path: Path) -> N
 
 def test_mooncake_rows_bring_blocks(tmp_path: Path) -> None:
     text = mooncake((500, 600, 9, [4, 7]), (2500, 512, 1, [4])) + "\n"
-    rows = [TraceRow(0.0, 600, 9, (4, 7)), TraceRow(2.0, 512, 1, (4,))]
-    assert read_trace(written(tmp_path, text)) == rows
     (tmp_path / "packed.xz").write_bytes(lzma.compress(text.encode()))
     (tmp_path / "packed.gz").write_bytes(gzip.compress(text.encode()))
-    assert read_trace(tmp_path / "packed.xz") == rows
-    assert read_trace(tmp_path / "packed.gz") == rows
+    for path in (written(tmp_path, text), tmp_path / "packed.xz", tmp_path / "packed.gz"):
+        rows = [TraceRow(0.0, 600, 9, (4, 7)), TraceRow(2.0, 512, 1, (4,))]
+        assert read_trace(str(path)) == rows
 
 
 @pytest.mark.parametrize(
     ("text", "line", "why"),
     [
-        (AZURE.replace("396", "many"), 3, "lengths many, 109 are not whole numbers"),
+        (AZURE.replace("396", "many"), 3, "expected `int`.*ContextTokens"),
         (AZURE.replace("396,", ""), 3, "2 cells, 3 columns"),
         (AZURE.replace(",44", ",44,5"), 2, "4 cells, 3 columns"),
-        (AZURE.replace("18:15:50", "18:15:40"), 3, "before that of the row above"),
+        (AZURE.replace("18:15:50", "18:15:40"), 3, "before the row above"),
         (AZURE.replace("18:15:50.9951690", "noon"), 3, "no stamp"),
         (AZURE.replace("50.9951690", "50+00:00"), 3, "no stamp"),
-        (AZURE.replace("374", "0"), 2, "0 input tokens"),
-        (AZURE.replace("374", "9" * 30), 2, "input tokens"),
-        (AZURE.replace("ContextTokens", "Tokens"), 1, "has no ContextTokens"),
+        (AZURE.replace("374", "0"), 2, "expected `int` >= 1.*ContextTokens"),
+        (AZURE.replace("374", "9" * 30), 2, "ContextTokens"),
+        (AZURE.replace("374", "9" * 5000), 2, "ContextTokens"),
+        (AZURE.replace("ContextTokens", "Tokens"), 2, "missing required field `ContextTokens`"),
         ("a,b,c\n1,2,3", 1, "neither of the known traces"),
+        ("\n\n", 1, "neither of the known traces"),
         (mooncake((0, 600, 9, [4])), 1, "1 hash_ids for 600 tokens.*make it 2"),
-        (mooncake((0, 5, 9, [4]), (5, 5, 9, [-4])), 2, "a hash id is below 0"),
-        (mooncake((5, 5, 9, [4]), (4, 5, 9, [4])), 2, "before that of the row above"),
-        (mooncake((0, 5, -9, [4])), 1, "-9 output tokens"),
+        (mooncake((0, 5, 9, [4]), (5, 5, 9, [-4])), 2, "expected `int` >= 0.*hash_ids"),
+        (mooncake((5, 5, 9, [4]), (4, 5, 9, [4])), 2, "before the row above"),
+        (mooncake((0, 5, -9, [4])), 1, "expected `int` >= 0.*output_length"),
         (mooncake((0, 5, 9, [4])) + "\n{}", 2, "missing required field"),
         (mooncake((0, 5, 9, [4])).replace("9", '"x"'), 1, "output_length"),
         (mooncake((0, 5, 9, [4])) + '\n{"timestamp": 1', 2, "truncated"),
-        (mooncake((0, 5, 9, [4]), (7, 5, 9, [4])).replace("7", "1e999"), 2, "out of range|no time"),
+        (mooncake((0, 5, 9, [4]), (7, 5, 9, [4])).replace("7", "1e999"), 2, "out of range"),
     ],
 )
-def test_a_malformed_row_is_named_by_its_line(
+def test_a_malformed_row_of_a_trace_is_named_by_its_line(
     tmp_path: Path, text: str, line: int, why: str
 ) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(ConfigError, match=why) as caught:
+    with pytest.raises(ConfigError, match=f"(?i){why}") as caught:
         read_trace(path)
     assert caught.value.message.startswith(f"{path}:{line}: ")
     assert "\n" not in caught.value.message
 
 
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"prompt": ""}', "either a prompt or messages"),
+        ("{}", "either a prompt or messages"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "either a prompt or"),
+        ('{"prompt": [1, -2]}', "expected `int` >= 0.*prompt"),
+        ('{"prompt": [1, "x"]}', "prompt"),
+        ('{"prompt": "a", "output_tokens": 0}', "expected `int` >= 1.*output_tokens"),
+        ('{"prompt": "a", "outputs": 3}', "unknown field"),
+        ('{"prompt": "a", "at_s": -1}', "expected `float` >= 0.*at_s"),
+        ('{"prompt": "a"}', "some rows say at_s"),
+        ('{"prompt": "a", "at_s": 0.1}', "before the row above"),
+        ('{"prompt": "a"', "truncated"),
+        ('"a"', "object"),
+    ],
+)
+def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path, row: str, why: str) -> None:
+    path = written(tmp_path, '{"prompt": "first", "at_s": 3}\n' + row)
+    with pytest.raises(ConfigError, match=f"(?i){why}") as caught:
+        read_prompts(Path(path))
+    assert caught.value.message.startswith(f"{path}:2: ")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(AZURE.encode())[:-12])
+    (tmp_path / "plain.gz").write_text(AZURE)
     (tmp_path / "plain.xz").write_text(AZURE)
     (tmp_path / "bytes").write_bytes(b"TIMESTAMP\xff\xfe")
-    for name in ("cut.gz", "plain.xz", "bytes"):
-        with pytest.raises(ConfigError, match="damaged"):
-            read_trace(tmp_path / name)
-    with pytest.raises(ConfigError, match="is empty"):
-        read_trace(written(tmp_path, "\n\n"))
-    with pytest.raises(ConfigError, match="has no rows"):
-        read_trace(written(tmp_path, AZURE.splitlines()[0]))
-    with pytest.raises(ConfigError, match=r"cannot be read.*azure-conv"):
-        read_trace(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path)
+    (tmp_path / "header").write_text(AZURE.splitlines()[0])
+    for name, why in (
+        ("cut.gz", "damaged"), ("plain.gz", "damaged"), ("plain.xz", "damaged"),
+        ("bytes", "damaged"), ("header", "has no rows"), ("absent", "cannot be read.*azure-conv"),
+        (".", "cannot be read"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            read_trace(str(tmp_path / name))
 
 
 @st.composite
@@ -167,8 +206,7 @@ def traces(draw: st.DrawFn) -> list[TraceRow]:
 
 
 OPTIONS = st.builds(
-    TraceOptions,
-    start_s=st.just(0.0),
+    Workload,
     time_scale=st.sampled_from((0.25, 1.0, 3.0)),
     spread_s=st.sampled_from((0.0, 0.25, 3.0)),
     length_scale=st.sampled_from((1 / 64, 0.1, 1.0, 1.5)),
@@ -179,11 +217,9 @@ OPTIONS = st.builds(
 
 @settings(deadline=None)
 @given(traces(), OPTIONS)
-def test_a_replay_keeps_order_bounds_and_prefix(
-    rows: list[TraceRow], options: TraceOptions
-) -> None:
+def test_a_replay_keeps_order_bounds_and_prefix(rows: list[TraceRow], options: Workload) -> None:
     played = replay(rows, options)
-    at = [row.at_s for row in played.rows]
+    at = stamps(played.rows)
     assert len(at) == len(rows)
     assert at == sorted(at)
     assert at[0] == 0
@@ -193,54 +229,56 @@ def test_a_replay_keeps_order_bounds_and_prefix(
         assert len(row.hash_ids) == math.ceil(row.input_tokens / played.block_tokens)
 
 
-@settings(deadline=None)
-@given(traces(), OPTIONS)
-def test_a_shorter_replay_begins_a_longer_one(rows: list[TraceRow], options: TraceOptions) -> None:
-    longer = replay(rows, options).rows
-    limit = max(1, len(rows) // 2)
-    assert replay(rows, options, limit=limit).rows == longer[:limit]
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the start that both have."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(traces(), OPTIONS, st.integers(0, 2**40))
 def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(
-    rows: list[TraceRow], options: TraceOptions, seed: int
+    tmp_path: Path, rows: list[TraceRow], options: Workload, seed: int
 ) -> None:
+    text = mooncake(
+        *((1000 * row.at_s, row.input_tokens, row.output_tokens, [*row.hash_ids]) for row in rows)
+    )
+    path = written(tmp_path, text)
+    workload = msgspec.structs.replace(options, workload="trace", path=path, seed=seed)
+    prompts = [one.prompt_ids for one in make_plan(workload, None).requests]
     played = replay(rows, options)
-    prompts = [
-        prefix_tokens(
-            row.hash_ids, row.input_tokens, VOCABULARY, block_tokens=played.block_tokens, seed=seed
-        )
-        for row in played.rows
-    ]
     for one, other in itertools.combinations(range(len(rows)), 2):
-        ids = zip(played.rows[one].hash_ids, played.rows[other].hash_ids, strict=False)
-        blocks = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ids))
-        tokens = zip(prompts[one], prompts[other], strict=False)
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], tokens))
+        blocks = common(played.rows[one].hash_ids, played.rows[other].hash_ids)
         shared = min(blocks * played.block_tokens, len(prompts[one]), len(prompts[other]))
         # Tokens after the last common block are equal by chance only.
-        assert shared <= common < shared + 5
+        assert shared <= common(prompts[one], prompts[other]) < shared + 5
     assert all(300 <= token <= 8000 for prompt in prompts for token in prompt)
     assert [len(prompt) for prompt in prompts] == [row.input_tokens for row in played.rows]
 
 
-def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp() -> None:
-    stamps = (0, 0, 0, 3, 3, 3.5, 3.5)
-    rows = [TraceRow(at_s, 5, 5) for at_s in stamps]
-    raw = [row.at_s for row in replay(rows, TraceOptions()).rows]
-    assert raw == list(stamps)
-    spread = [row.at_s for row in replay(rows, TraceOptions(spread_s=3)).rows]
-    assert spread == [0, 1, 2, 3, 3.25, 3.5, 5]
-    narrow = [row.at_s for row in replay(rows, TraceOptions(spread_s=0.3)).rows]
-    assert narrow == pytest.approx([0, 0.1, 0.2, 3, 3.15, 3.5, 3.65])
+@pytest.mark.parametrize(
+    ("spread_s", "moved"),
+    [
+        (0.0, [0, 0, 0, 3, 3, 3.5, 3.5]),
+        (3.0, [0, 1, 2, 3, 3.25, 3.5, 5]),
+        (0.3, [0, 0.1, 0.2, 3, 3.15, 3.5, 3.65]),
+    ],
+)
+def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
+    spread_s: float, moved: list[float]
+) -> None:
+    rows = [TraceRow(at_s, 5, 5) for at_s in (0, 0, 0, 3, 3, 3.5, 3.5)]
+    options = Workload(spread_s=spread_s)
+    played = replay(rows, options)
+    assert stamps(played.rows) == pytest.approx(moved)
+    assert ("7 of 7 rows share a stamp" in notes(played, options)) == (spread_s == 0)
+    assert ("rows of one stamp are spread" in notes(played, options)) == (spread_s > 0)
 
 
 def test_spreading_makes_the_quantised_trace_smooth() -> None:
-    rows = read_trace(trace_path("mooncake-conversation"))
+    rows = read_trace("mooncake-conversation")
     raw, spread = (
-        realised([row.at_s for row in replay(rows, TraceOptions(spread_s=width_s)).rows])
-        for width_s in (0, 3)
+        realised(stamps(replay(rows, Workload(spread_s=width_s)).rows)) for width_s in (0, 3)
     )
     assert raw.cv is not None
     assert spread.cv is not None
@@ -252,26 +290,35 @@ def test_spreading_makes_the_quantised_trace_smooth() -> None:
 
 def test_a_start_skips_rows_and_counts_from_the_first_that_is_left() -> None:
     rows = [TraceRow(at_s, 5, 5) for at_s in (0.0, 4.0, 9.0)]
-    played = replay(rows, TraceOptions(start_s=3, time_scale=2))
-    assert [row.at_s for row in played.rows] == [0, 10]
-    assert "the trace's first 3 s are left out" in played.notes
-    assert "the trace's times are stretched by 2" in played.notes
+    options = Workload(trace_start_s=3, time_scale=2)
+    played = replay(rows, options)
+    assert stamps(played.rows) == [0, 10]
+    assert "the trace's first 3 s are left out" in notes(played, options)
+    assert "the trace's times are stretched by 2" in notes(played, options)
     with pytest.raises(ConfigError, match="no rows from 10 s on"):
-        replay(rows, TraceOptions(start_s=10))
+        replay(rows, Workload(trace_start_s=10))
 
 
-def test_what_was_clamped_and_scaled_is_said() -> None:
+def test_what_was_clamped_and_scaled_is_said_of_the_rows_that_are_played() -> None:
     rows = [TraceRow(0.0, 512, 80, (1,)), TraceRow(1.0, 1024, 8, (1, 2)), TraceRow(2.0, 99, 0)]
-    notes = "\n".join(replay(rows, TraceOptions(length_scale=0.5, max_input=300)).notes)
-    assert "lengths are scaled by 0.5" in notes
-    assert "blocks of 256 tokens, which scales inputs by 0.5" in notes
-    assert "1 of 3 inputs were clamped to 1 to 300 tokens" in notes
-    assert "1 of 3 outputs were clamped to 1 or more tokens" in notes
-    assert not [note for note in replay(rows[:2], TraceOptions()).notes if "clamped" in note]
+    options = Workload(length_scale=0.5, max_input=300)
+    played = replay(rows, options)
+    said = notes(played, options)
+    assert "lengths are scaled by 0.5" in said
+    assert "blocks of 256 tokens, which scales inputs by 0.5" in said
+    assert "1 of 3 inputs were clamped to 1 to 300 tokens" in said
+    assert "1 of 3 outputs were clamped to 1 or more tokens" in said
+    assert "clamped" not in "".join(replay_notes(played, options, 1))
+    assert "clamped" not in notes(replay(rows[:2], Workload()), Workload())
 
 
-def test_blocks_too_small_to_differ_are_refused() -> None:
-    with pytest.raises(ConfigError, match="equal by chance"):
-        prefix_tokens((1,), 2, VOCABULARY, block_tokens=2, seed=0)
-    with pytest.raises(ConfigError, match="equal by chance"):
-        prefix_tokens((1,), 9, (5, 5), block_tokens=512, seed=0)
+@pytest.mark.parametrize(
+    "options", [{"length_scale": 1 / 256}, {"vocabulary": "5-6", "length_scale": 1 / 16}]
+)
+def test_blocks_too_small_to_differ_are_refused(
+    tmp_path: Path, options: dict[str, str | float]
+) -> None:
+    path = written(tmp_path, mooncake((0, 600, 9, [1, 2])))
+    workload = msgspec.convert({"workload": "trace", "path": path, **options}, Workload)
+    with pytest.raises(ConfigError, match="equal by chance: raise --length-scale or widen"):
+        make_plan(workload, None)

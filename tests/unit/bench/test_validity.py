@@ -1,212 +1,230 @@
 """What makes a run invalid, what a reader is warned of, and that a good run is left alone."""
 
+from collections.abc import Callable
+from typing import TypedDict
+
 import msgspec
 import pytest
 
 from baton.bench.figures.metrics import Window, summarise
-from baton.bench.figures.saturation import find_growth
-from baton.bench.figures.validity import Problem, Severity, check, is_valid, lag_gate_ms
-from baton.bench.records import ClientProcess, LoadResult, Outcome, Planned
+from baton.bench.figures.validity import (
+    Problem,
+    Severity,
+    check,
+    find_growth,
+    is_valid,
+    lag_gate_ms,
+    slope_in_errors,
+)
+from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.protocol.errors import BatonError
 from tests.support.load_records import load, plan_of, request, steady
 
 IDLE = ClientProcess(1, 10.0, 100.0, 1000, 10_000, 0.002)
+LATE_LOOP = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)
+INVALID, WARNING = Severity.INVALID, Severity.WARNING
 
 
-def problems_of(
-    result: LoadResult,
-    plan: list[Planned] | None = None,
-    *,
-    window: Window | None = None,
-    max_concurrency: int | None = None,
-) -> list[Problem]:
-    summary = summarise(result, window=window)
-    plan = plan_of(result.records) if plan is None else plan
-    return check(result, summary, plan, max_concurrency=max_concurrency)
+class Options(TypedDict, total=False):
+    plan: list[Planned]
+    clients: tuple[ClientProcess, ...]
+    window: Window | None
+    max_concurrency: int
 
 
-def only(problems: list[Problem], severity: Severity) -> str:
-    """The text of the one problem beside the note on few samples."""
-    found = [one for one in problems if "would make it firm" not in one.text]
-    assert [one.severity for one in found] == [severity], problems
-    assert "\n" not in found[0].text
-    return found[0].text
+def problems_of(records: list[Record], options: Options | None = None) -> list[Problem]:
+    more = options or {}
+    result = load(records, *more.get("clients", (IDLE,)))
+    summary = summarise(result, window=more.get("window"))
+    plan = more.get("plan", plan_of(records))
+    return check(result, summary, plan, max_concurrency=more.get("max_concurrency"))
 
 
-def test_a_good_run_has_no_problems() -> None:
-    result = load(steady(1000), IDLE)
-    assert problems_of(result) == []
+def changed(
+    change: Callable[[Record], None], num_changed: int = 1000, num: int = 1000
+) -> list[Record]:
+    """A good load, the first requests of which were changed."""
+    records = steady(num)
+    for record in records[:num_changed]:
+        change(record)
+    return records
 
 
-def test_a_late_client_makes_a_run_invalid() -> None:
-    records = steady(1000)
-    for record in records[:11]:  # 1.1 %, so that it is the p99 that is late
-        record.sent_s += 0.0051
-    text = only(problems_of(load(records, IDLE)), Severity.INVALID)
-    assert "lag p99 is 5.1 ms, over 5.0 ms" in text
-    records[0].sent_s = records[0].intended_s
-    assert problems_of(load(records, IDLE)) == []
+def late(by_s: float) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        record.sent_s += by_s
+        record.end_s += by_s
+
+    return change
 
 
-def test_the_lag_gate_widens_with_the_ttft() -> None:
-    slow = summarise(load(steady(100, ttft_s=2.0)))
-    assert lag_gate_ms(slow) == pytest.approx(20)
-    assert lag_gate_ms(summarise(load(steady(100, ttft_s=0.1)))) == 5
+def ended(
+    outcome: Outcome, detail: str = "", num_tokens: int | None = None
+) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        record.outcome, record.detail = outcome, detail
+        record.arrivals = record.arrivals[:num_tokens]
+
+    return change
 
 
-def test_lag_that_was_asked_for_is_judged_by_the_event_loop() -> None:
-    records = steady(1000)
-    for record in records:
-        record.sent_s += 1.0
-        record.end_s += 1.0
-    assert problems_of(load(records, IDLE), max_concurrency=1) == []
-    late = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)
-    text = only(problems_of(load(records, late), max_concurrency=1), Severity.WARNING)
-    assert "late by up to 200.0 ms" in text
+def growing(num: int) -> list[Record]:
+    """Ten arrive each second and nine are served."""
+    waits_s = (place / 9 - place / 10 for place in range(num))
+    return [request(n / 10, (s + 0.1, s + 0.5), index=n) for n, s in enumerate(waits_s)]
 
 
-def test_a_limit_that_no_request_met_excuses_no_lag() -> None:
-    records = steady(1000)
-    for record in records:
-        record.sent_s += 0.02
-    text = only(problems_of(load(records, IDLE), max_concurrency=1000), Severity.INVALID)
-    assert "lag p99 is 20.0 ms" in text
+def busy(cpu_s: float, busiest_cpu: float = 0.0) -> ClientProcess:
+    return msgspec.structs.replace(IDLE, cpu_s=cpu_s, busiest_cpu=busiest_cpu)
 
 
-def test_a_busy_client_makes_a_run_invalid() -> None:
-    busy = msgspec.structs.replace(IDLE, cpu_s=61.0)
-    text = only(problems_of(load(steady(1000), IDLE, busy)), Severity.INVALID)
-    assert "1 of 2 client processes used up to 61% of a core" in text
-    at_limit = msgspec.structs.replace(IDLE, cpu_s=60.0)
-    assert problems_of(load(steady(1000), at_limit)) == []
+def closed(records: list[Record]) -> list[Planned]:
+    return [msgspec.structs.replace(one, at_s=None) for one in plan_of(records)]
 
 
-def test_a_client_that_was_busy_for_a_while_is_not_saved_by_a_long_wait() -> None:
-    busy = msgspec.structs.replace(IDLE, cpu_s=20.0, busiest_cpu=0.9)
-    text = only(problems_of(load(steady(1000), busy)), Severity.INVALID)
-    assert "1 of 1 client processes used up to 90% of a core" in text
+def prompting(num_tokens: int) -> list[Planned]:
+    ids = tuple(range(num_tokens))
+    return [msgspec.structs.replace(one, prompt_ids=ids) for one in plan_of(steady(1000))]
 
 
-def test_a_late_event_loop_of_a_closed_loop_is_mentioned() -> None:
-    records = steady(1000)
-    plan = [msgspec.structs.replace(one, at_s=None) for one in plan_of(records)]
-    assert problems_of(load(records, IDLE), plan) == []
-    late = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)
-    text = only(problems_of(load(records, late), plan), Severity.WARNING)
-    assert "in a closed loop nothing is sent late" in text
-    assert "late by up to 200.0 ms" in text
-    assert problems_of(load(records, late)) == []  # there the lag itself says it
+def prompted(record: Record) -> None:
+    record.prompt_tokens = 9
 
 
-def test_a_window_in_which_nothing_arrived_any_more_is_mentioned() -> None:
-    records = steady(1100)  # until 110 s
-    assert problems_of(load(records, IDLE), window=Window(0.0, 110.5)) == []
-    text = only(problems_of(load(records, IDLE), window=Window(0.0, 270.0)), Severity.WARNING)
-    assert text == (
-        "nothing arrived in the last 160.1 s of the window, so its rates are too low: it should "
-        "end with the load"
-    )
+def slowed(record: Record) -> None:
+    """The client falls behind steadily, and says it was meant."""
+    record.intended_s = record.sent_s = record.intended_s * 1.1
+    record.end_s += 100
 
 
-def test_prompts_that_the_server_cut_are_mentioned() -> None:
-    records = steady(1000)
-    plan = [msgspec.structs.replace(one, prompt_ids=tuple(range(8))) for one in plan_of(records)]
-    for record in records:
-        record.prompt_tokens = 9  # with the token that opens a text
-    assert problems_of(load(records, IDLE), plan) == []
-    records[3].prompt_tokens = 4
-    text = only(problems_of(load(records, IDLE), plan), Severity.WARNING)
-    assert "1 of 1000 prompts were shorter for the server (the first: 4 tokens of 8)" in text
+def warm_up(end_s: float) -> list[Record]:
+    warm = request(-1.0, (0.5, 1.0 + end_s), index=2000)
+    warm.warm_up = True
+    return [warm, *steady(1000)]
 
 
-def test_a_rate_that_the_client_did_not_reach_makes_a_run_invalid() -> None:
-    records = steady(1000)
-    plan = plan_of(records)
-    for record in records:  # the client fell behind steadily, and says it was meant
-        record.intended_s = record.sent_s = record.intended_s * 1.1
-        record.end_s += 100
-    text = only(problems_of(load(records, IDLE), plan), Severity.INVALID)
-    assert (
-        text == "the client could not reach the rate: it sent 9.091 of 10 /s; use more --processes"
-    )
+def merged(num_tokens: int) -> list[Record]:
+    chunks = [(0.1, num_tokens), (0.2, num_tokens)]
+    return [request(0.1 * place, chunks, index=place) for place in range(1000)]
 
 
-def test_requests_without_a_record_make_a_run_invalid() -> None:
-    records = steady(1001)
-    text = only(problems_of(load(records[:1000], IDLE), plan_of(records)), Severity.INVALID)
-    assert "1 of 1001 planned requests have no record" in text
+@pytest.mark.parametrize(
+    "run",
+    [
+        (steady(1000),),
+        (changed(late(0.0051), 10),),  # 1 %, so p99 is in time
+        (changed(late(1.0)), {"max_concurrency": 1}),
+        (steady(1000), {"plan": closed(steady(1000))}),
+        (steady(1000), {"clients": (LATE_LOOP,)}),  # in an open loop the lag itself says it
+        (steady(1000), {"clients": (busy(60.0),)}),
+        (steady(1100), {"window": Window(0.0, 110.5)}),
+        (changed(prompted), {"plan": prompting(8)}),  # one more: the token that opens a text
+        (warm_up(-0.1),),
+        (merged(1),),
+    ],
+)
+def test_a_good_run_has_no_problems(run: tuple[list[Record], Options]) -> None:
+    assert problems_of(*run) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "severity", "words"),
+    [
+        (changed(late(0.0051), 11), {}, INVALID, "lag p99 is 5.1 ms, over 5.0 ms (max(5 ms, 1 % "),
+        # A limit that was never met excuses no lag.
+        (changed(late(0.02)), {"max_concurrency": 1000}, INVALID, "lag p99 is 20.0 ms"),
+        (changed(late(1.0)), {"max_concurrency": 1, "clients": (LATE_LOOP,)}, WARNING,
+         "requests wait for one of 1 slots, so lag cannot judge the client; its event loop was "
+         "late by up to 200.0 ms"),
+        (steady(1000), {"plan": closed(steady(1000)), "clients": (LATE_LOOP,)}, WARNING,
+         "in a closed loop nothing is sent late, so lag cannot judge the client; its event loop "),
+        (steady(1000), {"clients": (IDLE, busy(61.0))}, INVALID,
+         "1 of 2 client processes used up to 61% of a core"),
+        # A client that was busy for a while is not saved by a long wait.
+        (steady(1000), {"clients": (busy(20.0, 0.9),)}, INVALID, "used up to 90% of a core"),
+        (changed(slowed), {"plan": plan_of(steady(1000))}, INVALID,
+         "the client could not reach the rate: it sent 9.091 of 10 /s; use more --processes"),
+        (steady(1000), {"plan": plan_of(steady(1001))}, INVALID,
+         "1 of 1001 planned requests have no record"),
+        (steady(1100), {"window": Window(0.0, 270.0)}, WARNING,  # the last arrives at 109.9 s
+         "nothing arrived in the last 160.1 s of the window, so its rates are too low: it should "),
+        (changed(prompted), {"plan": [*prompting(10)[:1], *prompting(8)[1:]]}, WARNING,
+         "1 of 1000 prompts were shorter for the server (the first: 9 tokens of 10)"),
+        (changed(ended(Outcome.TRUNCATED, "it ended early"), 3, 1100), {}, WARNING,
+         "3 of 1100 requests failed: 3 truncated; for one: it ended early"),
+        (warm_up(0.1), {}, WARNING, "1 warm-up requests were still running when the measured"),
+        (merged(4), {}, WARNING, "tokens arrive 4.00 to a chunk on average"),
+        (growing(400), {}, WARNING, "the load outran the server: over the run TTFT grew from"),
+    ],
+)  # fmt: skip
+def test_a_single_problem_is_told_in_a_line(
+    records: list[Record], options: Options, severity: Severity, words: str
+) -> None:
+    (found,) = [
+        one for one in problems_of(records, options) if "would make it firm" not in one.text
+    ]
+    assert found.severity is severity
+    assert words in found.text
+    assert "\n" not in found.text
+
+
+@pytest.mark.parametrize(("ttft_s", "gate_ms"), [(0.1, 5), (2.0, 20)])
+def test_the_lag_gate_widens_with_the_ttft(ttft_s: float, gate_ms: float) -> None:
+    assert lag_gate_ms(summarise(load(steady(9, ttft_s=ttft_s)))) == pytest.approx(gate_ms)
 
 
 def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> None:
-    records = steady(1000)
-    for record in records[:10]:
-        record.outcome, record.arrivals = Outcome.WRONG_LENGTH, record.arrivals[:4]
-    few = problems_of(load(records, IDLE))
+    records = changed(ended(Outcome.WRONG_LENGTH, num_tokens=4), 10)
+    few = problems_of(records)
     assert is_valid(few)
-    assert any("10 of 1000 answers have another length" in one.text for one in few)
-    assert any("4 tokens for 10" in one.text for one in few)
+    said = "10 of 1000 answers have another length than was asked for (the first: 4 tokens for 10)"
+    assert any(said in one.text for one in few)
     # A client that did not notice changes nothing.
     records[10].arrivals = records[10].arrivals[:4]
-    assert not is_valid(problems_of(load(records, IDLE)))
+    assert not is_valid(problems_of(records))
+    # Turns that were never sent have no length.
+    unsent = ended(Outcome.WRONG_LENGTH, "not sent: turn 0 of the conversation failed", 0)
+    assert is_valid(problems_of(changed(unsent, 11)))
 
 
-def test_turns_that_were_never_sent_have_no_length() -> None:
-    records = steady(1000)
-    for record in records[:11]:
-        record.outcome, record.arrivals = Outcome.WRONG_LENGTH, []
-        record.detail = "not sent: turn 0 of the conversation failed"
-    assert is_valid(problems_of(load(records, IDLE)))
+def test_what_makes_a_run_invalid_comes_first() -> None:
+    records = changed(ended(Outcome.REFUSED), 2)
+    ended(Outcome.NO_SOCKET, "too many open files")(records[2])
+    assert problems_of(records) == [
+        Problem(
+            INVALID,
+            "the client's machine had no socket for 1 of 1000 requests (too many open files): "
+            "raise its limit of open files (ulimit -n), or ask for less at once",
+        ),
+        Problem(
+            WARNING,
+            "3 of 1000 requests failed: 1 no socket, 2 refused; for one: too many open files",
+        ),
+        Problem(
+            WARNING, "997 answered requests: p99 rests on few samples, 1000 would make it firm"
+        ),
+    ]
 
 
-def test_failures_are_counted_by_kind_with_one_of_them_in_words() -> None:
-    records = steady(1100)
-    for record in records[:2]:
-        record.outcome = Outcome.REFUSED
-    records[2].outcome, records[2].detail = Outcome.TRUNCATED, "the connection ended early"
-    text = only(problems_of(load(records, IDLE)), Severity.WARNING)
-    assert text == (
-        "3 of 1100 requests failed: 2 refused, 1 truncated; for one: the connection ended early"
-    )
-
-
-def test_a_client_that_had_no_socket_left_makes_the_run_invalid() -> None:
-    records = steady(1100)
-    records[2].outcome, records[2].detail = Outcome.NO_SOCKET, "too many open files"
-    first, *_ = problems_of(load(records, IDLE))
-    assert first.is_invalid
-    assert first.text == (
-        "the client's machine had no socket for 1 of 1100 requests (too many open files): "
-        "raise its limit of open files (ulimit -n), or ask for less at once"
-    )
-
-
-def test_a_run_without_an_answer_is_an_error_not_a_report() -> None:
-    records = [request(0.0, (), outcome=Outcome.UNREACHABLE, index=place) for place in range(3)]
-    records[0].detail = "connection refused"
-    with pytest.raises(BatonError, match="all 3 requests failed: 3 unreachable; the first: conn"):
-        problems_of(load(records))
-
-
-def test_answers_outside_the_window_do_not_save_a_run() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "window", "why"),
+    [
+        (Outcome.UNREACHABLE, None, "all 20 requests failed: 20 unreachable; the first: why$"),
+        (Outcome.WRONG_LENGTH, None, "20 wrong length; .*: does the server honour ignore_eos"),
+        # Answers outside the window do not save a run.
+        (Outcome.SERVER_ERROR, Window(0.95, 9.0), "all 10 requests failed: 10 server error; "),
+    ],
+)
+def test_a_run_without_an_answer_is_an_error_not_a_report(
+    outcome: Outcome, window: Window | None, why: str
+) -> None:
     records = steady(20)
-    for record in records[10:]:
-        record.outcome = Outcome.SERVER_ERROR
-    with pytest.raises(BatonError, match="all 10 requests failed"):
-        problems_of(load(records), window=Window(0.95, 9.0))
-    assert is_valid(problems_of(load(records), window=Window(0.0, 0.95)))
-
-
-def test_a_warm_up_that_is_not_over_is_mentioned() -> None:
-    warm = request(-1.0, (0.9, 1.2), index=2000)
-    warm.warm_up = True
-    text = only(problems_of(load([warm, *steady(1000)], IDLE)), Severity.WARNING)
-    assert text.startswith("1 warm-up requests were still running")
-
-
-def test_a_server_that_merges_tokens_is_mentioned() -> None:
-    records = [request(0.1 * place, [(0.1, 4), (0.2, 4)], index=place) for place in range(1000)]
-    text = only(problems_of(load(records, IDLE)), Severity.WARNING)
-    assert text.startswith("tokens arrive 4.00 to a chunk on average")
+    for record in records[10 if window else 0 :]:
+        ended(outcome, "why")(record)
+    with pytest.raises(BatonError, match=why):
+        problems_of(records, {"window": window})
+    if window:
+        assert is_valid(problems_of(records, {"window": Window(0.0, 0.95)}))
 
 
 @pytest.mark.parametrize(
@@ -214,61 +232,51 @@ def test_a_server_that_merges_tokens_is_mentioned() -> None:
     [(99, "the largest sample"), (999, "rests on few samples"), (1000, None)],
 )
 def test_a_p99_of_few_samples_is_no_p99(count: int, words: str | None) -> None:
-    problems = problems_of(load(steady(count), IDLE))
+    problems = problems_of(steady(count))
     assert [words is not None and words in one.text for one in problems] == [True] * bool(words)
 
 
-def test_what_makes_a_run_invalid_comes_first() -> None:
-    records = steady(10)
-    for record in records:
-        record.sent_s += 1
-    records[0].outcome = Outcome.TIMED_OUT
-    busy = msgspec.structs.replace(IDLE, cpu_s=90.0)
-    severities = [one.severity for one in problems_of(load(records, busy))]
-    assert severities == [Severity.INVALID] * 2 + [Severity.WARNING] * 2
-
-
 def test_a_queue_that_grows_throughout_is_found() -> None:
-    # Ten arrive each second and nine are served.
-    growing = [
-        request(place / 10, [place / 9 - place / 10 + 0.1, place / 9 - place / 10 + 0.5])
-        for place in range(600)
-    ]
-    growth = find_growth(growing, None)
+    growth = find_growth(growing(600), None)
     assert growth is not None
     assert growth.last_ttft_ms > 3 * growth.first_ttft_ms
     assert growth.last_in_flight > 2 * growth.first_in_flight
-    text = only(problems_of(load(growing[:400], IDLE)), Severity.WARNING)
-    assert text.startswith("the load outran the server")
+    assert find_growth(growing(49), None) is None
 
 
-def test_a_steady_load_and_one_burst_are_no_growth() -> None:
-    assert find_growth(steady(600), None) is None
-    burst = steady(600)
-    for record in burst[300:360]:
+def burst() -> list[Record]:
+    records = steady(600)
+    for record in records[300:360]:
         record.arrivals = request(record.intended_s, (3.0, 3.1)).arrivals
         record.end_s = record.arrivals[-1].at_s
-    assert find_growth(burst, None) is None
+    return records
 
 
-def test_a_slight_rise_is_no_growth() -> None:
-    rising = [
-        request(place / 10, (0.1 + place / 1e4, 1 + place / 1e3), index=place)
-        for place in range(400)
-    ]
-    assert find_growth(rising, None) is None
+@pytest.mark.parametrize(
+    ("records", "window"),
+    [
+        (steady(600), None),
+        (burst(), None),
+        (changed(ended(Outcome.REFUSED), 100), None),  # no TTFT in the first tenth
+        # A slight rise, and the middle of a steady load.
+        ([request(n / 10, (0.1 + n / 1e4, 1 + n / 1e3), index=n) for n in range(400)], None),
+        ([request(n / 10, (0.1, 20), index=n) for n in range(1000)], Window(40.0, 80.0)),
+    ],
+)
+def test_what_is_no_growth(records: list[Record], window: Window | None) -> None:
+    assert find_growth(records, window) is None
 
 
 def test_requests_from_before_a_window_are_in_flight_within_it() -> None:
-    growing = [
-        request(place / 10, [place / 90 + 0.1, place * 0.08 + 10], index=place)
-        for place in range(900)
-    ]
-    growth = find_growth(growing, Window(40.0, 90.0))
+    slow = [request(n / 10, (n / 90 + 0.1, n * 0.08 + 10), index=n) for n in range(900)]
+    growth = find_growth(slow, Window(40.0, 90.0))
     assert growth is not None
     assert growth.first_in_flight > 200
 
 
-def test_a_window_in_the_middle_of_a_steady_load_shows_no_growth() -> None:
-    long = [request(place / 10, (0.1, 20.0), index=place) for place in range(1000)]
-    assert find_growth(long, Window(40.0, 80.0)) is None
+def test_a_slope_is_measured_in_its_own_errors() -> None:
+    assert slope_in_errors([1, 3, 5, 7]) > 1e6
+    assert slope_in_errors([7, 5, 3, 1]) < -1e6
+    assert slope_in_errors([5, 5, 5]) == 0
+    # By hand: a slope of 1.5, and 0.5, -1 and 0.5 off the line: an error of sqrt(1.5 / 2).
+    assert slope_in_errors([1, 1, 4]) == pytest.approx(3**0.5)

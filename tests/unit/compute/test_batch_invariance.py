@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.layers.row_rule import num_threads
 from baton.engine.runner import Runner
 from tests.support.checkpoints import Shape, model_folder
 from tests.support.compute import (
@@ -14,6 +15,7 @@ from tests.support.compute import (
     compute_config,
     loaded,
     logits,
+    needs_rules,
     random_tokens,
 )
 
@@ -37,6 +39,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     family, shape = SHAPES[name]
     folder = model_folder(family, num_layers=2, **shape)
     with loaded(compute_config(folder, dtype=dtype, num_blocks=250)) as loaded_runner:
+        needs_rules(loaded_runner)
         yield loaded_runner
 
 
@@ -99,16 +102,16 @@ def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> Non
     assert_same_bits(logits(runner, shared.chunk(128, 200))[0], expected[128:])
 
 
-@pytest.mark.parametrize("num_threads", [2, 3, 4])
-def test_the_number_of_threads_leaves_no_trace(runner: Runner, num_threads: int) -> None:
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None:
+    config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=20)
     one = text("one", 140)
-    expected = chunked_logits(runner, one, [140])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
+    with loaded(config) as runner:
+        needs_rules(runner)
+        expected = chunked_logits(runner, one, [140])
+    with num_threads(threads), loaded(config) as runner:
         assert_same_bits(chunked_logits(runner, one, [90, 1, 9, 40]), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_no_size_of_a_batch_leaves_a_trace(runner: Runner) -> None:
@@ -127,6 +130,7 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: 
     folder = model_folder("qwen3", num_layers=2)
     num_blocks = -(-1100 // block_size)
     with loaded(compute_config(folder, dtype, 2 * num_blocks + 1, block_size)) as runner:
+        needs_rules(runner)
         runner.cache.pool.fill_(float("nan"))
         tokens = random_tokens(1100)
         one = Text("one", tokens, range(num_blocks))

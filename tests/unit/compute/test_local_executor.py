@@ -1,19 +1,28 @@
 """The executor of one rank: start, results in order, errors that end the node, close."""
 
+import dataclasses
 import select
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
+from baton.engine.layers.linear import Linear
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.plan import StepPlan, StepResult
-from baton.engine.rank import plan_rank
+from baton.engine.rank import compute_path, is_batch_invariant, plan_rank
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
 from tests.support.checkpoints import model_folder
-from tests.support.compute import Text, compute_config, next_step, no_progress, random_tokens
+from tests.support.compute import (
+    Text,
+    compute_config,
+    loaded,
+    next_step,
+    no_progress,
+    random_tokens,
+)
 
 PROMPT = random_tokens(30)
 
@@ -55,6 +64,24 @@ def test_start_reports_every_phase_and_what_was_found(
     assert (info.vocab_size, info.max_model_len) == (1024, 8192)
     assert [set(address.metadata) for address in info.ranks] == [{"shm"}]
     assert len(executor.ports) == 1
+    phases = [phase for phase, _, _ in heard]
+    assert phases.index("row rules") < len(phases) - 1 - phases[::-1].index("weights")
+
+
+def test_a_node_says_how_it_computes(config: ClusterConfig) -> None:
+    """Equal for equal loads, and another for other products; true only if all parts keep bits."""
+    with loaded(config) as one, loaded(config) as again:
+        linears_keep = all(linear.rule is not None for linear in one.decoder.linears())
+        assert is_batch_invariant(one) == (linears_keep and one.backend.is_batch_invariant)
+        assert compute_path(one) == compute_path(again)
+        assert compute_path(one).startswith(f"{one.backend.name}-")
+        layer = one.decoder.layers[1]
+        unruled = dataclasses.replace(layer, down=Linear(layer.down.weight))
+        one.decoder = dataclasses.replace(one.decoder, layers=(one.decoder.layers[0], unruled))
+        assert not is_batch_invariant(one)
+    other = compute_config(model_folder("qwen3", num_layers=2), "bfloat16", num_blocks=32)
+    with loaded(config) as one, loaded(other) as lower:
+        assert compute_path(one) != compute_path(lower)
 
 
 def test_results_come_in_order_and_wake_the_loop(executor: InProcessExecutor) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from baton.engine.runner import Runner
 from tests.support.checkpoints import FAMILIES, model_folder
-from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.compute import Text, compute_config, loaded, logits, needs_rules, random_tokens
 
 PROMPT, OUTPUT, CHUNK = 45, 12, 17
 
@@ -26,6 +26,7 @@ def test_split_and_colocated_logits_are_the_same_bits(family: str, dtype: str) -
     here = Text("r", tokens, range(4))
     there = Text("r", tokens, (9, 3, 7, 1))  # other blocks of another pool
     with loaded(config) as prefill, loaded(config) as decode:
+        needs_rules(prefill)
         for start in range(0, PROMPT, CHUNK):
             logits(prefill, here.chunk(start, min(start + CHUNK, PROMPT)))
         for source, target in zip(here.blocks[:3], there.blocks[:3], strict=True):

@@ -3,42 +3,41 @@
 import pytest
 
 from baton.decode_node.intake import MAX_PASSED_S
-from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.scheduler import Limits
-from baton.kv_transfer.interfaces import LandingEnded, Offered
-from baton.protocol.block_hash import block_hashes
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import LandingEnded
+from baton.protocol.blocks import block_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed
-from tests.support.drive import Drive, handed, key, local
-from tests.support.toy_executor import ToyExecutor, continuation
+from tests.support.drive import (
+    BLOCK_SIZE,
+    PoolDrive,
+    decode_drive,
+    handed,
+    key,
+    local,
+    offered,
+)
+from tests.support.toy_executor import continuation
 
-BLOCK_SIZE = 4
-LIMITS = Limits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
+LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def make(num_blocks: int = 64) -> tuple[Drive, BlockPool]:
-    pool = BlockPool(num_blocks, BLOCK_SIZE)
-    executor = ToyExecutor(num_blocks, BLOCK_SIZE)
-    return Drive(DecodeScheduler(pool, LIMITS), executor), pool
-
-
-def accepted(drive: Drive) -> list[str]:
+def accepted(drive: PoolDrive) -> list[str]:
     list(drive.entries())  # collects what was said
     return [str(m.key.request_id) for m in drive.said if isinstance(m, Accepted)]
 
 
-def hand(drive: Drive, name: str, length: int, num_choices: int = 1) -> None:
+def hand(drive: PoolDrive, name: str, length: int, num_choices: int = 1) -> None:
     """A request whose prompt, of its own, prefill offers at once."""
     prompt = [ord(name)] * length
     drive.scheduler.add(drive.now_s, 0, handed(name, prompt, 8, num_choices))
     num_blocks = -(-length // BLOCK_SIZE)
-    drive.scheduler.on_report(drive.now_s, Offered(key(name), length, num_blocks))
+    drive.scheduler.on_report(drive.now_s, offered(name, length, num_blocks))
 
 
 def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
-    drive, _ = make()
+    drive = decode_drive(limits=LIMITS)
     for name in "abc":
         drive.scheduler.add(0.0, 0, local(name, [1, 2, 3], max_tokens=10))
     drive.run(steps=5)
@@ -50,7 +49,7 @@ def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
 
 
 def test_landings_and_each_of_their_choices_take_places_too() -> None:
-    drive, _ = make()
+    drive = decode_drive(limits=LIMITS)
     hand(drive, "a", 5)
     hand(drive, "b", 5, num_choices=2)
     hand(drive, "c", 5)
@@ -63,18 +62,18 @@ def test_landings_and_each_of_their_choices_take_places_too() -> None:
 
 
 def test_more_choices_than_a_step_holds_are_served_alone() -> None:
-    drive, pool = make()
+    drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=5, num_choices=5))
     drive.scheduler.add(0.0, 0, local("b", [1, 2, 3], max_tokens=5))
     drive.run()
     assert accepted(drive) == ["a", "b"]
     for choice in range(5):
         assert drive.output("a", [1, 2, 3], choice) == continuation([1, 2, 3], 5, choice)
-    assert pool.num_owned == 0
+    assert drive.pool.num_owned == 0
 
 
 def test_a_head_that_waited_long_is_passed_no_more() -> None:
-    drive, _ = make(num_blocks=8)
+    drive = decode_drive(num_blocks=8, limits=LIMITS)
     hand(drive, "a", 20)  # 5 blocks
     drive.launch()
     hand(drive, "b", 16)  # 4 blocks, of which 3 are there
@@ -94,14 +93,14 @@ def test_a_head_that_waited_long_is_passed_no_more() -> None:
 @pytest.mark.parametrize("is_early", [True, False])
 def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool) -> None:
     """It would wait for ever, and everyone behind it."""
-    drive, pool = make(num_blocks=8)
+    drive = decode_drive(num_blocks=8, limits=LIMITS)
     big = handed("big", [1] * 29, max_tokens=3)
     hand(drive, "a", 4)
     drive.launch()
     if is_early:
         drive.scheduler.add(0.0, 0, big)
-        drive.scheduler.on_report(0.0, Offered(key("big"), 29, 8))
-    (block,) = [block for block in range(8) if pool.references(block)]
+        drive.scheduler.on_report(0.0, offered("big", 29, 8))
+    (block,) = [block for block in range(8) if drive.pool.references(block)]
     drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST, (block,)))
     if not is_early:
         drive.scheduler.add(0.0, 0, big)
@@ -116,7 +115,7 @@ def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool
 @pytest.mark.parametrize("length", range(3, 9))
 def test_a_block_whose_last_token_nobody_knows_is_not_kept(length: int) -> None:
     """Two steps run when the sequence is cancelled: what the first one drew is thrown away."""
-    drive, pool = make()
+    drive = decode_drive(limits=LIMITS)
     prompt = list(range(length))
     drive.scheduler.add(0.0, 0, local("a", prompt, max_tokens=20))
     drive.run(steps=1)
@@ -128,4 +127,4 @@ def test_a_block_whose_last_token_nobody_knows_is_not_kept(length: int) -> None:
     drive.settle(second)
     known = [*prompt, *continuation(prompt, 1)]
     hashes = block_hashes(known, BLOCK_SIZE)
-    assert len(pool.cache) == len(pool.cache.lookup(hashes)) == len(known) // BLOCK_SIZE
+    assert len(drive.pool.cache) == len(drive.pool.cache.lookup(hashes)) == len(known) // BLOCK_SIZE

@@ -1,12 +1,12 @@
 """The block pool against a plain model of who owns what."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.engine.block_pool import BlockPool
-from baton.protocol.block_hash import block_hashes
+from baton.protocol.blocks import block_hashes, blocks_needed, tokens_held
 from baton.protocol.errors import InvariantBroken
 
 NUM_BLOCKS = 12
@@ -104,10 +104,13 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     assert pool.match(hashes) == blocks[:2]
 
 
-def test_prefixes_of_different_tenants_never_meet() -> None:
-    tokens = list(range(8))
-    assert block_hashes(tokens, 4, ("a",)) != block_hashes(tokens, 4, ("b",))
-    assert block_hashes(tokens, 4)[0] == block_hashes(tokens[:4], 4)[0]
+def test_hashes_cover_full_blocks_and_go_on_from_known_ones() -> None:
+    tokens = list(range(10))
+    hashes = block_hashes(tokens, 4)
+    assert len(hashes) == 2
+    assert block_hashes(tokens[:4], 4) == hashes[:1]
+    assert block_hashes(tokens, 4, known=hashes[:1]) == hashes
+    assert block_hashes([9, *tokens[1:]], 4)[1] != hashes[1], "it covers what comes before"
 
 
 def test_releasing_twice_is_a_broken_invariant() -> None:
@@ -118,6 +121,11 @@ def test_releasing_twice_is_a_broken_invariant() -> None:
         pool.release(blocks)
 
 
-def test_extra_keys_that_read_alike_are_kept_apart() -> None:
-    lists: list[tuple[str, ...]] = [(), ("",), ("a", "b"), ("a\0b",), ("ab",), ("b", "a")]
-    assert len({block_hashes([1, 2, 3, 4], 4, keys)[0] for keys in lists}) == len(lists)
+@given(st.integers(1, 80), st.integers(1, 9), st.integers(1, 99), st.integers(1, 5))
+def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
+    num_blocks: int, block_size: int, num_tokens: int, num_choices: int
+) -> None:
+    held = tokens_held(num_blocks, block_size, num_tokens, num_choices)
+    sizes = (block_size, num_tokens)
+    assert held == 0 or blocks_needed(*sizes, num_tokens + held, num_choices) <= num_blocks
+    assert blocks_needed(*sizes, num_tokens + held + 1, num_choices) > num_blocks

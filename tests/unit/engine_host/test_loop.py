@@ -14,7 +14,7 @@ from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.loop import MAX_LAUNCHED, EngineLoop
 from baton.engine.outputs import Origin
 from baton.engine.plan import StepPlan, StepResult
-from baton.engine.scheduler import Limits
+from baton.engine.scheduler import NodeLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AgentCommand,
@@ -35,17 +35,17 @@ from baton.protocol.messages import (
     End,
     FirstToken,
     Load,
+    Offered,
     PeerHello,
     Peers,
     Refused,
     Span,
-    Started,
     Tokens,
     ToRouter,
 )
+from tests.support.connectors import node
 from tests.support.drive import handed, key, local
 from tests.support.toy_executor import ToyExecutor, continuation
-from tests.support.transfer_world import node
 
 NUM_BLOCKS, BLOCK = 40, 4
 PROMPT = [5, 6, 7, 8, 9]
@@ -121,7 +121,7 @@ class Wire:
 
 
 class Quiet:
-    """Vitals that nobody reads."""
+    """Observes nothing."""
 
     def step_started(self, at_s: float, predicted_s: float) -> None: ...
 
@@ -136,7 +136,7 @@ class Bench:
     def __init__(self) -> None:
         self.executor, self.wire = StepByStep(), Wire()
         self.pool = BlockPool(NUM_BLOCKS, BLOCK, cache_prefixes=True)
-        limits = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=100)
+        limits = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=100)
         self.loop = EngineLoop(
             DecodeScheduler(self.pool, limits), self.executor,
             NodeConnector(node("d0", "decode"), TransferConfig()),
@@ -202,9 +202,9 @@ def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
             FromPeer(info.node_id, info.epoch, message)
             for message in (
                 greeting,
-                Started(key("a"), 4, 1, 30.0),
-                Span(key("a"), 0, 0, (9,), (1,), 4),
-                End(key("a"), 1, (first,)),
+                Offered(key("a"), 4, 1, 30.0),
+                Span(key("a"), 0, (9,), (1,)),
+                End(key("a"), (first,)),
             )
         ),
     )

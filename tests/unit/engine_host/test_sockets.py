@@ -7,38 +7,38 @@ import msgspec
 import pytest
 
 from baton.engine.links import LinkEvent
-from baton.engine.sockets import NodeSockets
+from baton.engine.sockets import EngineSockets
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Done,
     Hello,
-    Landing,
     NodeInfo,
+    Offered,
     PeerHello,
+    Renew,
     Role,
-    Started,
 )
 from baton.runtime.clock import monotonic
+from tests.support.connectors import node
 from tests.support.drive import key
-from tests.support.transfer_world import node
 
 DEADLINE_S = 20.0
 DECODE = (NodeId("d0"), Epoch("d0-1"))
-STARTED = Started(key("a"), 5, 2, 30.0)
+OFFERED = Offered(key("a"), 5, 2, 30.0)
 
-Make = Callable[[str, Role], NodeSockets]
+Make = Callable[[str, Role], EngineSockets]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Nodes without a router; closed in the end."""
-    made: list[NodeSockets] = []
+    made: list[EngineSockets] = []
 
-    def one(name: str, role: Role) -> NodeSockets:
+    def one(name: str, role: Role) -> EngineSockets:
         hello = Hello(PROTOCOL_VERSION, NodeId(name), role, Epoch(f"{name}-1"))
-        made.append(NodeSockets((), hello))
+        made.append(EngineSockets((), hello))
         return made[-1]
 
     yield one
@@ -50,28 +50,28 @@ def hello(name: str) -> PeerHello:
     return PeerHello(PROTOCOL_VERSION, NodeId(name), Epoch(f"{name}-1"), "model", "layout")
 
 
-def from_peer(name: str, message: PeerHello | Started | Landing | Done) -> FromPeer:
+def from_peer(name: str, message: PeerHello | Offered | Renew | Done) -> FromPeer:
     return FromPeer(NodeId(name), Epoch(f"{name}-1"), message)
 
 
-def listening(make: Make, folder: Path) -> tuple[NodeSockets, NodeInfo]:
+def listening(make: Make, folder: Path) -> tuple[EngineSockets, NodeInfo]:
     decode = make("d0", "decode")
     endpoint = decode.listen(f"ipc://{folder}/d0")
     return decode, msgspec.structs.replace(node("d0", "decode"), control_endpoint=endpoint)
 
 
-def dialled(make: Make, name: str, info: NodeInfo) -> NodeSockets:
+def dialled(make: Make, name: str, info: NodeInfo) -> EngineSockets:
     prefill = make(name, "prefill")
     prefill.to_peer(DialPeer(info))
     return prefill
 
 
-def tell(sockets: NodeSockets, *messages: PeerHello | Started) -> None:
+def tell(sockets: EngineSockets, *messages: PeerHello | Offered) -> None:
     for message in messages:
         sockets.to_peer(ToPeer(*DECODE, message))
 
 
-def hear(sockets: NodeSockets, count: int) -> list[LinkEvent]:
+def hear(sockets: EngineSockets, count: int) -> list[LinkEvent]:
     """The next `count` events."""
     heard: list[LinkEvent] = []
     deadline_s = monotonic() + DEADLINE_S
@@ -97,20 +97,20 @@ def test_a_peer_that_nobody_can_dial_is_lost_and_nothing_else(make: Make, endpoi
 
 def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:
     decode, info = listening(make, tmp_path)
-    tell(dialled(make, "p0", info), STARTED, hello("p0"), STARTED)
-    assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", STARTED)]
+    tell(dialled(make, "p0", info), OFFERED, hello("p0"), OFFERED)
+    assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", OFFERED)]
 
 
 def test_a_peer_that_takes_another_name_is_lost_under_the_first(make: Make, tmp_path: Path) -> None:
     decode, info = listening(make, tmp_path)
     prefill = dialled(make, "p0", info)
-    tell(prefill, hello("p0"), hello("p0"), hello("x"), STARTED)
+    tell(prefill, hello("p0"), hello("p0"), hello("x"), OFFERED)
     assert hear(decode, 5) == [
         from_peer("p0", hello("p0")),
         from_peer("p0", hello("p0")),
         PeerLost(NodeId("p0"), Epoch("p0-1")),
         from_peer("x", hello("x")),
-        from_peer("x", STARTED),
+        from_peer("x", OFFERED),
     ]
     prefill.to_peer(DropPeer(*DECODE))
     assert hear(decode, 1) == [PeerLost(NodeId("x"), Epoch("x-1"))]
@@ -123,12 +123,12 @@ def test_of_two_that_claim_one_name_the_newer_is_believed(make: Make, tmp_path: 
     hear(decode, 1)
     tell(newer, hello("p0"))
     assert hear(decode, 1) == [from_peer("p0", hello("p0"))]
-    decode.to_peer(ToPeer(NodeId("p0"), Epoch("p0-1"), Landing(key("a"), 0)))
-    assert hear(newer, 1) == [FromPeer(*DECODE, Landing(key("a"), 0))]
-    tell(older, STARTED)
+    decode.to_peer(ToPeer(NodeId("p0"), Epoch("p0-1"), Renew((key("a"),))))
+    assert hear(newer, 1) == [FromPeer(*DECODE, Renew((key("a"),)))]
+    tell(older, OFFERED)
     older.to_peer(DropPeer(*DECODE))
-    tell(newer, STARTED)
-    assert hear(decode, 1) == [from_peer("p0", STARTED)]
+    tell(newer, OFFERED)
+    assert hear(decode, 1) == [from_peer("p0", OFFERED)]
     assert older.receive(0.0) == []
 
 
@@ -144,13 +144,13 @@ def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(
     decode.to_peer(ToPeer(*peer, hello("d0")))
     assert hear(prefill, 1) == [FromPeer(*DECODE, hello("d0"))]
     decode.to_peer(DropPeer(*peer))
-    decode.to_peer(ToPeer(*peer, Landing(key("b"), 0)))  # nobody is there to be told
-    tell(prefill, STARTED)
-    assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", STARTED)]
+    decode.to_peer(ToPeer(*peer, Renew((key("b"),))))  # nobody is there to be told
+    tell(prefill, OFFERED)
+    assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", OFFERED)]
     # To the peer a second greeting would mean that this node began anew.
     decode.to_peer(ToPeer(*peer, hello("d0")))
-    decode.to_peer(ToPeer(*peer, Landing(key("a"), 0)))
-    assert hear(prefill, 1) == [FromPeer(*DECODE, Landing(key("a"), 0))]
+    decode.to_peer(ToPeer(*peer, Renew((key("a"),))))
+    assert hear(prefill, 1) == [FromPeer(*DECODE, Renew((key("a"),)))]
     decode.to_peer(DropPeer(*peer))
     prefill.to_peer(DropPeer(*DECODE))
     tell(dialled(make, "p1", info), hello("p1"))

@@ -3,34 +3,31 @@
 import msgspec
 import pytest
 
-from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.scheduler import Limits, Scheduler
-from baton.kv_transfer.interfaces import Abandon, Landed, LandingEnded, Offer, Offered, Released
-from baton.prefill_node.scheduler import PrefillScheduler
+from baton.engine.scheduler import NodeLimits
+from baton.kv_transfer.interfaces import Abandon, Landed, LandingEnded, Offer, Released
 from baton.protocol.errors import Failure
 from baton.protocol.messages import CancelDone, Decode, Failed, FirstToken, FirstTokens, Prefill
 from baton.protocol.sampling import MAX_CHOICES
-from tests.support.drive import Drive, handed, key, local, prefill, sampling
-from tests.support.toy_executor import ToyExecutor, continuation
+from tests.support.drive import (
+    PoolDrive,
+    decode_drive,
+    handed,
+    key,
+    local,
+    offered,
+    prefill,
+    prefill_drive,
+    sampling,
+)
+from tests.support.toy_executor import continuation
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 16
-LIMITS = Limits(chunk_tokens=16, max_num_seqs=8, max_model_len=32, vocab_size=1000)
+NUM_BLOCKS = 16
+LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=32, vocab_size=1000)
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def make(role: str) -> Drive:
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    kinds: dict[str, type[PrefillScheduler | DecodeScheduler]] = {
-        "prefill": PrefillScheduler,
-        "decode": DecodeScheduler,
-    }
-    return Drive(kinds[role](pool, LIMITS), ToyExecutor(NUM_BLOCKS, BLOCK_SIZE))
-
-
-def num_free(drive: Drive) -> int:
-    scheduler: Scheduler = drive.scheduler
-    return scheduler.load().free_blocks
+def make(role: str) -> PoolDrive:
+    return (prefill_drive if role == "prefill" else decode_drive)(NUM_BLOCKS, LIMITS)
 
 
 def request(role: str, name: str = "a", **changes: object) -> Prefill | Decode:
@@ -38,7 +35,7 @@ def request(role: str, name: str = "a", **changes: object) -> Prefill | Decode:
     return msgspec.structs.replace(message, **changes)
 
 
-def failures(drive: Drive) -> list[Failed]:
+def failures(drive: PoolDrive) -> list[Failed]:
     list(drive.entries())  # collects what was said
     return [message for message in drive.said if isinstance(message, Failed)]
 
@@ -75,7 +72,7 @@ def test_a_wrong_request_is_refused_and_the_next_one_served(
     assert failed.key == wrong.key
     assert not failed.failure.retryable
     assert drive.launch() is None
-    assert (drive.asked, num_free(drive)) == ([], NUM_BLOCKS)
+    assert (drive.asked, drive.pool.num_free) == ([], NUM_BLOCKS)
     drive.scheduler.cancel(0, (wrong.key,))
     drive.scheduler.add(0.0, 0, request(role, "b"))
     drive.run()
@@ -100,7 +97,7 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_it(role: str) -> None:
     if role == "decode":
         assert drive.output("a", prompt) == continuation(prompt, 1)
         assert [entry.finish_reason for entry in drive.entries()] == ["length"]
-        assert num_free(drive) == NUM_BLOCKS
+        assert drive.pool.num_free == NUM_BLOCKS
     else:
         (first,) = [m for m in drive.said if isinstance(m, FirstTokens)]
         assert first.tokens[0].finish_reason == "length"
@@ -126,7 +123,7 @@ def test_a_key_that_is_in_use_is_refused_and_its_owner_goes_on(
         assert [len(m.tokens) for m in drive.said if isinstance(m, FirstTokens)] == [2]
         assert len([e for e in drive.asked if isinstance(e, Offer)]) == 1
         drive.scheduler.on_report(0.0, Released(key("a")))
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -143,7 +140,7 @@ def test_a_key_whose_blocks_are_still_in_a_step_is_refused(role: str) -> None:
     drive.asked.clear()
     if role == "prefill":
         drive.scheduler.on_report(0.0, Released(key("a")))
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -171,7 +168,7 @@ def test_a_newer_attempt_of_one_choice_ends_the_older_ones_of_that_choice(role: 
     else:
         drive.scheduler.on_report(0.0, Released(key("a", 0, 1)))
         drive.scheduler.on_report(0.0, Released(key("a")))
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS
 
 
 def test_a_newer_attempt_ends_a_prompt_once_it_has_taken_all_of_its_choices() -> None:
@@ -182,7 +179,7 @@ def test_a_newer_attempt_ends_a_prompt_once_it_has_taken_all_of_its_choices() ->
         drive.run()
         assert any(isinstance(event, Abandon) for event in drive.asked) == is_over
     drive.scheduler.on_report(0.0, LandingEnded(key("a"), Failure("x", "gone")))
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -194,33 +191,33 @@ def test_a_newer_attempt_ends_a_prompt_once_it_has_taken_all_of_its_choices() ->
 def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, ...]) -> None:
     drive = make("decode")
     drive.scheduler.add(0.0, 0, handed("a", PROMPT, num_choices=2))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 5, 2))
+    drive.scheduler.on_report(0.0, offered("a", 5, 2))
     drive.launch()
     drive.scheduler.on_report(0.0, Landed(key("a"), tokens, 0, 0.0, 0.0))
     (failed,) = failures(drive)
     assert failed.failure.retryable
     assert drive.launch() is None
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS
 
 
 def test_an_offer_of_another_prompt_is_declined() -> None:
     drive = make("decode")
     drive.scheduler.add(0.0, 0, handed("a", PROMPT))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 6, 2))
+    drive.scheduler.on_report(0.0, offered("a", 6, 2))
     (failed,) = failures(drive)
     assert [e.failure for e in drive.asked if isinstance(e, Abandon)] == [failed.failure]
     drive.scheduler.on_report(0.0, LandingEnded(key("a"), failed.failure))
     assert len(failures(drive)) == 1
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS
 
 
 def test_a_first_token_that_fills_decodes_own_length_ends_the_sequence() -> None:
     """Prefill's nodes may take longer sequences than decode's."""
     drive, prompt = make("decode"), [7] * 31
     drive.scheduler.add(0.0, 0, handed("a", prompt))
-    drive.scheduler.on_report(0.0, Offered(key("a"), 31, 8))
+    drive.scheduler.on_report(0.0, offered("a", 31, 8))
     drive.launch()
     drive.scheduler.on_report(0.0, Landed(key("a"), (FirstToken(5),), 0, 0.0, 0.0))
     drive.run()
     assert [(e.token_ids, e.finish_reason) for e in drive.entries()] == [([5], "length")]
-    assert num_free(drive) == NUM_BLOCKS
+    assert drive.pool.num_free == NUM_BLOCKS

@@ -16,15 +16,12 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.leg import Request
-from baton.router.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
-from baton.router.request_events import (
+from baton.router.request.events import (
     Begun,
     CallerGone,
     Closed,
     Deliver,
     NodeLost,
-    NodeSaid,
     NotPlaced,
     Outcome,
     Place,
@@ -37,6 +34,8 @@ from baton.router.request_events import (
     Timed,
     Unplace,
 )
+from baton.router.request.leg import Request
+from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
 
 R = RequestId("r")
 KEY = Key(R)
@@ -63,7 +62,7 @@ class Driver:
     def says(
         self, node: NodeId, message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
     ) -> list[RequestCommand]:
-        return self.step(NodeSaid(node, message))
+        return self.lifecycle.step(self.now_s, message, node)
 
 
 def of_type(commands: list[RequestCommand], *kinds: type[RequestCommand]) -> list[RequestCommand]:

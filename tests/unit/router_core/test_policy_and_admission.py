@@ -2,16 +2,17 @@
 
 import pytest
 
+from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import PROTOCOL_VERSION, Hello, NodeInfo, Ready
+from baton.protocol.messages import NodeInfo, Ready
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
-from baton.router.policy import Decision, LeastLoaded, blocks_needed
+from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Registry
-from baton.router.request_events import Place
-from tests.support.scripted_nodes import node_info
+from baton.router.request.events import Place
+from tests.support.scripted_nodes import hello_of, node_info
 
 PAIRS = [
     node_info(name, "prefill" if name.startswith("p") else "decode")
@@ -23,8 +24,7 @@ LIMITS = Limits(100, 50, 4, prefill_blocks=20, decode_blocks=20)
 def cluster(*infos: NodeInfo) -> Registry:
     registry = Registry()
     for info in infos:
-        hello = Hello(PROTOCOL_VERSION, info.node_id, info.role, info.epoch)
-        registry.hello(0.0, info.node_id, hello)
+        registry.hello(0.0, info.node_id, hello_of(info))
         registry.ready(0.0, info.node_id, Ready(info))
     return registry
 
@@ -35,10 +35,9 @@ def place(
     *,
     wants_decode: bool = True,
     avoid: frozenset[NodeId] = frozenset(),
-    remote_only: bool = False,
 ) -> Place:
     key = Key(RequestId(name))
-    return Place(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, remote_only)
+    return Place(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid)
 
 
 def choose(
@@ -71,13 +70,12 @@ def test_a_node_that_failed_the_request_is_the_last_resort() -> None:
     assert choose(registry, place(avoid=failed)) == ("p1", "d0")
 
 
-def test_short_prompts_stay_local_unless_decode_refused_or_the_setting_forbids() -> None:
+def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
     registry = cluster(*PAIRS)
     assert choose(registry, place("a", 32)) == (None, "d0")
     assert choose(registry, place("b", 33)) == ("p0", "d1")
-    assert choose(registry, place("c", 32, remote_only=True)) == ("p1", "d0")
-    assert choose(registry, place("d", 32), "never") == ("p1", "d1")
-    assert choose(registry, place("e", 90), "always") == (None, "d0")
+    assert choose(registry, place("c", 32), "never") == ("p1", "d0")
+    assert choose(registry, place("d", 90), "always") == (None, "d1")
 
 
 def test_without_prefill_nodes_decode_computes_only_where_the_setting_lets_it() -> None:
@@ -86,7 +84,6 @@ def test_without_prefill_nodes_decode_computes_only_where_the_setting_lets_it() 
     assert decision is not None
     assert decision.is_fallback
     assert decision.path == "local_prefill"
-    assert decision.placed.max_uncached_tokens is None
     assert choose(registry, place(), "never") is None
     assert choose(registry, place("one", wants_decode=False)) == (None, "d0")
 

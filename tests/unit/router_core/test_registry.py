@@ -13,16 +13,15 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.registry import SILENCE_S, Charge, Entered, Left, Refuse, Registry
-from tests.support.scripted_nodes import node_info
+from baton.router.registry import SILENCE_S, Charge, Differs, Entered, Left, Refuse, Registry
+from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
 
 
 def join(registry: Registry, info: NodeInfo, now_s: float = 0.0) -> None:
-    peer = info.node_id
-    registry.hello(now_s, peer, Hello(PROTOCOL_VERSION, peer, info.role, info.epoch))
-    assert registry.ready(now_s, peer, Ready(info)) == [Entered(info)]
+    registry.hello(now_s, info.node_id, hello_of(info))
+    assert registry.ready(now_s, info.node_id, Ready(info)) == [Entered(info)]
 
 
 def ids(registry: Registry, role: Role) -> list[str]:
@@ -36,7 +35,7 @@ def beat(info: NodeInfo, age_s: float = 0.0, load: Load = BUSY, predicted_s: flo
 def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
     registry, info = Registry(), node_info("d0", "decode")
     peer = info.node_id
-    assert registry.hello(0, peer, Hello(PROTOCOL_VERSION, peer, "decode", info.epoch)) == []
+    assert registry.hello(0, peer, hello_of(info)) == []
     registry.starting(0.5, Starting(peer, info.epoch, "weights", 3, 10))
     (health,) = registry.nodes_health(1.0)
     assert (health.state, health.phase, health.done, health.beat_age_s) == (
@@ -92,9 +91,9 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() 
     join(registry, old)
     key = Key(RequestId("r"))
     registry.charge(old.node_id, key, Charge(10, 1))
-    hello = Hello(PROTOCOL_VERSION, old.node_id, "decode", Epoch("e1"))
-    assert [type(change) for change in registry.hello(1.0, old.node_id, hello)] == [Left]
-    registry.ready(1.0, old.node_id, Ready(node_info("d0", "decode", "e1")))
+    new = node_info("d0", "decode", "e1")
+    assert [type(change) for change in registry.hello(1.0, old.node_id, hello_of(new))] == [Left]
+    registry.ready(1.0, old.node_id, Ready(new))
     registry.release(old.node_id, key)
     assert registry.nodes_health(1.0)[0].num_tokens == 0
 
@@ -123,7 +122,7 @@ def test_ready_without_hello_or_as_another_role_is_refused() -> None:
 
 def test_a_node_with_nothing_to_offer_is_refused() -> None:
     registry, info = Registry(), node_info("d0", "decode", num_blocks=0)
-    registry.hello(0.0, info.node_id, Hello(PROTOCOL_VERSION, info.node_id, "decode", info.epoch))
+    registry.hello(0.0, info.node_id, hello_of(info))
     assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
 
 
@@ -132,12 +131,27 @@ def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_mo
     join(registry, node_info("d0", "decode"))
     registry.gone(NodeId("d0"))
     stranger = node_info("d1", "decode", model="another")
-    hello = Hello(PROTOCOL_VERSION, stranger.node_id, "decode", stranger.epoch)
-    registry.hello(0.0, stranger.node_id, hello)
+    registry.hello(0.0, stranger.node_id, hello_of(stranger))
     assert [type(c) for c in registry.ready(0.0, stranger.node_id, Ready(stranger))] == [Refuse]
     join(registry, node_info("d2", "decode", layout="another"))
     assert registry.model is not None
     assert registry.model.layout.fingerprint == "another"
+
+
+def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
+    registry = Registry()
+    join(registry, computing(node_info("d0", "decode"), "a-1"))
+    join(registry, computing(node_info("p0", "prefill"), "a-1"))
+    join(registry, node_info("d1", "decode"))  # an older one, which does not say
+    odd = computing(node_info("p1", "prefill"), "a-2")
+    registry.hello(0.0, odd.node_id, Hello(PROTOCOL_VERSION, odd.node_id, odd.role, odd.epoch))
+    differs = Differs(odd.node_id, NodeId("d0"))
+    assert registry.ready(0.0, odd.node_id, Ready(odd)) == [Entered(odd), differs]
+    assert registry.beat(1.0, beat(odd)) == []
+    assert ids(registry, "prefill") == ["p0", "p1"]
+    told = {health.node_id: health for health in registry.nodes_health(1.0)}
+    assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")
+    assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
 
 
 def test_peers_are_those_of_the_other_role_in_service() -> None:
@@ -147,6 +161,20 @@ def test_peers_are_those_of_the_other_role_in_service() -> None:
         join(registry, info)
     assert [info.node_id for info in registry.peers_of("prefill")] == ["d0", "d1"]
     assert [info.node_id for info in registry.peers_of("decode")] == ["p0"]
+
+
+def test_what_is_kept_of_the_nodes_follows_every_change() -> None:
+    registry = Registry()
+    assert registry.largest_pool("decode") is None
+    join(registry, node_info("d0", "decode", num_blocks=8))
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0"], 8)
+    join(registry, node_info("d1", "decode", num_blocks=32))
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0", "d1"], 32)
+    registry.tick(SILENCE_S + 1)
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == ([], 32)
+    registry.beat(9.0, beat(node_info("d0", "decode")))
+    registry.gone(NodeId("d1"))
+    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0"], 8)
 
 
 def test_charges_come_off_once_and_a_forgotten_request_has_none() -> None:

@@ -6,15 +6,16 @@ import pytest
 
 from baton.protocol.errors import NodeError
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput
-from baton.router.stream import Cumulated, RequestStream
+from baton.router.outputs import CompletionOutput, Merged
+from baton.router.stream import RequestStream
+from tests.support.router_bench import collected
 from tests.support.small_tokenizers import small_text
 
 
 def stream_of(params: SamplingParams) -> RequestStream:
     text = small_text()
     prompt = text.encode_now("hello")
-    detokenizers = [text.detokenizer(prompt, params) for _ in range(params.n)]
+    detokenizers = [text.detokenizer(prompt, params, i) for i in range(params.n)]
     return RequestStream("r", "hello", prompt, params, detokenizers)
 
 
@@ -28,8 +29,11 @@ def test_deltas_come_in_order_and_then_the_end() -> None:
         stream.push(0, tokens(" the"), None)
         stream.push(0, tokens(" end"), "length")
         stream.finish()
-        assert [delta.text for delta in await stream.take()] == [" the", " end"]
-        assert await stream.take() == []
+        got: list[CompletionOutput] = []
+        stream.send_to(got.append)
+        assert await stream.changed()
+        assert [delta.text for delta in got] == [" the", " end"]
+        assert not await stream.changed()
         assert stream.metrics.num_output_tokens == 2
         assert stream.metrics.time_to_first_token_s is not None
 
@@ -42,10 +46,10 @@ def test_an_error_follows_what_came_before_it() -> None:
         stream.push(0, tokens(" the"), None)
         stream.finish(NodeError("gone"))
         stream.finish()
-        await stream.started()
-        assert len(await stream.take()) == 1
-        with pytest.raises(NodeError):
-            await stream.take()
+        assert await stream.changed()
+        for wait in (stream.changed, stream.ended):
+            with pytest.raises(NodeError):
+                await wait()
         assert not stream.output([]).finished
 
     asyncio.run(use())
@@ -54,10 +58,12 @@ def test_an_error_follows_what_came_before_it() -> None:
 def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it() -> None:
     async def use() -> None:
         stream = stream_of(SamplingParams(stop=" world"))
-        assert stream.push(0, tokens("hello world the"), None) == "stop"
+        assert stream.push(0, tokens("hello world the"), None)
+        # What the engine sent before it heard of the end must not replace how the choice ended.
+        assert not stream.push(0, tokens(" end"), "length")
         stream.finish()
-        assert stream.push(0, tokens(" end"), None) is None
-        output = await stream.collect()
+        assert not stream.push(0, tokens(" end"), None)
+        output = await collected(stream)
         (choice,) = output.outputs
         assert (choice.text, choice.finish_reason, choice.stop_reason) == (
             "hello", "stop", " world",
@@ -72,7 +78,8 @@ def test_a_sink_gets_what_was_there_and_what_comes() -> None:
         stream = stream_of(SamplingParams())
         got: list[CompletionOutput] = []
         stream.push(0, tokens(" the"), None)
-        reader = asyncio.create_task(stream.forward(got.append))
+        stream.send_to(got.append)
+        reader = asyncio.create_task(stream.ended())
         await asyncio.sleep(0)
         stream.push(0, tokens(" end"), "stop")
         stream.finish()
@@ -95,11 +102,21 @@ def test_closing_tells_the_router_only_while_the_request_lives() -> None:
 
 
 def test_snapshots_do_not_change_afterwards() -> None:
-    whole = Cumulated(2)
+    whole = Merged(2)
     whole.add(CompletionOutput(1, "a", [1]))
     before = whole.outputs()
     whole.add(CompletionOutput(1, "b", [2], None, "stop", "b"))
     assert [(o.text, o.token_ids, o.finish_reason) for o in before] == [
         ("", [], None), ("a", [1], None),
     ]  # fmt: skip
-    assert whole.output(1) == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
+    assert whole.outputs()[1] == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
+
+
+def test_what_was_taken_is_new_again_only_with_the_next_delta() -> None:
+    fresh = Merged()
+    fresh.add(CompletionOutput(2, "c", [3]))
+    fresh.add(CompletionOutput(0, "a", [1]))
+    assert [output.index for output in fresh.take()] == [0, 2]
+    assert fresh.take() == []
+    fresh.add(CompletionOutput(2, "d", [4]))
+    assert fresh.take() == [CompletionOutput(2, "d", [4])]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.chat_template import ChatTemplate
 from baton.router.stream import RequestStream
-from tests.support.http_bench import HttpBench, ScriptedEngine, run_http
+from baton.router.text.chat_template import ChatTemplate
+from tests.support.http_bench import HttpBench, ScriptedEngine, served
 from tests.support.small_tokenizers import END, small_text
 
 SOURCE = (
@@ -79,41 +79,39 @@ def test_a_template_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         ChatTemplate.load(str(tmp_path))
 
 
-def test_a_chat_is_a_completion_of_its_rendered_template() -> None:
-    text = small_text()
-
-    def answer(stream: RequestStream) -> None:
-        stream.push(0, text.encode_now("hello world"), "stop")
-        stream.finish()
-
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "the end"}]}
-        whole = (await bench.post({**body}, "/v1/chat/completions")).json
-        expected = text.encode_now(f"[user]the end{END}[assistant]")
-        assert engine.streams[0].prompt_token_ids == expected
-        assert engine.streams[0].params.max_tokens is None
-        assert whole["object"] == "chat.completion"
-        message = whole["choices"][0]["message"]  # type: ignore[index]
-        assert message["role"] == "assistant"
-        reply = await bench.post({**body, "stream": True}, "/v1/chat/completions")
-        chunks = [json.loads(data) for _, data in reply.events if data != "[DONE]"]
-        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        joined = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
-        assert joined == message["content"]
-        assert joined
-        assert chunks[-1]["object"] == "chat.completion.chunk"
-        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END
-    run_http(
-        use, script=answer, chat_template=ChatTemplate(template + "{% endfor %}[assistant]", {})
-    )
+TEXT = small_text()
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END + "{% endfor %}[assistant]"
 
 
-def test_a_model_without_a_template_says_so() -> None:
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        body: dict[str, object] = {"messages": [{"role": "user", "content": "x"}]}
-        reply = await bench.post(body, "/v1/chat/completions")
-        assert (reply.status, reply.error["code"]) == (404, "no_chat_template")
+def answer(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now("hello world"), "stop")
+    stream.finish()
 
-    run_http(use)
+
+@served(script=answer, chat_template=ChatTemplate(CHAT, {}))
+async def test_a_chat_is_a_completion_of_its_rendered_template(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "the end"}]}
+    whole = (await bench.post({**body}, "/v1/chat/completions")).json
+    expected = TEXT.encode_now(f"[user]the end{END}[assistant]")
+    assert engine.streams[0].prompt_token_ids == expected
+    assert engine.streams[0].params.max_tokens is None
+    assert whole["object"] == "chat.completion"
+    message = whole["choices"][0]["message"]  # type: ignore[index]
+    assert message["role"] == "assistant"
+    reply = await bench.post({**body, "stream": True}, "/v1/chat/completions")
+    chunks = [json.loads(data) for _, data in reply.events if data != "[DONE]"]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    joined = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert joined == message["content"]
+    assert joined
+    assert chunks[-1]["object"] == "chat.completion.chunk"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@served()
+async def test_a_model_without_a_template_says_so(bench: HttpBench) -> None:
+    body: dict[str, object] = {"messages": [{"role": "user", "content": "x"}]}
+    reply = await bench.post(body, "/v1/chat/completions")
+    assert (reply.status, reply.error["code"]) == (404, "no_chat_template")

@@ -7,8 +7,10 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError
+from baton.router.http.metrics import HttpMetrics
+from baton.router.registry import Health
 from baton.router.stream import RequestStream
-from tests.support.http_bench import HttpBench, ScriptedEngine, events_of, run_http
+from tests.support.http_bench import HttpBench, ScriptedEngine, events_of, served
 from tests.support.small_tokenizers import small_text
 
 TEXT = small_text()
@@ -26,338 +28,338 @@ def chunks(text: str) -> list[dict[str, object]]:
     return [json.loads(data) for _, data in events_of(text) if data != "[DONE]"]
 
 
-def test_a_whole_answer_has_text_usage_and_a_request_id() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        reply = await bench.post({"model": "tiny", "prompt": "the end"})
-        assert reply.status == 200
-        answer = reply.json
-        assert answer["object"] == "text_completion"
-        assert answer["model"] == "tiny"
-        assert answer["choices"] == [
-            {
-                "index": 0,
-                "text": " hello world",
-                "logprobs": None,
-                "finish_reason": "length",
-                "stop_reason": None,
-            }
-        ]
-        num_prompt = len(TEXT.encode_now("the end"))
-        assert answer["usage"] == {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": 2,
-            "total_tokens": num_prompt + 2,
-            "prompt_tokens_details": {"cached_tokens": 0},
+@served(script=hello)
+async def test_a_whole_answer_has_text_usage_and_a_request_id(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    reply = await bench.post({"model": "tiny", "prompt": "the end"})
+    assert reply.status == 200
+    answer = reply.json
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": " hello world",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
         }
-        assert reply.headers["X-Request-Id"] == answer["id"]
-        assert engine.closed == []
-
-    run_http(use, script=hello)
-
-
-def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_id() -> None:
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        body = {"prompt": "the end", "stream": True, "stream_options": {"include_usage": True}}
-        reply = await bench.post({**body})
-        assert reply.headers["Content-Type"].startswith("text/event-stream")
-        name = reply.headers["X-Request-Id"]
-        assert [event for event, _ in reply.events] == [f"{name}:{i}" for i in range(1, 5)]
-        assert reply.events[-1][1] == "[DONE]"
-        first, second, closing = chunks(reply.text)
-        assert first["choices"] == [
-            {"index": 0, "text": " hello", "logprobs": None, "finish_reason": None}
-        ]
-        assert second["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
-        assert first["usage"] is None
-        assert closing["choices"] == []
-        assert closing["usage"]["completion_tokens"] == 2  # type: ignore[index]
-
-    run_http(use, script=hello)
+    ]
+    num_prompt = len(TEXT.encode_now("the end"))
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 2,
+        "total_tokens": num_prompt + 2,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert reply.headers["X-Request-Id"] == answer["id"]
+    assert engine.closed == []
 
 
-def test_prompts_and_choices_are_numbered_in_order() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        for prompt in (["the", "end"], [[1, 2], [3]]):
-            whole = await bench.post({"prompt": prompt, "n": 2, "echo": True})
-            choices = whole.json["choices"]
-            assert [choice["index"] for choice in choices] == [0, 1, 2, 3]  # type: ignore[attr-defined]
-            texts = [choice["text"] for choice in choices]  # type: ignore[attr-defined]
-            streamed = await bench.post({"prompt": prompt, "n": 2, "echo": True, "stream": True})
-            joined = ["", "", "", ""]
-            for chunk in chunks(streamed.text):
-                for choice in chunk["choices"]:  # type: ignore[attr-defined]
-                    joined[choice["index"]] += choice["text"]
-            assert joined == texts
-            assert texts[2] == texts[3]
-            assert texts[0] != texts[2]
-        assert [stream.prompt_token_ids for stream in engine.streams[-2:]] == [[1, 2], [3]]
-
-    run_http(use, script=hello)
-
-
-def test_token_ids_and_the_timeline_come_on_request() -> None:
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        body = {"prompt": [5], "return_token_ids": True, "timeline": True}
-        expected = [TEXT.encode_now(" hello")[0], TEXT.encode_now(" world")[0]]
-        whole = await bench.post({**body})
-        assert whole.json["choices"][0]["token_ids"] == expected  # type: ignore[index]
-        assert whole.json["timeline"][0]["num_output_tokens"] == 2  # type: ignore[index]
-        streamed = chunks((await bench.post({**body, "stream": True})).text)
-        ids = [i for chunk in streamed for choice in chunk["choices"] for i in choice["token_ids"]]  # type: ignore[attr-defined]
-        assert ids == expected
-        assert streamed[-1]["timeline"][0]["num_output_tokens"] == 2  # type: ignore[index]
-
-    run_http(use, script=hello)
+@served(script=hello)
+async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_id(
+    bench: HttpBench,
+) -> None:
+    body = {"prompt": "the end", "stream": True, "stream_options": {"include_usage": True}}
+    reply = await bench.post({**body})
+    assert reply.headers["Content-Type"].startswith("text/event-stream")
+    name = reply.headers["X-Request-Id"]
+    assert [event for event, _ in reply.events] == [f"{name}:{i}" for i in range(1, 5)]
+    assert reply.events[-1][1] == "[DONE]"
+    first, second, closing = chunks(reply.text)
+    assert first["choices"] == [
+        {"index": 0, "text": " hello", "logprobs": None, "finish_reason": None}
+    ]
+    assert second["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+    assert first["usage"] is None
+    assert closing["choices"] == []
+    assert closing["usage"]["completion_tokens"] == 2  # type: ignore[index]
 
 
-def test_a_limit_that_was_cut_is_said_in_usage_and_header() -> None:
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        reply = await bench.post({"prompt": [5], "max_tokens": 99})
-        assert reply.headers["Baton-Max-Tokens"] == "7"
-        assert reply.json["usage"]["max_tokens_clamped"] == 7  # type: ignore[index]
-
-    def clamp(stream: RequestStream) -> None:
-        stream.metrics.max_tokens_clamped = 7
-        hello(stream)
-
-    run_http(use, script=clamp)
-
-
-def test_sampling_fields_reach_the_engine_and_null_is_the_default() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        given = {
-            "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "n": 2,
-            "max_tokens": 9, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [4],
-            "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
-        }  # fmt: skip
-        assert (await bench.post({"prompt": [5], **given})).status == 200
-        params = engine.streams[0].params
-        assert {name: getattr(params, name) for name in given} == given
-        assert (await bench.post({"prompt": [5], **dict.fromkeys(given)})).status == 200
-        params = engine.streams[1].params
-        assert (params.max_tokens, params.temperature, params.n) == (16, 1.0, 1)
-
-    run_http(use, script=hello)
+@served(script=hello)
+async def test_prompts_and_choices_are_numbered_in_order(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    for prompt in (["the", "end"], [[1, 2], [3]]):
+        whole = await bench.post({"prompt": prompt, "n": 2, "echo": True})
+        choices = whole.json["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]  # type: ignore[attr-defined]
+        texts = [choice["text"] for choice in choices]  # type: ignore[attr-defined]
+        streamed = await bench.post({"prompt": prompt, "n": 2, "echo": True, "stream": True})
+        joined = ["", "", "", ""]
+        for chunk in chunks(streamed.text):
+            for choice in chunk["choices"]:  # type: ignore[attr-defined]
+                joined[choice["index"]] += choice["text"]
+        assert joined == texts
+        assert texts[2] == texts[3]
+        assert texts[0] != texts[2]
+    assert [stream.prompt_token_ids for stream in engine.streams[-2:]] == [[1, 2], [3]]
 
 
-def test_an_error_before_the_first_token_is_a_status_also_in_streams() -> None:
-    def fail(stream: RequestStream) -> None:
-        error = Overloaded("full", code="queue_full", http_status=429, retry_after_s=1.5)
-        stream.finish(error)
-
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        for stream in (False, True):
-            reply = await bench.post({"prompt": [5], "stream": stream})
-            assert reply.status == 429
-            assert reply.error["code"] == "queue_full"
-            assert reply.error["type"] == "rate_limit_error"
-            assert reply.headers["Retry-After"] == "2"
-            assert reply.headers["retry-after-ms"] == "1500"
-
-    run_http(use, script=fail)
+@served(script=hello)
+async def test_token_ids_and_the_timeline_come_on_request(bench: HttpBench) -> None:
+    body = {"prompt": [5], "return_token_ids": True, "timeline": True}
+    expected = [TEXT.encode_now(" hello")[0], TEXT.encode_now(" world")[0]]
+    whole = await bench.post({**body})
+    assert whole.json["choices"][0]["token_ids"] == expected  # type: ignore[index]
+    assert whole.json["timeline"][0]["num_output_tokens"] == 2  # type: ignore[index]
+    streamed = chunks((await bench.post({**body, "stream": True})).text)
+    ids = [i for chunk in streamed for choice in chunk["choices"] for i in choice["token_ids"]]  # type: ignore[attr-defined]
+    assert ids == expected
+    assert streamed[-1]["timeline"][0]["num_output_tokens"] == 2  # type: ignore[index]
 
 
-def test_an_error_after_the_first_token_is_an_event_and_the_end() -> None:
-    def fail(stream: RequestStream) -> None:
-        stream.push(0, TEXT.encode_now(" hello"), None)
-        stream.finish(NodeError("both nodes are gone"))
-
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        reply = await bench.post({"prompt": [5], "stream": True})
-        assert reply.status == 200
-        first, last = chunks(reply.text)
-        assert first["choices"][0]["text"] == " hello"  # type: ignore[index]
-        error = last["error"]
-        assert error["code"] == "node_lost"  # type: ignore[index]
-        assert "[DONE]" not in reply.text
-        # The connection can be used again.
-        assert (await bench.get("/live")).status == 200
-        whole = await bench.post({"prompt": [5]})
-        assert (whole.status, whole.error["code"]) == (502, "node_lost")
-
-    run_http(use, script=fail)
+def hello_cut(stream: RequestStream) -> None:
+    stream.metrics.max_tokens_clamped = 7
+    hello(stream)
 
 
-def test_a_bug_while_streaming_ends_that_answer_alone() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        bad = asyncio.create_task(bench.post({"prompt": [5], "stream": True}))
-        broken = await engine.stream()
-        good = asyncio.create_task(bench.post({"prompt": [6], "stream": True}))
-        other = await engine.stream(1)
-        engine.say(other, " hello")
-        broken.push(0, TEXT.encode_now(" hello"), None)
-        broken.finish(RuntimeError("a bug"))  # type: ignore[arg-type]
-        engine.say(other, " world", "stop")
-        other.finish()
-        last = chunks((await bad).text)[-1]
-        assert last["error"]["code"] == "internal_error"  # type: ignore[index]
-        assert "a bug" not in str(last)
-        assert (await good).text.endswith("data: [DONE]\n\n")
+@served(script=hello_cut)
+async def test_a_limit_that_was_cut_is_said_in_usage_and_header(bench: HttpBench) -> None:
+    reply = await bench.post({"prompt": [5], "max_tokens": 99})
+    assert reply.headers["Baton-Max-Tokens"] == "7"
+    assert reply.json["usage"]["max_tokens_clamped"] == 7  # type: ignore[index]
 
-    run_http(use)
+
+@served(script=hello)
+async def test_sampling_fields_reach_the_engine_and_null_is_the_default(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "n": 2,
+        "max_tokens": 9, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [4],
+        "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    assert (await bench.post({"prompt": [5], **given})).status == 200
+    params = engine.streams[0].params
+    assert {name: getattr(params, name) for name in given} == given
+    assert (await bench.post({"prompt": [5], **dict.fromkeys(given)})).status == 200
+    params = engine.streams[1].params
+    assert (params.max_tokens, params.temperature, params.n) == (16, 1.0, 1)
+
+
+def refuse(stream: RequestStream) -> None:
+    stream.finish(Overloaded("full", code="queue_full", http_status=429, retry_after_s=1.5))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@served(script=refuse)
+async def test_an_error_before_the_first_token_is_a_status_also_in_streams(
+    bench: HttpBench, stream: bool
+) -> None:
+    reply = await bench.post({"prompt": [5], "stream": stream})
+    assert reply.status == 429
+    assert (reply.error["code"], reply.error["type"]) == ("queue_full", "rate_limit_error")
+    assert reply.headers["Retry-After"] == "2"
+    assert reply.headers["retry-after-ms"] == "1500"
+
+
+def hello_and_fail(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now(" hello"), None)
+    stream.finish(NodeError("both nodes are gone"))
+
+
+@served(script=hello_and_fail)
+async def test_an_error_after_the_first_token_is_an_event_and_the_end(bench: HttpBench) -> None:
+    reply = await bench.post({"prompt": [5], "stream": True})
+    assert reply.status == 200
+    first, last = chunks(reply.text)
+    assert first["choices"][0]["text"] == " hello"  # type: ignore[index]
+    assert last["error"]["code"] == "node_lost"  # type: ignore[index]
+    assert "[DONE]" not in reply.text
+    # The connection can be used again.
+    assert (await bench.get("/live")).status == 200
+    whole = await bench.post({"prompt": [5]})
+    assert (whole.status, whole.error["code"]) == (502, "node_lost")
+
+
+@served()
+async def test_a_bug_while_streaming_ends_that_answer_alone(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    bad = asyncio.create_task(bench.post({"prompt": [5], "stream": True}))
+    broken = await engine.stream()
+    good = asyncio.create_task(bench.post({"prompt": [6], "stream": True}))
+    other = await engine.stream(1)
+    engine.say(other, " hello")
+    broken.push(0, TEXT.encode_now(" hello"), None)
+    broken.finish(RuntimeError("a bug"))  # type: ignore[arg-type]
+    engine.say(other, " world", "stop")
+    other.finish()
+    last = chunks((await bad).text)[-1]
+    assert last["error"]["code"] == "internal_error"  # type: ignore[index]
+    assert "a bug" not in str(last)
+    assert (await good).text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_client_that_leaves_cancels_its_request(streamed: bool, has_begun: bool) -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        body = json.dumps({"prompt": [[5], [6]], "stream": streamed}).encode()
-        host, port = bench.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        await engine.stream(1)
-        if has_begun:
-            engine.say(engine.streams[0], " hello")
-        if has_begun and streamed:
-            await reader.readuntil(b" hello")
-        writer.close()
-        await engine.is_closed(2)
-        await writer.wait_closed()
-        counted = (await bench.get("/metrics")).text
-        assert 'baton_requests_total{outcome="client_gone",path="none"} 2.0' in counted
+@served()
+async def test_a_client_that_leaves_cancels_its_request(
+    bench: HttpBench, engine: ScriptedEngine, streamed: bool, has_begun: bool
+) -> None:
+    body = json.dumps({"prompt": [[5], [6]], "stream": streamed}).encode()
+    host, port = bench.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await engine.stream(1)
+    if has_begun:
+        engine.say(engine.streams[0], " hello")
+    if has_begun and streamed:
+        await reader.readuntil(b" hello")
+    writer.close()
+    await engine.is_closed(2)
+    await writer.wait_closed()
+    counted = (await bench.get("/metrics")).text
+    assert 'baton_requests_total{outcome="client_gone",path="none"} 2.0' in counted
 
-    run_http(use)
 
-
-def test_silence_is_broken_by_comments_before_and_after_the_first_token() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        async with bench.session.post(
-            "/v1/completions", json={"prompt": [5], "stream": True}
-        ) as reply:
-            for _ in range(2):
-                assert await reply.content.readuntil(b"\n\n") == b": waiting\n\n"
-            engine.say(await engine.stream(), " hello")
-            assert b" hello" in await reply.content.readuntil(b"\n\n")
+@served(silence_s=0.05)
+async def test_silence_is_broken_by_comments_before_and_after_the_first_token(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    async with bench.session.post("/v1/completions", json={"prompt": [5], "stream": True}) as reply:
+        for _ in range(2):
             assert await reply.content.readuntil(b"\n\n") == b": waiting\n\n"
-            engine.streams[0].finish()
-            assert b"[DONE]" in await reply.content.read()
+        engine.say(await engine.stream(), " hello")
+        assert b" hello" in await reply.content.readuntil(b"\n\n")
+        assert await reply.content.readuntil(b"\n\n") == b": waiting\n\n"
+        engine.streams[0].finish()
+        assert b"[DONE]" in await reply.content.read()
 
-    run_http(use, silence_s=0.05)
 
-
-def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost() -> None:
+@served()
+async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
     num_tokens = 30_000
     token_id = TEXT.encode_now(" hello")[0]
 
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        body = json.dumps({"prompt": [5], "stream": True}).encode()
-        host, port = bench.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        stream = await engine.stream()
+    body = json.dumps({"prompt": [5], "stream": True}).encode()
+    host, port = bench.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    stream = await engine.stream()
+    stream.push(0, [token_id], None)
+    await reader.readuntil(b"\r\n\r\n")
+    for _ in range(num_tokens - 1):
         stream.push(0, [token_id], None)
-        await reader.readuntil(b"\r\n\r\n")
-        for _ in range(num_tokens - 1):
-            stream.push(0, [token_id], None)
-        stream.push(0, [token_id], "length")
-        stream.finish()
-        received = (await reader.read(-1)).decode()
-        writer.close()
-        await writer.wait_closed()
-        parts = [chunk["choices"][0]["text"] for chunk in chunks(received)]  # type: ignore[index]
-        assert "".join(parts) == " hello" * (num_tokens + 1)
-        assert len(parts) < num_tokens
-        assert received.endswith("data: [DONE]\n\n")
-
-    run_http(use)
+    stream.push(0, [token_id], "length")
+    stream.finish()
+    received = (await reader.read(-1)).decode()
+    writer.close()
+    await writer.wait_closed()
+    parts = [chunk["choices"][0]["text"] for chunk in chunks(received)]  # type: ignore[index]
+    assert "".join(parts) == " hello" * (num_tokens + 1)
+    assert len(parts) < num_tokens
+    assert received.endswith("data: [DONE]\n\n")
 
 
-def test_a_body_that_is_too_large_is_413() -> None:
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        reply = await bench.post({"prompt": "x" * 1_100_000})
-        assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-
-    run_http(use, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
+@served(config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
+async def test_a_body_that_is_too_large_is_413(bench: HttpBench) -> None:
+    reply = await bench.post({"prompt": "x" * 1_100_000})
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
 
 
-def test_unknown_paths_methods_and_models_are_json_errors() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        missing = await bench.get("/v1/nothing")
-        assert (missing.status, missing.error["code"]) == (404, "unknown_url")
-        wrong = await bench.get("/v1/completions")
-        assert (wrong.status, wrong.error["code"]) == (405, "method_not_allowed")
-        assert wrong.headers["Allow"] == "POST"
-        for name in ("gpt-4", "tiny:my-lora"):
-            model = await bench.post({"model": name, "prompt": [5]})
-            assert (model.status, model.error["param"]) == (404, "model")
-            assert model.error["code"] == "model_not_found"
-        assert engine.streams == []
-
-    run_http(use)
-
-
-def test_models_health_and_live_tell_readiness_apart() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        models = (await bench.get("/v1/models")).json
-        assert models["data"][0]["id"] == "tiny"  # type: ignore[index]
-        assert (await bench.get("/v1/models/tiny")).json["max_model_len"] == 256
-        assert (await bench.get("/v1/models/other/one")).status == 404
-        assert (await bench.get("/health")).json["status"] == "ready"
-        engine.is_ready = False
-        health = await bench.get("/health")
-        assert (health.status, health.json["message"]) == (503, "nodes are starting")
-        assert (await bench.get("/live")).status == 200
-        early = await bench.post({"prompt": [5]})
-        assert (early.status, early.error["code"]) == (503, "not_ready")
-        assert "Retry-After" in early.headers
-        engine.errored = True
-        assert (await bench.get("/live")).status == 503
-
-    run_http(use)
+@served()
+async def test_unknown_paths_methods_and_models_are_json_errors(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    missing = await bench.get("/v1/nothing")
+    assert (missing.status, missing.error["code"]) == (404, "unknown_url")
+    wrong = await bench.get("/v1/completions")
+    assert (wrong.status, wrong.error["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["Allow"] == "POST"
+    for name in ("gpt-4", "tiny:my-lora"):
+        model = await bench.post({"model": name, "prompt": [5]})
+        assert (model.status, model.error["param"]) == (404, "model")
+        assert model.error["code"] == "model_not_found"
+    assert engine.streams == []
 
 
-def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        under_way = asyncio.create_task(bench.post({"prompt": [5], "stream": True}))
-        # A connection from before stays usable; new ones are not accepted.
-        assert (await bench.get("/health")).status == 200
-        stream = await engine.stream()
-        draining = asyncio.create_task(bench.server.drain(20.0))
-        while (health := await bench.get("/health")).status == 200:
-            pass
-        assert health.json["message"] == "shutting down"
-        refused = await bench.post({"prompt": [6]})
-        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
-        engine.say(stream, " hello", "stop")
-        stream.finish()
-        assert (await under_way).text.endswith("data: [DONE]\n\n")
-        await draining
-
-    run_http(use)
-
-
-def test_metrics_count_answers_requests_and_tokens() -> None:
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        await bench.post({"prompt": [5, 6, 7]})
-        await bench.post({"prompt": [5], "stream": True})
-        await bench.post({"prompt": ""})
-        text = (await bench.get("/metrics")).text
-        assert 'baton_http_answers_total{route="/v1/completions",status="200"} 2.0' in text
-        assert 'baton_http_answers_total{route="/v1/completions",status="400"} 1.0' in text
-        assert 'baton_requests_total{outcome="finished",path="none"} 2.0' in text
-        assert "baton_prompt_tokens_total 4.0" in text
-        assert "baton_output_tokens_total 4.0" in text
-        assert "baton_time_to_first_token_seconds_count 2.0" in text
-
-    run_http(use, script=hello)
+@served()
+async def test_models_health_and_live_tell_readiness_apart(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    models = (await bench.get("/v1/models")).json
+    assert models["data"][0]["id"] == "tiny"  # type: ignore[index]
+    assert (await bench.get("/v1/models/tiny")).json["max_model_len"] == 256
+    assert (await bench.get("/v1/models/other/one")).status == 404
+    assert (await bench.get("/health")).json["status"] == "ready"
+    engine.is_ready = False
+    health = await bench.get("/health")
+    assert (health.status, health.json["message"]) == (503, "nodes are starting")
+    assert (await bench.get("/live")).status == 200
+    early = await bench.post({"prompt": [5]})
+    assert (early.status, early.error["code"]) == (503, "not_ready")
+    assert "Retry-After" in early.headers
+    engine.errored = True
+    assert (await bench.get("/live")).status == 503
 
 
-def test_a_refusal_of_one_prompt_ends_the_others_of_its_request() -> None:
-    async def use(bench: HttpBench, engine: ScriptedEngine) -> None:
-        def refuse(_: RequestStream) -> None:
-            engine.refusal = RequestError("the prompt is too long", param="prompt")
+@served()
+async def test_draining_finishes_what_is_under_way_and_takes_nothing_new(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    under_way = asyncio.create_task(bench.post({"prompt": [5], "stream": True}))
+    # A connection from before stays usable; new ones are not accepted.
+    assert (await bench.get("/health")).status == 200
+    stream = await engine.stream()
+    draining = asyncio.create_task(bench.server.drain(20.0))
+    while (health := await bench.get("/health")).status == 200:
+        pass
+    assert health.json["message"] == "shutting down"
+    refused = await bench.post({"prompt": [6]})
+    assert (refused.status, refused.error["code"]) == (503, "shutting_down")
+    engine.say(stream, " hello", "stop")
+    stream.finish()
+    assert (await under_way).text.endswith("data: [DONE]\n\n")
+    await draining
 
-        engine.script = refuse
-        reply = await bench.post({"prompt": ["the", "end"]})
-        assert (reply.status, reply.error["param"]) == (400, "prompt")
-        await engine.is_closed(1)
 
-    run_http(use)
+@served(script=hello)
+async def test_metrics_count_answers_requests_and_tokens(bench: HttpBench) -> None:
+    await bench.post({"prompt": [5, 6, 7]})
+    await bench.post({"prompt": [5], "stream": True})
+    await bench.post({"prompt": ""})
+    text = (await bench.get("/metrics")).text
+    assert 'baton_http_answers_total{route="/v1/completions",status="200"} 2.0' in text
+    assert 'baton_http_answers_total{route="/v1/completions",status="400"} 1.0' in text
+    assert 'baton_requests_total{outcome="finished",path="none"} 2.0' in text
+    assert "baton_prompt_tokens_total 4.0" in text
+    assert "baton_output_tokens_total 4.0" in text
+    assert "baton_time_to_first_token_seconds_count 2.0" in text
 
 
-def test_broken_http_is_400_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_routers_in_one_process_count_for_themselves() -> None:
+    first, second = HttpMetrics(), HttpMetrics()
+    first.answered("/live", 200)
+    health = Health("ready", (), 0, 0)
+    line = b'baton_http_answers_total{route="/live",status="200"} 1.0'
+    assert line in first.render(health)
+    assert line not in second.render(health)
+
+
+@served()
+async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    def refuse(_: RequestStream) -> None:
+        engine.refusal = RequestError("the prompt is too long", param="prompt")
+
+    engine.script = refuse
+    reply = await bench.post({"prompt": ["the", "end"]})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    await engine.is_closed(1)
+
+
+@served()
+async def test_broken_http_is_400_and_no_traceback(
+    bench: HttpBench, caplog: pytest.LogCaptureFixture
+) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     broken = [
         head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -365,16 +367,12 @@ def test_broken_http_is_400_and_no_traceback(caplog: pytest.LogCaptureFixture) -
         head + b"Content-Length: abc\r\n\r\n",
         b"nonsense\r\n\r\n",
     ]
-
-    async def use(bench: HttpBench, _: ScriptedEngine) -> None:
-        host, port = bench.url.removeprefix("http://").split(":")
-        for data in broken:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data)
-            assert (await reader.readline()).split()[1] == b"400"
-            writer.close()
-            await writer.wait_closed()
-        assert (await bench.get("/live")).status == 200
-
-    run_http(use)
+    host, port = bench.url.removeprefix("http://").split(":")
+    for data in broken:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+        await writer.wait_closed()
+    assert (await bench.get("/live")).status == 200
     assert "Traceback" not in caplog.text

@@ -1,6 +1,7 @@
 """The router as a process: what it prints, how it ends, what it never loads."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -68,6 +69,9 @@ class Router:
         self.process.stderr.close()
 
 
+Start = Callable[[ClusterConfig], Router]
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> ClusterConfig:
     path = write_tokenizer(tmp_path / "tiny")
@@ -79,11 +83,16 @@ def config(tmp_path: Path) -> ClusterConfig:
 
 
 @pytest.fixture
-def routers() -> Iterator[list[Router]]:
-    started: list[Router] = []
-    yield started
-    for router in started:
-        router.close()
+def start() -> Iterator[Start]:
+    """Starts routers, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start_one(config: ClusterConfig) -> Router:
+            router = Router(config)
+            stack.callback(router.close)
+            return router
+
+        yield start_one
 
 
 async def with_toy_nodes(
@@ -91,8 +100,8 @@ async def with_toy_nodes(
 ) -> T:
     """What `use`, in a thread, returns while two toy nodes have dialled in."""
     nodes = [
-        ToyNode(config.router.control, node_info("p0", "prefill")),
-        ToyNode(config.router.control, node_info("d0", "decode"), max_steps),
+        ToyNode(config.control, node_info("p0", "prefill")),
+        ToyNode(config.control, node_info("d0", "decode"), max_steps),
     ]
     for node in nodes:
         node.join()
@@ -121,10 +130,9 @@ def wait_until_ready(url: str) -> None:
 
 
 def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
-    config: ClusterConfig, routers: list[Router]
+    config: ClusterConfig, start: Start
 ) -> None:
-    router = Router(config)
-    routers.append(router)
+    router = start(config)
     url = router.wait_for_url()
     prompt = [5, 6, 7]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "return_token_ids": True}
@@ -140,12 +148,9 @@ def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
     assert "5, 6, 7" not in text
 
 
-def test_prompts_are_logged_on_request_and_cut(
-    config: ClusterConfig, routers: list[Router]
-) -> None:
+def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Start) -> None:
     logging = msgspec.structs.replace(config, log=LogConfig(prompts=True))
-    router = Router(logging)
-    routers.append(router)
+    router = start(logging)
     url = router.wait_for_url()
     body = {"prompt": "y" * 150 + "z" * 49, "max_tokens": 1}
     asyncio.run(with_toy_nodes(logging, lambda: ask(url, body)))
@@ -156,10 +161,9 @@ def test_prompts_are_logged_on_request_and_cut(
 
 
 def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
-    config: ClusterConfig, routers: list[Router]
+    config: ClusterConfig, start: Start
 ) -> None:
-    router = Router(config)
-    routers.append(router)
+    router = start(config)
     url = router.wait_for_url()
     body = {"prompt": [5, 6, 7], "max_tokens": 50, "stream": True}
 
@@ -179,15 +183,11 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
     assert "Traceback" not in "".join(router.lines)
 
 
-def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, routers: list[Router]) -> None:
+def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        router = Router(
-            msgspec.structs.replace(
-                config, router=msgspec.structs.replace(config.router, port=port)
-            )
-        )
-        routers.append(router)
+        changed = msgspec.structs.replace(config.router, port=port)
+        router = start(msgspec.structs.replace(config, router=changed))
         router.end()
     assert router.process.returncode == 1
     (line,) = router.lines
@@ -196,10 +196,9 @@ def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, routers: list[Ro
 
 
 def test_a_model_folder_without_a_tokenizer_is_one_clear_line(
-    tmp_path: Path, config: ClusterConfig, routers: list[Router]
+    tmp_path: Path, config: ClusterConfig, start: Start
 ) -> None:
-    router = Router(msgspec.structs.replace(config, model=ModelConfig(path=str(tmp_path))))
-    routers.append(router)
+    router = start(msgspec.structs.replace(config, model=ModelConfig(path=str(tmp_path))))
     router.end()
     assert router.process.returncode == 1
     (line,) = router.lines

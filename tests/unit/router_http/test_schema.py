@@ -5,31 +5,7 @@ import json
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.schema import (
-    MAX_PROMPTS,
-    ChatBody,
-    CompletionBody,
-    messages_of,
-    parse_chat,
-    parse_completion,
-    prompts_of,
-    sampling_of,
-)
-
-
-def completion(data: bytes) -> CompletionBody:
-    """As the handler reads it."""
-    body = parse_completion(data)
-    prompts_of(body)
-    sampling_of(body)
-    return body
-
-
-def chat(data: bytes) -> ChatBody:
-    body = parse_chat(data)
-    messages_of(body)
-    sampling_of(body)
-    return body
+from baton.router.http.schema import MAX_PROMPTS, Chat, parse_chat, parse_completion
 
 
 def body_of(**fields: object) -> bytes:
@@ -94,7 +70,7 @@ def turn(**fields: object) -> bytes:
 )
 def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        completion(data)
+        parse_completion(data)
     assert caught.value.param == param
     assert caught.value.http_status == 400
     assert param.rsplit(".", maxsplit=1)[-1] in caught.value.message
@@ -119,7 +95,7 @@ def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None
 )
 def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
-        chat(data)
+        parse_chat(data)
     assert caught.value.param == (param or "messages[0].content[0]")
 
 
@@ -138,26 +114,26 @@ def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str | None) -> Non
 )
 def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        completion(data)
+        parse_completion(data)
     assert caught.value.param is None
 
 
 def test_deep_nesting_where_it_would_be_skipped_is_refused() -> None:
     deep = turn(content=[{"type": "text", "text": "x", "more": "@"}])
     with pytest.raises(RequestError, match="nested"):
-        chat(deep.replace(b'"@"', b"[" * 200_000 + b"]" * 200_000))
+        parse_chat(deep.replace(b'"@"', b"[" * 200_000 + b"]" * 200_000))
 
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
-    body = completion(
+    ask = parse_completion(
         body_of(
             presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logit_bias={},
             best_of=2, n=2, suffix="", logprobs=None, use_beam_search=False, user="me",
             stream_options=None, priority=0,
         )
     )  # fmt: skip
-    assert body.prompt == "x"
-    assert sampling_of(body).n == 2
+    assert ask.prompts == ["x"]
+    assert ask.params.n == 2
 
 
 def test_prompts_come_in_four_forms() -> None:
@@ -168,19 +144,19 @@ def test_prompts_come_in_four_forms() -> None:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ]
     for given, expected in forms:
-        assert prompts_of(completion(body_of(prompt=given))) == expected
+        assert parse_completion(body_of(prompt=given)).prompts == expected
 
 
 def test_a_completion_has_sixteen_tokens_by_default_and_a_chat_what_fits() -> None:
-    assert sampling_of(completion(body_of())).max_tokens == 16
-    assert sampling_of(completion(body_of(min_tokens=20))).max_tokens == 20
-    assert sampling_of(chat(turn())).max_tokens is None
+    assert parse_completion(body_of()).params.max_tokens == 16
+    assert parse_completion(body_of(min_tokens=20)).params.max_tokens == 20
+    assert parse_chat(turn()).params.max_tokens is None
     both = turn()[:-1] + b',"max_tokens":3,"max_completion_tokens":5}'
-    assert sampling_of(chat(both)).max_tokens == 5
+    assert parse_chat(both).params.max_tokens == 5
 
 
 def test_text_parts_are_joined_and_other_keys_of_a_turn_stay() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert messages_of(chat(turn(content=parts, name="me"))) == [
-        {"role": "user", "content": "a\nb", "name": "me"}
-    ]
+    (chat,) = parse_chat(turn(content=parts, name="me")).prompts
+    assert isinstance(chat, Chat)
+    assert chat.messages == [{"role": "user", "content": "a\nb", "name": "me"}]

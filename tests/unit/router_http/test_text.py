@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.text import Text
-from baton.router.token_text import PieceTable, decoding_of
+from baton.router.text.text import Text
+from baton.router.text.token_text import PieceTable, decoding_of
 from tests.support.small_tokenizers import (
     END,
     FAMILIES,
@@ -174,9 +174,10 @@ def test_a_long_run_of_tokens_without_text_stays_cheap() -> None:
     assert detokenizer.push(text.encode_now("hello")).text == " hello"
 
 
-def test_encoding_off_the_loop_gives_the_same_ids() -> None:
+def test_encoding_on_and_off_the_loop_gives_the_same_ids() -> None:
     text = ALL["byte_level"]
-    assert asyncio.run(text.encode("hello 你好")) == text.encode_now("hello 你好")
+    for prompt in ("hello 你好", "hello 你好" * 100):
+        assert asyncio.run(text.encode(prompt)) == text.encode_now(prompt)
 
 
 def test_a_lone_surrogate_is_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.endpoint import Endpoint, bindable
+from baton.runtime.channels.endpoint import Endpoint, bindable
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,14 @@
 
 import pytest
 
-from baton.runtime.framing import HEADER, HEADER_BYTES, RESET, Session, Verdict, reset_frame
+from baton.runtime.channels.framing import (
+    HEADER,
+    HEADER_BYTES,
+    RESET,
+    Session,
+    Verdict,
+    reset_frame,
+)
 
 
 def test_frames_are_numbered_once_they_are_sent() -> None:

@@ -46,8 +46,10 @@ def test_every_setting_of_a_command_has_a_flag(command: str) -> None:
 
 def test_help_has_defaults_and_units() -> None:
     text = " ".join(parser(SERVE).format_help().split())
-    assert "HTTP port; 0 picks a free one (default: 8000)" in text
-    assert "longest sequence; 0 takes the model's (default: 0 tokens)" in text
+    assert "port of the HTTP server; 0 picks a free one (default: 8000)" in text
+    assert (
+        "longest sequence, prompt and output; 0 takes the model's limit (default: 0 tokens)" in text
+    )
 
 
 @pytest.mark.parametrize(

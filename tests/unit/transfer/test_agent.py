@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from baton.kv_transfer.agent import TransferAgent
-from baton.kv_transfer.agent_turns import AgentTurns, Limits
+from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
@@ -20,10 +20,10 @@ from baton.kv_transfer.interfaces import (
 from baton.protocol.errors import InvariantBroken, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
-from baton.runtime.clock import VirtualClock
+from tests.support.virtual_clock import VirtualClock
 
 A, B = Epoch("a"), Epoch("b")
-LIMITS = Limits(slice_bytes=400, connect_s=10, read_s=30, quiet_s=5)
+LIMITS = AgentLimits(slice_bytes=400, connect_s=10, read_s=30, quiet_s=5)
 
 
 class ScriptedTransport:

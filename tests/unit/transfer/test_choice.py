@@ -2,10 +2,10 @@
 
 import pytest
 
-from baton.kv_transfer.choice import choose_transport
+from baton.kv_transfer.transports.choice import choose_transport
 from baton.protocol.errors import TransferError
 from baton.protocol.messages import RankAddress
-from tests.support.transfer_world import rank_address
+from tests.support.connectors import rank_address
 
 NIXL = RankAddress({"nixl": b"agent"})
 

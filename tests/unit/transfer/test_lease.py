@@ -1,6 +1,6 @@
 """What a reader may believe, and for how long."""
 
-from baton.kv_transfer.lease import ReaderLease
+from baton.kv_transfer.landing.lease import ReaderLease
 
 
 def test_a_renewal_proves_nothing_until_it_is_confirmed() -> None:

@@ -5,80 +5,44 @@ import msgspec
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AddPeer,
-    ConnectorEvent,
     ConnectorStep,
     DialPeer,
     DropPeer,
     Expect,
-    FromPeer,
     FromRank,
     Land,
     LandingEnded,
-    Offer,
-    Offered,
     PeerDown,
     PeerLost,
     PeersChanged,
     PeerUp,
-    Publish,
     Read,
     Released,
     RemovePeer,
-    ToPeer,
     ToRank,
 )
 from baton.protocol.config import TransferConfig
-from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import (
-    PROTOCOL_VERSION,
-    Declined,
-    NodeInfo,
-    PeerHello,
-    Span,
-    Started,
-    ToDecode,
-    ToPrefill,
-    Withdrawn,
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import PROTOCOL_VERSION, Declined, KVLayout, Span, Withdrawn
+from tests.support.connectors import (
+    DECODE,
+    FAILURE,
+    PREFILL,
+    D,
+    P,
+    decode,
+    heard,
+    hello,
+    key,
+    node,
+    offer,
+    offered,
+    prefill,
+    said,
+    told,
 )
-from tests.support.transfer_world import FAILURE, key, layout, node
 
-PREFILL, DECODE = node("p", "prefill"), node("d", "decode")
-P, D = NodeId("p"), NodeId("d")
-
-
-def hello(info: NodeInfo, **fields: object) -> PeerHello:
-    said = PeerHello(
-        PROTOCOL_VERSION, info.node_id, info.epoch, info.model, info.layout.fingerprint
-    )
-    return msgspec.structs.replace(said, **fields)
-
-
-def heard(info: NodeInfo, message: ToDecode | ToPrefill) -> FromPeer:
-    return FromPeer(info.node_id, info.epoch, message)
-
-
-def told(info: NodeInfo, message: ToDecode | ToPrefill) -> ToPeer:
-    return ToPeer(info.node_id, info.epoch, message)
-
-
-def prefill(decode: NodeInfo = DECODE) -> NodeConnector:
-    connector = NodeConnector(PREFILL, TransferConfig())
-    connector.step(0.0, [PeersChanged((decode,))])
-    return connector
-
-
-def decode(*events: ConnectorEvent, source: NodeInfo = PREFILL) -> NodeConnector:
-    connector = NodeConnector(DECODE, TransferConfig())
-    connector.step(0.0, [PeersChanged((source,)), *events])
-    return connector
-
-
-def offer(name: str = "r") -> Offer:
-    return Offer(key(name), D, 8, 2)
-
-
-def started(name: str = "r") -> Started:
-    return Started(key(name), 8, 2, 30.0)
+SPAN = Span(key(), 0, (5,), (0,))
 
 
 def codes(step: ConnectorStep) -> list[str | None]:
@@ -92,10 +56,10 @@ def test_the_first_offer_dials_introduces_and_announces_in_one_step() -> None:
     assert step.commands == [
         DialPeer(DECODE),
         told(DECODE, hello(PREFILL)),
-        told(DECODE, started()),
+        told(DECODE, offered()),
     ]
-    step = connector.step(1.0, [heard(DECODE, hello(DECODE)), offer("other")])
-    assert step.commands == [told(DECODE, started("other"))]
+    step = connector.step(1.0, [*heard(DECODE, hello(DECODE)), offer("other")])
+    assert step.commands == [told(DECODE, offered("other"))]
 
 
 def test_an_offer_to_a_node_that_nobody_listed_is_released_at_once() -> None:
@@ -106,18 +70,27 @@ def test_an_offer_to_a_node_that_nobody_listed_is_released_at_once() -> None:
 def test_another_model_or_layout_or_degree_is_refused_before_dialling() -> None:
     for other in (
         node("d", "decode", model="other"),
-        node("d", "decode", layout=layout("other")),
+        node("d", "decode", layout=KVLayout(4, 64, "other")),
         node("d", "decode", num_ranks=2),
     ):
-        step = prefill(other).step(0.0, [offer()])
+        step = prefill(decode=other).step(0.0, [offer()])
         assert codes(step) == ["peer_mismatch"]
         assert step.commands == []
+
+
+def test_nodes_of_other_degrees_are_told_what_to_set() -> None:
+    [released] = prefill(decode=node("d", "decode", num_ranks=2)).step(0.0, [offer()]).reports
+    assert isinstance(released, Released)
+    assert released.failure is not None
+    text = "prefill with 1 ranks cannot feed decode with 2"
+    assert released.failure.message.startswith(text)
+    assert released.failure.message.endswith("give both nodes the same tensor_parallel")
 
 
 def test_a_mismatch_found_in_the_greeting_ends_what_was_offered_and_is_not_dialled_again() -> None:
     connector = prefill()
     connector.step(0.0, [offer()])
-    step = connector.step(0.0, [heard(DECODE, hello(DECODE, version=PROTOCOL_VERSION + 1))])
+    step = connector.step(0.0, [*heard(DECODE, hello(DECODE, version=PROTOCOL_VERSION + 1))])
     assert codes(step) == ["peer_mismatch"]
     step = connector.step(0.0, [offer("other")])
     assert codes(step) == ["peer_mismatch"]
@@ -126,28 +99,23 @@ def test_a_mismatch_found_in_the_greeting_ends_what_was_offered_and_is_not_diall
 
 def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
     connector = decode(Expect(key(), P))
-    step = connector.step(
-        0.0,
-        [
-            heard(PREFILL, hello(PREFILL, model="other")),
-        ],
-    )
+    step = connector.step(0.0, [*heard(PREFILL, hello(PREFILL, model="other"))])
     assert told(PREFILL, hello(DECODE)) in step.commands
     assert codes(step) == ["peer_mismatch"]
-    step = connector.step(0.0, [heard(PREFILL, started("other"))])
-    [declined] = [c.message for c in step.commands if isinstance(c, ToPeer)]
+    step = connector.step(0.0, [*heard(PREFILL, offered("other"))])
+    [declined] = said(step)
     assert isinstance(declined, Declined)
     assert declined.failure.code == "peer_mismatch"
 
 
 def test_before_its_greeting_a_peer_is_nobody() -> None:
-    step = decode(Expect(key(), P)).step(0.0, [heard(PREFILL, started())])
+    step = decode(Expect(key(), P)).step(0.0, [*heard(PREFILL, offered())])
     assert step.reports == []
 
 
 def test_after_a_loss_prefill_dials_again_when_it_has_something_to_offer() -> None:
     connector = prefill()
-    connector.step(0.0, [offer(), heard(DECODE, hello(DECODE))])
+    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE))])
     step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
     assert codes(step) == ["node_lost"]
     assert step.commands == []
@@ -156,20 +124,19 @@ def test_after_a_loss_prefill_dials_again_when_it_has_something_to_offer() -> No
 
 def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one() -> None:
     connector = prefill()
-    publish = Publish(key(), 0, (5,), (0,), 4)
-    connector.step(0.0, [offer(), heard(DECODE, hello(DECODE)), publish])
+    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), SPAN])
     assert connector.step(1.0, [PeerLost(D, DECODE.epoch)]).reports == []
     connector.step(2.0, [offer("other")])
-    step = connector.step(3.0, [heard(DECODE, hello(DECODE))])
-    [withdrawn] = [c.message for c in step.commands if isinstance(c, ToPeer)]
+    step = connector.step(3.0, [*heard(DECODE, hello(DECODE))])
+    [withdrawn] = said(step)
     assert isinstance(withdrawn, Withdrawn)
-    step = connector.step(4.0, [heard(DECODE, Declined(key(), FAILURE))])
+    step = connector.step(4.0, [*heard(DECODE, Declined(key(), FAILURE))])
     assert step.reports == [Released(key(), withdrawn.failure)]
 
 
 def test_announced_blocks_outlive_a_lost_channel_by_their_lease() -> None:
     connector = prefill()
-    connector.step(0.0, [offer(), Publish(key(), 0, (5,), (0,), 4)])
+    connector.step(0.0, [offer(), SPAN])
     step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
     assert step.wake_at_s == 30.0
     assert connector.step(29.9, []).reports == []
@@ -185,13 +152,13 @@ def test_a_decode_node_that_never_greets_is_hung_up_on() -> None:
 
 
 def test_ranks_are_connected_when_the_request_comes_and_read_when_they_are_up() -> None:
-    connector = decode(heard(PREFILL, hello(PREFILL)))
+    connector = decode(*heard(PREFILL, hello(PREFILL)))
     step = connector.step(0.0, [Expect(key(), P)])
     add = AddPeer(PREFILL.epoch, "shm", PREFILL.ranks[0], 64, 64)
     assert step.commands == [ToRank(0, add)]
-    span = Span(key(), 0, 0, (7, 8), (1, 1), 8)
-    step = connector.step(1.0, [heard(PREFILL, started()), heard(PREFILL, span)])
-    assert step.reports == [Offered(key(), 8, 2)]
+    span = Span(key(), 0, (7, 8), (1, 1))
+    step = connector.step(1.0, [*heard(PREFILL, offered(), span)])
+    assert step.reports == [offered()]
     step = connector.step(1.0, [Land(key(), 0, (20, 21))])
     assert not [c for c in step.commands if isinstance(c, ToRank)]
     step = connector.step(2.0, [FromRank(0, PeerUp(PREFILL.epoch, "shm"))])
@@ -200,16 +167,14 @@ def test_ranks_are_connected_when_the_request_comes_and_read_when_they_are_up() 
 
 def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is() -> None:
     connector = NodeConnector(DECODE, TransferConfig())
-    step = connector.step(
-        0.0, [Expect(key(), P), heard(PREFILL, hello(PREFILL)), heard(PREFILL, started())]
-    )
-    assert step.reports == [Offered(key(), 8, 2)]
+    step = connector.step(0.0, [Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered())])
+    assert step.reports == [offered()]
     step = connector.step(1.0, [PeersChanged((PREFILL,))])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
 
 
 def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None:
-    connector = decode(Expect(key(), P), heard(PREFILL, hello(PREFILL)), heard(PREFILL, started()))
+    connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     connector.step(0.0, [FromRank(0, PeerUp(PREFILL.epoch, "shm")), Land(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE))])
     assert step.reports == [LandingEnded(key(), FAILURE)]
@@ -219,9 +184,9 @@ def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None
 
 
 def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -> None:
-    connector = decode(Expect(key(), P), heard(PREFILL, hello(PREFILL)), heard(PREFILL, started()))
+    connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     assert not connector.step(1.0, [PeersChanged(())]).commands
-    step = connector.step(2.0, [heard(PREFILL, Withdrawn(key(), FAILURE))])
+    step = connector.step(2.0, [*heard(PREFILL, Withdrawn(key(), FAILURE))])
     assert step.commands[-2:] == [
         DropPeer(P, PREFILL.epoch),
         ToRank(0, RemovePeer(PREFILL.epoch)),
@@ -230,7 +195,7 @@ def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -
 
 def test_a_restarted_node_is_another_peer() -> None:
     connector = prefill()
-    connector.step(0.0, [offer(), heard(DECODE, hello(DECODE))])
+    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE))])
     again = node("d", "decode", epoch=Epoch("d-2"))
     step = connector.step(1.0, [PeersChanged((again,)), offer("other")])
     assert DialPeer(again) in step.commands
@@ -238,6 +203,6 @@ def test_a_restarted_node_is_another_peer() -> None:
 
 def test_no_transport_in_common_ends_the_landing_with_both_sides_named() -> None:
     strange = node("p", "prefill", ranks=(msgspec.structs.replace(PREFILL.ranks[0], metadata={}),))
-    connector = decode(source=strange)
+    connector = decode(prefill=strange)
     step = connector.step(0.0, [Expect(key(), P)])
     assert codes(step) == ["no_transport"]

@@ -1,0 +1,170 @@
+"""A request under way: what its connection makes of the bytes of the answer.
+
+`connection.py` feeds each read with its stamp; httptools parses HTTP, and every piece of the body
+goes to the answer's reader at once, under the stamp of the read that brought it. An exchange
+decompresses nothing and follows no redirect: what it cannot read is a `Problem` in one line.
+"""
+
+import asyncio
+import re
+
+import httptools
+import msgspec
+
+from baton.bench.client.answer_reader import AnswerReader, Problem, message_of, one_line
+from baton.bench.records import Outcome
+
+MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
+# Heads, chunk sizes and trailers: more than this without a byte of the body is no answer.
+MAX_OTHER_BYTES = 64 << 10
+_STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
+_TLS_ALERT = b"\x15\x03"
+
+
+class Exchange:
+    """Stamps are monotonic. `status` is None until the head of the answer is complete."""
+
+    def __init__(self, is_chat: bool) -> None:
+        self.reader = AnswerReader(is_chat)
+        self.problem: Problem | None = None
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}  # names in lower case
+        self.body = bytearray()  # of an answer that is no stream
+        self.first_byte_s: float | None = None
+        self.end_s = 0.0
+        self.is_complete = False  # the whole body is there; a stream may have ended before
+        self.keep_alive = False
+        self.drained: asyncio.Future[None] | None = None  # wait for it to use the connection again
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Only within `feed`: the parser refers to this, and the client collects no cycles.
+        self._parser: httptools.HttpResponseParser | None = None
+        self._read_s = 0.0  # the stamp of the read that is being parsed
+        self._num_other_bytes = 0
+        self._is_stream = False
+
+    async def until_ended(self) -> None:
+        await self._ended
+
+    def end(self, at_s: float, problem: Problem | None = None) -> None:
+        """End the request; nothing that comes later counts."""
+        if not self._ended.done():
+            self.end_s, self.problem = at_s, problem
+            self._ended.set_result(None)
+
+    def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
+        """Take in what one read brought; the parser is the one that was made for this."""
+        self._read_s, self._parser = at_s, parser
+        self._num_other_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a mistake of this file
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.keep_alive = False  # bytes after the end spoil the connection and nothing else
+            if not self.is_complete:
+                is_tls = self.status is None and data.startswith(_TLS_ALERT)
+                hint = "the server wants TLS: https:// instead of http://?"
+                self._refuse(hint if is_tls else f"the answer is not HTTP/1.1: {error}")
+        finally:
+            self._parser = None
+        if self._num_other_bytes > MAX_OTHER_BYTES and not self.is_complete:
+            self._refuse("the answer is not HTTP/1.1: its head or its chunks have no end")
+
+    def lost(self, why: str, at_s: float) -> None:
+        """Take in that the connection is gone, which is the end of a body without a length."""
+        self._read_s = at_s
+        if self.status is None:
+            self.end(at_s, Problem(Outcome.TRUNCATED, f"{why} before an answer came"))
+        elif self.headers.keys().isdisjoint(("content-length", "transfer-encoding")):
+            self._complete()
+        else:
+            self._finish(why)
+
+    def on_message_begin(self) -> None:
+        # A second answer to one request.
+        self.keep_alive = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.status is None:  # else it is a trailer
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status, headers = self._parser.get_status_code(), self.headers
+        if self.is_complete:
+            return
+        if 100 <= status < 200:
+            headers.clear()
+            if status == 101:
+                self._refuse("the server wants to speak another protocol (status 101)")
+            return
+        self.status = status
+        coding = headers.get("content-encoding", "identity").lower()
+        transfer = headers.get("transfer-encoding", "chunked").lower()
+        if self._parser.get_http_version() not in ("1.0", "1.1"):
+            self._refuse("the answer is not HTTP/1.1")
+        elif coding != "identity":
+            self._refuse(f"the answer is compressed ({coding}), which the request did not allow")
+        elif transfer != "chunked":
+            self._refuse(f"the answer has the transfer encoding {transfer}")
+
+    def on_body(self, piece: bytes) -> None:
+        self._num_other_bytes = 0
+        if self._ended.done():
+            return
+        if self.first_byte_s is None:
+            self.first_byte_s = self._read_s
+            kind = self.headers.get("content-type", "").lower()
+            says_so = kind.startswith("text/event-stream") and not piece.startswith(b"{")
+            self._is_stream = self.status == 200 and (says_so or _STREAM.match(piece) is not None)
+        if not self._is_stream:
+            self.body += piece[: MAX_BODY_BYTES - len(self.body)]
+        elif self.reader.feed(piece, self._read_s):
+            self.end(self._read_s, self.reader.problem)
+
+    def on_message_complete(self) -> None:
+        assert self._parser is not None
+        if self.status is not None and not self.is_complete:  # else it was an interim answer
+            self.keep_alive = self._parser.should_keep_alive()
+            self._complete()
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._finish("the body ended")
+
+    def _refuse(self, text: str) -> None:
+        self.end(self._read_s, Problem(Outcome.MALFORMED, one_line(text)))
+
+    def _finish(self, why: str) -> None:
+        if self._ended.done():
+            return
+        if self._is_stream:
+            self.reader.cut(why)
+            self.end(self._read_s, self.reader.problem)
+        else:
+            self.end(self._read_s, self._judge(why))
+
+    def _judge(self, why: str) -> Problem:
+        """Return what an answer is that is no stream of events."""
+        status, text = self.status or 0, message_of(bytes(self.body))
+        if status in (429, 503):
+            return Problem(Outcome.REFUSED, text)
+        if 400 <= status < 600:
+            kind = Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
+            return Problem(kind, text)
+        if status != 200:
+            where = self.headers.get("location", "")
+            where = f" to {where}" if where else ""
+            return Problem(Outcome.MALFORMED, one_line(f"status {status}{where}"))
+        if not self.body:
+            return Problem(Outcome.TRUNCATED, f"{why} without any event")
+        try:
+            found: object = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            what = f": {text}" if "error" in found else " instead of a stream of events"
+            return Problem(Outcome.NOT_STREAMED, one_line(f"the answer is one JSON body{what}"))
+        sort = self.headers.get("content-type", "of no type")
+        return Problem(Outcome.MALFORMED, one_line(f"the answer is {sort}: {text}"))

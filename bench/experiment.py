@@ -1,0 +1,265 @@
+"""The frame of every command that measures: plan all loads, put them on servers, judge, report.
+
+A command makes an `Experiment`, which refuses any load that cannot be planned before the first one
+runs, enters it, puts its loads and ends with `finish`. Ctrl-C ends the load that is running and
+leaves a report that is marked as interrupted; a second one ends the process at once.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import msgspec
+
+from baton.bench.client.load import Load, Progress, run_load
+from baton.bench.client.probe import Probed, probe
+from baton.bench.client.target import Target, settled
+from baton.bench.client.vocabulary import accepted
+from baton.bench.figures.validity import Problem, Severity
+from baton.bench.judging import Case, judge, mark_mismatches, sent_so_far
+from baton.bench.plan.arrivals import ArrivalProcess
+from baton.bench.plan.plan import Plan
+from baton.bench.plan.workload import AUTO, Workload
+from baton.bench.planning import bounds_of, may_be_cached, plan_of, reseeded
+from baton.bench.progress import LoadProgress
+from baton.bench.records import LoadResult, Outcome
+from baton.bench.report.document import Report, Run
+from baton.bench.report.publish import Publisher, begin
+from baton.bench.settings import Settings
+from baton.bench.verify import check_greedy, compare_outputs, reference
+from baton.protocol.errors import BatonError
+from baton.runtime.interrupts import Interrupts
+
+OnStart = Callable[[float], None]
+STOPPING = "stopping: the report keeps what there is; Ctrl-C again ends at once, without one"
+SAME_PROMPTS = "a file has the same prompts in every run: a prefix cache may know them"
+
+
+class Server(msgspec.Struct, frozen=True):
+    """A server as it can be asked."""
+
+    target: Target
+    workload: Workload  # with the vocabulary settled
+    probed: Probed
+
+    @property
+    def described(self) -> str:
+        """One line on what it is, and what is made use of."""
+        gives = {
+            "token ids": self.target.token_ids,
+            "a timeline": self.target.timeline,
+            "usage": self.target.usage,
+            "running usage": self.target.continuous_usage,
+        }
+        found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
+        name = " ".join(part for part in (self.probed.server, self.probed.version) if part)
+        return f"{self.target.url}: {name or 'a server'} with {self.target.model}, giving {found}"
+
+
+class Experiment:
+    """A context in which loads run one after the other; it has a `report` from its beginning on.
+
+    `arrivals` are those of every load, None in a closed loop; a search does not know all of its
+    loads and names the first. Raises `ConfigError` for all mistakes that show without a server.
+    """
+
+    report: Report
+    _publisher: Publisher
+
+    def __init__(
+        self,
+        command: str,
+        settings: Settings,
+        arrivals: Sequence[ArrivalProcess | None],
+        *,
+        concurrency: int = 0,
+        verify: bool = False,
+    ) -> None:
+        self._command, self.settings = command, settings
+        self._concurrency, self._verify = concurrency, verify
+        self._bounds = bounds_of(settings.bounds)
+        self._newest: tuple[Workload, ArrivalProcess | None, Plan] | None = None
+        # The first load is planned last, because the newest plan is kept.
+        for place in reversed(range(len(arrivals))):
+            self._plan(settings.workload, place, arrivals[place])
+        self.draft = self._plan(settings.workload, 0, arrivals[0])
+        self._api_key = settled(settings.target, self.draft.requests).api_key
+        self.progress = LoadProgress()
+        self._interrupts = Interrupts(on_second=self.progress.abandon)
+
+    def __enter__(self) -> "Experiment":
+        settings, api_key = self.settings, self._api_key
+        self._publisher = begin(self._command, settings, settings.report, api_key=api_key)
+        self.report = self._publisher.report
+        self.report.bounds = self._bounds
+        self._interrupts.__enter__()
+        self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.progress.__exit__(kind, error, trace)
+        self._interrupts.__exit__(kind, error, trace)
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupts.requested
+
+    def connect(self, target: Target) -> Server:
+        """Find out what a server can be asked; raises `ConfigError` or `BatonError`."""
+        target = settled(target, self.draft.requests)
+        probed = probe(target, self._interrupts.fileno())
+        target, workload = probed.fit(target), self.settings.workload
+        if workload.vocabulary == AUTO and any(one.prompt_ids for one in self.draft.requests):
+            low, high = accepted(target)
+            workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
+        self.progress.say(f"{target.url} serves {target.model}")
+        return Server(target, workload, probed)
+
+    def connect_alone(self, what: str = "") -> Server:
+        """As `connect`, for the one server of the experiment, which the report names."""
+        server = self.connect(self.settings.target)
+        name = f"{server.target.model} at {server.target.url}{what}"
+        self.report.title = self.report.title or name
+        self.report.notes.append(server.described)
+        return server
+
+    def note_repeated_prompts(self) -> None:
+        if self.settings.workload.workload == "file":
+            self.report.notes.append(SAME_PROMPTS)
+
+    def case(self, server: Server, place: int, label: str, arrivals: ArrivalProcess | None) -> Case:
+        """Return load number `place`, which has prompts of its own. Raises `ConfigError`."""
+        return Case(
+            label=label,
+            target=server.target,
+            plan=self._plan(server.workload, place, arrivals),
+            concurrency=self._concurrency,
+            load=self.settings.load,
+            bounds=self._bounds,
+            verify=self._verify,
+            may_be_cached=may_be_cached(self.settings.workload),
+        )
+
+    def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
+        workload = reseeded(workload, place)
+        if self._newest is None or self._newest[:2] != (workload, arrivals):
+            self._newest = None  # before the next one is made, because plans are large
+            plan = plan_of(workload, self.settings.load, arrivals)
+            self._newest = workload, arrivals, plan
+        return self._newest[2]
+
+    def put(self, case: Case, on_start: OnStart | None = None) -> Run | None:
+        """Run a load and report it.
+
+        Returns None if Ctrl-C came before anything of it had ended: then the report has the loads
+        before it. `on_start` is told when the schedule starts, on the monotonic clock.
+        """
+        try:
+            run = self.measure(case, on_start)
+        except BatonError:
+            if self.interrupted and self.report.runs:
+                return None
+            raise
+        self.report.runs.append(run)
+        return run
+
+    def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
+        """Raises `ConfigError` for outputs that are to be verified and cannot be."""
+        if case.verify:
+            check_greedy(case.target)
+        watch = _Watch(self, case)
+        result = run_load(
+            Load(
+                target=case.target,
+                requests=case.plan.requests,
+                concurrency=case.concurrency or case.max_concurrency,
+                closed=bool(case.concurrency),
+                processes=case.load.processes,
+                stop_after_s=case.load.duration_s or None if case.concurrency else None,
+                keep_text=case.verify,
+            ),
+            on_progress=watch,
+            on_start=on_start,
+            stop=watch.stop,
+        )
+        why_stopped = watch.why_stopped(result)
+        found, notes = self._verified(case, result) if case.verify and not why_stopped else ([], [])
+        run = judge(case, result, why_stopped)
+        run.notes += notes
+        run.problems = sorted(found + run.problems, key=lambda problem: not problem.is_invalid)
+        return run
+
+    def _verified(self, case: Case, result: LoadResult) -> tuple[list[Problem], list[str]]:
+        """Ask each prompt alone, and mark the records whose output was another under load."""
+        self.progress.say("asking each prompt alone, to compare the outputs")
+        stop = threading.Event()
+
+        def watch(_: Progress) -> None:
+            if self.interrupted:
+                stop.set()
+
+        try:
+            references = reference(case.target, case.plan.requests, stop, watch)
+        except BatonError as error:  # the measurement is kept, but not as verified
+            return [Problem(Severity.INVALID, f"not verified: {error.message}")], []
+        known = [record for record in result.records if record.index in references]
+        mismatches = compare_outputs(references, known)
+        found = mark_mismatches(known, mismatches)
+        what = "token by token" if case.target.token_ids else "letter by letter"
+        count = sum(not record.warm_up for record in known)
+        note = f"{count} outputs were compared with those of the requests alone, {what}"
+        if stop.is_set():
+            text = f"interrupted: only {len(references)} of the requests were asked alone"
+            found.append(Problem(Severity.INVALID, text))
+        return found, [note if mismatches else f"{note}: all equal"]
+
+    def finish(self, num_wanted: int = 0) -> int:
+        """Write and show the report; return the exit code.
+
+        Ctrl-C between two loads spoils neither of them, but a report with fewer than `num_wanted`
+        runs is incomplete, and marked so.
+        """
+        runs = self.report.runs
+        if runs and len(runs) < num_wanted and not self.report.invalid:
+            text = f"interrupted: {len(runs)} of {num_wanted} loads were run"
+            runs[-1].problems.insert(0, Problem(Severity.INVALID, text))
+        return self._publisher.finish()
+
+
+class _Watch:
+    """Shows the progress of a load, and stops it early for a reason."""
+
+    def __init__(self, experiment: Experiment, case: Case) -> None:
+        self.stop = threading.Event()
+        self._experiment = experiment
+        self._give_up_after = case.load.give_up_after
+        self._planned = case.plan.requests
+        self._gave_up = False
+        num_warm_up = sum(one.warm_up for one in self._planned)
+        experiment.progress.begin(case.label, len(self._planned), num_warm_up)
+
+    def __call__(self, progress: Progress) -> None:
+        self._experiment.progress.show(progress)
+        enough = 0 < self._give_up_after <= progress.ended
+        if self._experiment.interrupted:
+            if not self.stop.is_set():
+                self._experiment.progress.say(STOPPING)
+            self.stop.set()
+        elif enough and progress.ended == progress.failed and not self.stop.is_set():
+            self._gave_up = True
+            self.stop.set()
+
+    def why_stopped(self, result: LoadResult) -> str:
+        """Return nothing if the load ran to its end."""
+        ended = [one for one in result.records if one.outcome is not Outcome.STOPPED]
+        far = sent_so_far(result.records, self._planned)
+        if self._gave_up and len(ended) < len(self._planned):
+            first = next((one.detail for one in ended if one.detail), "")
+            why = f"the first {self._give_up_after} requests all failed: {first}"
+            return f"stopped early: {why}; {far}"
+        return f"interrupted: {far}" if self._experiment.interrupted else ""

@@ -1,0 +1,228 @@
+"""What is asked, and when: a workload and arrivals become a plan of requests.
+
+The experiments make one plan per load and hand its requests to the client. Everything is drawn from
+one seed before the load starts; request n of a seed is the same however many there are, so arms and
+rounds are asked the same. Nothing repeats unless the trace, the file or `repeat` says so.
+
+A later turn of a conversation holds only what the user adds: the client puts the turns before it
+and their answers in front, messages before messages, ids before ids.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from baton.bench.plan.arrivals import (
+    ArrivalProcess,
+    Gaps,
+    Ramp,
+    Realised,
+    Recorded,
+    at_rate,
+    mean_rate,
+    realised,
+    text_of,
+    times,
+)
+from baton.bench.plan.prompts import DrawnSource, Draws
+from baton.bench.plan.traces import FileSource, TraceSource
+from baton.bench.plan.workload import Workload
+from baton.bench.records import Planned
+from baton.protocol.errors import ConfigError
+
+# Warm-up requests come this fast at most, and are followed by silence before the schedule starts.
+WARM_UP_SPACING_S, SETTLE_S = 0.5, 2.0
+
+# A source has the requests of each arrival, and the times of its rows where they were recorded.
+Source = DrawnSource | TraceSource | FileSource
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Requests in the order of sending; `requests[n].index` is n, warm-up requests come first.
+
+    `duration_s` is the schedule's: what was asked for, else up to the last arrival. `offered_rate`
+    is the rate that was asked for, `realised` what was drawn or recorded. All three are None in a
+    closed loop; `offered_rate` also when a trace plays as recorded.
+    """
+
+    requests: list[Planned]
+    notes: list[str]
+    realised: Realised | None = None
+    offered_rate: float | None = None
+    duration_s: float | None = None
+
+    @property
+    def planned_rate(self) -> float | None:
+        """Requests/s of the arrivals, with the turns that each of them brings."""
+        if self.realised is None or self.realised.rate is None:
+            return None
+        num_requests = sum(not one.warm_up for one in self.requests)
+        return self.realised.rate * num_requests / self.realised.num_arrivals
+
+
+@dataclass(slots=True, frozen=True)
+class _Schedule:
+    """When arrivals come; a time is None in a closed loop. The other fields are the plan's."""
+
+    times: Sequence[float | None]
+    notes: list[str]
+    realised: Realised | None = None
+    offered_rate: float | None = None
+    duration_s: float | None = None
+
+
+def make_plan(
+    workload: Workload,
+    arrivals: ArrivalProcess | None,
+    *,
+    count: int | None = None,
+    duration_s: float | None = None,
+    warm_up: int = 0,
+) -> Plan:
+    """Plan an open loop, or a closed one if `arrivals` is None.
+
+    `count` and `duration_s` bound the arrivals. Counts and rates are of requests; a conversation
+    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Traces and
+    files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
+    """
+    source = _source(workload)
+    count = None if count is None else math.ceil(count / workload.num_turns)
+    if count is None and (arrivals is None or duration_s is None):
+        # Recorded times end by themselves.
+        count = source.num_rows
+    match arrivals:
+        case None:
+            schedule = _closed(count)
+        case Recorded():
+            schedule = _recorded(source, arrivals, count, duration_s)
+        case _:
+            schedule = _drawn(arrivals, workload, count, duration_s)
+    num = len(schedule.times)
+    if source.num_rows is not None and num > source.num_rows and not workload.repeat:
+        raise ConfigError(
+            f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer, or "
+            "start over with --repeat"
+        )
+    # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
+    measured = [source.draw(place) for place in range(num)]
+    requests = [
+        msgspec.structs.replace(source.warm_up(place), index=place, at_s=at_s, warm_up=True)
+        for place, at_s in enumerate(_warm_up_times(warm_up, schedule))
+    ]
+    for turns, at_s in zip(measured, schedule.times, strict=True):
+        for turn, request in enumerate(turns):
+            due_s = None if turn else at_s
+            placed = msgspec.structs.replace(request, index=len(requests), at_s=due_s)
+            requests.append(placed)
+    notes = [*source.notes(num), *schedule.notes, *_length_notes(requests[warm_up:])]
+    if warm_up:
+        notes.append(f"{warm_up} warm-up requests with prompts of their own go first")
+    notes.append(f"seed {workload.seed}")
+    return Plan(requests, notes, schedule.realised, schedule.offered_rate, schedule.duration_s)
+
+
+def _source(workload: Workload) -> Source:
+    reads_a_file = workload.workload in ("trace", "file")
+    if reads_a_file and not workload.path:
+        raise ConfigError(f"--workload {workload.workload} needs --path FILE")
+    if workload.path and not reads_a_file:
+        raise ConfigError(f"--path is for --workload trace or file, not {workload.workload}")
+    draws = Draws(workload)
+    match workload.workload:
+        case "trace":
+            return TraceSource(workload, draws)
+        case "file":
+            return FileSource(workload, draws)
+        case _:
+            return DrawnSource(workload, draws)
+
+
+def _closed(count: int | None) -> _Schedule:
+    if count is None:
+        raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
+    return _Schedule([None] * count, ["closed loop: requests go when others were answered"])
+
+
+def _drawn(
+    arrivals: Gaps | Ramp, workload: Workload, count: int | None, duration_s: float | None
+) -> _Schedule:
+    """Draw times. A conversation is as many requests as it has turns, so they begin that slower."""
+    if count is None and duration_s is None:
+        raise ConfigError("say how long: --requests N, --duration-s S, or both")
+    rate, starts, what = mean_rate(arrivals), arrivals, text_of(arrivals)
+    assert rate is not None, "only recorded arrivals have none of their own"
+    if (turns := workload.num_turns) > 1:
+        starts = at_rate(arrivals, rate / turns)
+        what += f" of requests, {text_of(starts)} of conversations"
+    at = times(starts, duration_s=duration_s, count=count, seed=workload.seed)
+    if not at:
+        raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
+    reality = realised(at)
+    notes = [f"{what}: {reality}"]
+    is_cut = isinstance(arrivals, Ramp) and len(at) == count  # the mean is that of a whole one
+    return _Schedule(at, notes, reality, None if is_cut else rate, duration_s or at[-1])
+
+
+def _recorded(
+    source: Source, arrivals: Recorded, count: int | None, duration_s: float | None
+) -> _Schedule:
+    """Take the times of the rows that are played; a rate is the mean of these rows alone."""
+    if source.times is None:
+        raise ConfigError("arrivals 'trace' need a trace, or a file whose rows say at_s")
+    if count is not None and count > len(source.times):
+        raise ConfigError(f"{count} requests are wanted of {len(source.times)} recorded ones")
+    at, notes = list(source.times[:count]), []
+    end_s = math.inf if duration_s is None else duration_s
+    if arrivals.rate is not None:
+        at = at[: round(min(len(at), arrivals.rate * end_s))]
+        at, stretch = _stretched(at, arrivals.rate)
+        what = f"the times of the first {len(at)} rows are stretched by {stretch:.6g}"
+        notes.append(f"{what} for {arrivals.rate:g} requests/s")
+    at = [at_s for at_s in at if at_s < end_s]
+    if not at:
+        raise ConfigError(f"no recorded request arrives within {duration_s} s")
+    if duration_s is not None and len(at) == len(source.times):
+        notes.append(f"the recording ends after {at[-1]:.6g} s")
+    reality = realised(at)
+    notes.append(f"recorded times: {reality}")
+    return _Schedule(at, notes, reality, arrivals.rate, duration_s or at[-1])
+
+
+def _stretched(at: list[float], rate: float) -> tuple[list[float], float]:
+    """Move the times to 0 and stretch them to this mean rate, which one request does not have."""
+    native = realised(at).rate
+    if native is None and len(at) > 1:
+        raise ConfigError(
+            f"the first {len(at)} recorded requests come at one moment, which has no rate to "
+            "change: play more of them, or spread them"
+        )
+    stretch = (native or rate) / rate
+    return [(at_s - at[0]) * stretch for at_s in at], stretch
+
+
+def _warm_up_times(warm_up: int, schedule: _Schedule) -> list[float | None]:
+    """Space them as the load, but no slower than one in half a second, and leave a silence."""
+    if schedule.realised is None:
+        return [None] * warm_up
+    rate = schedule.realised.rate
+    spacing_s = WARM_UP_SPACING_S if rate is None else min(WARM_UP_SPACING_S, 1 / rate)
+    return [-SETTLE_S - spacing_s * (warm_up - 1 - place) for place in range(warm_up)]
+
+
+def _length_notes(requests: Sequence[Planned]) -> list[str]:
+    """Say what the lengths turned out to be."""
+    sides = {
+        "outputs": [request.output_tokens for request in requests],
+        "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],
+    }
+    notes = []
+    for side, lengths in sides.items():
+        if lengths:
+            p50, p99 = np.percentile(lengths, (50, 99), method="inverted_cdf")
+            mean, longest = np.mean(lengths), max(lengths)
+            shown = f"mean {mean:.5g}, p50 {p50:g}, p99 {p99:g}, max {longest}"
+            notes.append(f"{side}, tokens: {shown}")
+    return notes

@@ -1,0 +1,116 @@
+"""What a user asks for: the flags of `--workload`, in one Struct that the whole plan reads.
+
+`settings.py` puts it into the settings of every command and `cli.py` makes flags of its
+annotations, so nothing heavy may be imported here. `prompts.py` reads the texts of the lengths.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.protocol.errors import ConfigError
+
+Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
+Vocabulary = tuple[int, int]  # lowest and highest token id to draw, both included
+
+AUTO = "auto"
+AUTO_VOCABULARY: Vocabulary = (300, 8000)  # below 300 lie the bytes and special tokens of most
+SECONDS = {"unit": "s"}
+TOKENS = {"unit": "tokens"}
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A number of 0 and an empty text mean "not given" where the description says so."""
+
+    workload: Annotated[Kind, Meta(description="what the requests ask for")] = "tokens"
+    prompt: Annotated[
+        str,
+        Meta(
+            description="lengths of prompts: 512, uniform:100-900, normal:512,sd=100, "
+            "lognormal:mean=1155,sd=1100 or choice:100,200",
+            extra=TOKENS,
+        ),
+    ] = "512"
+    output: Annotated[
+        str,
+        Meta(
+            description="lengths of outputs in the same forms, forced on the server", extra=TOKENS
+        ),
+    ] = "64"
+    vocabulary: Annotated[
+        str,
+        Meta(
+            description="token ids to draw prompts from, LOW-HIGH; auto takes 300-8000, or as many "
+            "of these as the server accepts"
+        ),
+    ] = AUTO
+    shared_prefix: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="common start of all prompts, in front of the tokens of --prompt",
+            extra=TOKENS,
+        ),
+    ] = 0
+    num_prefixes: Annotated[
+        int, Meta(ge=1, description="number of different shared prefixes, used in turn")
+    ] = 1
+    turns: Annotated[int, Meta(ge=1, le=10_000, description="requests of each conversation")] = 4
+    think_s: Annotated[
+        float,
+        Meta(ge=0, description="pause between an answer and the next turn", extra=SECONDS),
+    ] = 1.0
+    conversation_form: Annotated[
+        Literal["chat", "tokens"],
+        Meta(description="send turns as chat messages, or as token ids that are appended exactly"),
+    ] = "chat"
+    path: Annotated[
+        str,
+        Meta(description="a JSONL file of prompts, a trace file, or the name of a shipped trace"),
+    ] = ""
+    repeat: Annotated[
+        bool, Meta(description="start over when the trace or the file is used up")
+    ] = False
+    trace_start_s: Annotated[
+        float, Meta(ge=0, description="skip the trace up to this time", extra=SECONDS)
+    ] = 0.0
+    time_scale: Annotated[
+        float, Meta(gt=0, description="stretch the trace's times by this factor: 2 halves its rate")
+    ] = 1.0
+    spread_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="spread rows that share a stamp evenly up to the next stamp, over at most "
+            "this time (Mooncake's conversation: 3); 0 leaves them together",
+            extra=SECONDS,
+        ),
+    ] = 0.0
+    length_scale: Annotated[
+        float, Meta(gt=0, description="scale the trace's lengths and prefix blocks by this factor")
+    ] = 1.0
+    max_input: Annotated[
+        int,
+        Meta(ge=0, description="cut the trace's longer prompts to this; 0 cuts none", extra=TOKENS),
+    ] = 0
+    max_output: Annotated[
+        int,
+        Meta(ge=0, description="cut the trace's longer outputs to this; 0 cuts none", extra=TOKENS),
+    ] = 0
+    seed: Annotated[int, Meta(ge=0, description="seed of prompts, lengths and arrivals")] = 0
+
+    @property
+    def num_turns(self) -> int:
+        """How many requests one arrival brings."""
+        return self.turns if self.workload == "conversation" else 1
+
+
+def range_of(text: str) -> Vocabulary:
+    """Read `--vocabulary`. Raises `ConfigError`."""
+    if text == AUTO:
+        return AUTO_VOCABULARY
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise ConfigError(f"--vocabulary {text!r}: write it as LOW-HIGH, such as 300-8000")
+    return int(low), int(high)

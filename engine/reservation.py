@@ -1,0 +1,36 @@
+"""Reserving all blocks of a prompt at once: its cached prefix, then fresh blocks. Pure.
+
+Both schedulers call it before a prompt starts, so a prompt that has started needs nothing but time.
+"""
+
+from dataclasses import dataclass
+
+from baton.engine.block_pool import BlockPool
+from baton.engine.sequence import Sequence
+
+
+@dataclass(slots=True, frozen=True)
+class Reservation:
+    """The two parts of a block table: blocks from the prefix cache, and fresh ones behind them."""
+
+    cached: list[int]
+    fresh: list[int]
+
+
+def reserve(
+    pool: BlockPool, sequence: Sequence, num_cacheable_tokens: int, num_kept_free: int = 0
+) -> Reservation | None:
+    """Give `sequence` blocks for all its tokens, or return None when the pool lacks them.
+
+    Whole blocks among the first `num_cacheable_tokens` may come from the cache. A prompt that is
+    computed here passes one token less than it has: the last one is computed again for its logits.
+    `num_kept_free` blocks must stay free.
+    """
+    cached = pool.match(sequence.hash_blocks(pool.block_size, num_cacheable_tokens))
+    num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached)
+    if num_fresh + num_kept_free > pool.num_free:
+        pool.release(cached)
+        return None
+    reservation = Reservation(cached, pool.allocate(num_fresh))
+    sequence.block_table = [*cached, *reservation.fresh]
+    return reservation

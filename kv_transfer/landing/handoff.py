@@ -1,0 +1,357 @@
+"""One handoff on the decode side: announced spans are read into its blocks until all are there.
+
+The connector feeds it the scheduler's events, prefill's messages and the ends of reads. It reports
+Landed only with every block read on every rank, with End, and with proof that prefill held the
+blocks while they were read. A landing that fails drains first: it gives its blocks back when no
+read can write to them any more, and names those where this is not certain as quarantined.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import assert_never
+
+from baton.kv_transfer.effects import Effects
+from baton.kv_transfer.interfaces import (
+    Abandon,
+    CancelRead,
+    Expect,
+    Land,
+    Landed,
+    LandingEnded,
+    PeerName,
+    PeerUp,
+    ReadEnded,
+)
+from baton.kv_transfer.landing.lease import ReaderLease
+from baton.kv_transfer.landing.reads import SpanReads
+from baton.kv_transfer.peers import Peer, RankLink
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.ids import Key
+from baton.protocol.messages import (
+    Declined,
+    Done,
+    End,
+    Offered,
+    Renew,
+    Renewed,
+    Span,
+    Withdrawn,
+)
+
+WAIT_S = 600.0  # the router cancels long before; this only bounds what a router forgot
+STALL_S = 60.0  # without the end of a read while reads are wanted
+DRAIN_S = 60.0  # longer than an agent takes to tell whether a read is quiet
+
+
+class LandingState(Enum):
+    EXPECTED = auto()  # prefill has not offered it
+    OFFERED = auto()  # prefill holds it, the scheduler has no blocks for it yet
+    LANDING = auto()  # blocks are there, spans are read
+    DRAINING = auto()  # it failed; reads may still write
+    LANDED = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class Broken:
+    """The connector says why this landing cannot go on: its peer, a rank or a newer attempt."""
+
+    failure: Failure
+
+
+@dataclass(slots=True, frozen=True)
+class TimeUp:
+    """`deadline_s` has come."""
+
+
+TakeTicket = Callable[[Key], int]
+Announcement = Offered | Span | End | Renewed
+LandingEvent = Announcement | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
+
+
+class LandingHandoff:
+    def __init__(
+        self, now_s: float, expect: Expect, num_ranks: int, max_blocks: int, take_ticket: TakeTicket
+    ) -> None:
+        self.key = expect.key
+        self.prefill_node = expect.prefill_node
+        self.peer: PeerName | None = None
+        self.state = LandingState.EXPECTED
+        self.lease: ReaderLease | None = None
+        self.failure: Failure | None = None
+        self._num_ranks = num_ranks
+        self._max_blocks = max_blocks
+        self._take_ticket = take_ticket
+        self._since_s = now_s
+        self._progress_s = now_s
+        self._num_blocks = 0  # of the whole prompt, as offered
+        self._spans: list[Span] = []
+        self._num_announced_blocks = 0
+        self._end: End | None = None
+        self._end_arrived_s = now_s
+        self._reads: SpanReads | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        if self.state is LandingState.DRAINING:
+            return self._since_s + DRAIN_S
+        limit_s = self._since_s + WAIT_S
+        if self.lease is not None:
+            limit_s = min(limit_s, self.lease.limit_s)
+        if self._reads is not None and not self._reads.have_all(len(self._spans)):
+            limit_s = min(limit_s, self._progress_s + STALL_S)
+        return limit_s
+
+    @property
+    def renew_at_s(self) -> float | None:
+        """When the next renewal is due; at once if only the proof is missing."""
+        if self.state not in (LandingState.OFFERED, LandingState.LANDING):
+            return None
+        assert self.lease is not None
+        if self._has_all() and self._reads is not None and self._reads.posted_s:
+            end_s = self._reads.last_end_s
+            if not self.lease.covers(end_s) and not self.lease.may_cover(end_s):
+                return end_s
+        return self.lease.renew_at_s
+
+    @property
+    def next_s(self) -> float:
+        """When this landing wants attention if nothing comes: its deadline or a renewal."""
+        deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
+        return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
+
+    def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
+        """`peer` is the process that offered it; before that, the one that sent `event`."""
+        match self.state:
+            case LandingState.EXPECTED:
+                self._on_expected(now_s, event, peer, out)
+            case LandingState.OFFERED:
+                self._on_offered(now_s, event, out)
+            case LandingState.LANDING:
+                self._on_landing(now_s, event, out)
+            case LandingState.DRAINING:
+                self._on_draining(event, out)
+            case LandingState.LANDED | LandingState.ENDED:
+                raise InvariantBroken(f"{self.key} had ended before {type(event).__name__}")
+            case _:
+                assert_never(self.state)
+        if self.state is LandingState.LANDING:
+            self._read(now_s, peer, out)
+            self._land_if_complete(out)
+
+    def renewed(self, now_s: float) -> None:
+        """Note that a renewal was sent."""
+        assert self.lease is not None
+        self.lease.renewed(now_s)
+
+    def reads(self, ticket: int) -> bool:
+        """Return whether that read is one of this landing's that have not ended."""
+        return self._reads is not None and ticket in self._reads.outstanding
+
+    # --- inside: one method per state ----------------------------------------------------------
+
+    def _on_expected(
+        self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects
+    ) -> None:
+        if peer is not None:
+            self.peer = peer.name
+        match event:
+            case Offered():
+                self._take_offer(now_s, event, out)
+            case Span() | End() | Renewed():
+                self._fail(now_s, _wrong(f"{type(event).__name__} came before Offered"), out)
+            case Withdrawn() | Abandon() | Broken() | TimeUp():
+                self._fail(now_s, self._why(event), out)
+            case Land() | PeerUp() | ReadEnded():
+                raise self._out_of_place(event)
+            case _:
+                assert_never(event)
+
+    def _on_offered(self, now_s: float, event: LandingEvent, out: Effects) -> None:
+        match event:
+            case Land():
+                self._begin(now_s, event, out)
+            case Offered() | Span() | End() | Renewed():
+                self._hear(now_s, event, out)
+            case Withdrawn() | Abandon() | Broken() | TimeUp():
+                self._fail(now_s, self._why(event), out)
+            case PeerUp():
+                pass
+            case ReadEnded():
+                raise self._out_of_place(event)
+            case _:
+                assert_never(event)
+
+    def _on_landing(self, now_s: float, event: LandingEvent, out: Effects) -> None:
+        match event:
+            case Offered() | Span() | End() | Renewed():
+                self._hear(now_s, event, out)
+            case PeerUp():
+                self._progress_s = now_s
+            case ReadEnded(failure=failure):
+                assert self._reads is not None
+                self._progress_s = now_s
+                self._reads.ended(event)
+                if failure is not None or not event.quiet:
+                    self._fail(now_s, failure or _wrong("a read ended without being quiet"), out)
+            case Withdrawn() | Abandon() | Broken() | TimeUp():
+                self._fail(now_s, self._why(event), out)
+            case Land():
+                raise self._out_of_place(event)
+            case _:
+                assert_never(event)
+
+    def _on_draining(self, event: LandingEvent, out: Effects) -> None:
+        assert self._reads is not None
+        match event:
+            case ReadEnded():
+                self._reads.ended(event)
+                if not self._reads.outstanding:
+                    self._finish(out)
+            case TimeUp():
+                self._reads.give_up()
+                self._finish(out)
+            case Land():
+                raise self._out_of_place(event)
+            case (
+                Offered() | Span() | End() | Renewed() | Withdrawn() | Abandon() | Broken()
+                | PeerUp()
+            ):  # fmt: skip
+                pass
+            case _:
+                assert_never(event)
+
+    # --- inside: what they do ------------------------------------------------------------------
+
+    def _take_offer(self, now_s: float, offered: Offered, out: Effects) -> None:
+        self.state = LandingState.OFFERED
+        self.lease = ReaderLease(now_s, offered.lease_s)
+        self._num_blocks = offered.num_blocks
+        self._since_s = now_s
+        if not 0 < offered.num_blocks <= self._max_blocks or not 0 < offered.lease_s <= WAIT_S:
+            self._fail(now_s, _wrong("Offered names impossible sizes"), out)
+        else:
+            out.reports.append(offered)
+
+    def _hear(self, now_s: float, message: Announcement, out: Effects) -> None:
+        assert self.lease is not None
+        problem: str | None = None
+        match message:
+            case Offered():
+                problem = "it was offered twice"
+            case Renewed():
+                if not self.lease.confirmed():
+                    problem = "a renewal was confirmed that was not sent"
+            case Span():
+                problem = self._problem_of(message)
+                if problem is None:
+                    if self._reads is None or self._reads.have_all(len(self._spans)):
+                        self._progress_s = now_s
+                    self._spans.append(message)
+                    self._num_announced_blocks += len(message.block_ids)
+            case End():
+                if self._end is not None or self._num_announced_blocks != self._num_blocks:
+                    problem = "End came twice or before all spans"
+                self._end, self._end_arrived_s = message, now_s
+            case _:
+                assert_never(message)
+        if problem is not None:
+            self._fail(now_s, _wrong(problem), out)
+
+    def _problem_of(self, span: Span) -> str | None:
+        num_blocks = len(span.block_ids)
+        if span.first_block != self._num_announced_blocks:
+            return "a span does not follow the last one"
+        if num_blocks == 0 or num_blocks != len(span.generations):
+            return "a span is malformed"
+        if span.first_block + num_blocks > self._num_blocks:
+            return "a span has more blocks than were offered"
+        return None
+
+    def _begin(self, now_s: float, land: Land, out: Effects) -> None:
+        assert self.peer is not None
+        if land.first_block + len(land.block_ids) != self._num_blocks:
+            text = f"prefill holds {self._num_blocks} blocks, decode wants another number"
+            self._fail(now_s, _wrong(text), out)
+            return
+        self._reads = SpanReads(land.first_block, land.block_ids, [0] * self._num_ranks)
+        self.state = LandingState.LANDING
+        self._since_s = self._progress_s = now_s
+        self.renewed(now_s)
+        out.tell(self.peer, Renew((self.key,)))
+
+    def _read(self, now_s: float, peer: Peer | None, out: Effects) -> None:
+        """Post the reads of announced blocks that are missing, on every connected rank."""
+        assert self._reads is not None
+        assert peer is not None
+        for rank, num_posted in enumerate(self._reads.num_posted):
+            if peer.info is None or peer.ranks[rank] is not RankLink.UP:
+                continue
+            for span in self._spans[num_posted:]:
+                if not all(0 <= block < peer.info.num_blocks for block in span.block_ids):
+                    self._fail(now_s, _wrong("a span names blocks that prefill does not have"), out)
+                    return
+                read = self._reads.post(rank, span, peer.epoch, self._next_ticket)
+                if read is not None:
+                    out.order(rank, read)
+
+    def _next_ticket(self) -> int:
+        return self._take_ticket(self.key)
+
+    def _has_all(self) -> bool:
+        if self._end is None or self._reads is None:
+            return False
+        return not self._reads.block_ids or self._reads.have_all(len(self._spans))
+
+    def _land_if_complete(self, out: Effects) -> None:
+        if self.state is not LandingState.LANDING or not self._has_all():
+            return
+        assert self._reads is not None
+        assert self._end is not None
+        assert self.lease is not None
+        assert self.peer is not None
+        if self._reads.block_ids and not self.lease.covers(self._reads.last_end_s):
+            return  # the proof is on its way, or `renew_at_s` asks for it
+        self.state = LandingState.LANDED
+        out.tell(self.peer, Done(self.key))
+        out.reports.append(
+            Landed(
+                self.key,
+                self._end.tokens,
+                self._reads.num_bytes,
+                self._reads.transfer_s(),
+                self._reads.exposed_s(self._end_arrived_s),
+            )
+        )
+
+    def _fail(self, now_s: float, failure: Failure, out: Effects) -> None:
+        self.failure = failure
+        self._since_s = now_s
+        self.state = LandingState.DRAINING
+        if self._reads is None or not self._reads.outstanding:
+            self._finish(out)
+            return
+        for ticket, (rank, _) in self._reads.outstanding.items():
+            out.order(rank, CancelRead(ticket))
+
+    def _finish(self, out: Effects) -> None:
+        assert self.failure is not None
+        self.state = LandingState.ENDED
+        quarantined = () if self._reads is None else tuple(sorted(self._reads.quarantined))
+        if self.peer is not None:
+            out.tell(self.peer, Declined(self.key, self.failure))
+        out.reports.append(LandingEnded(self.key, self.failure, quarantined))
+
+    def _why(self, event: Withdrawn | Abandon | Broken | TimeUp) -> Failure:
+        if not isinstance(event, TimeUp):
+            return event.failure
+        text = f"prefill node {self.prefill_node} kept a handoff waiting too long"
+        return TransferError(text, code="transfer_timeout").to_failure()
+
+    def _out_of_place(self, event: LandingEvent) -> InvariantBroken:
+        return InvariantBroken(f"{self.key} is {self.state.name}, but {type(event).__name__} came")
+
+
+def _wrong(text: str) -> Failure:
+    return TransferError(text).to_failure()

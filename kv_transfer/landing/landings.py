@@ -1,0 +1,264 @@
+"""All landings of this node: finds the machine of a key, parks early messages, or answers them.
+
+Held by the connector, which tells it about channels, ranks and time. Leases of all landings that
+read from one peer are renewed together. When prefill still speaks of a key that has ended, it is
+told once more that decode is done, or why decode declined.
+"""
+
+import itertools
+from collections.abc import Iterable
+
+from baton.kv_transfer.effects import Effects
+from baton.kv_transfer.interfaces import (
+    Abandon,
+    Expect,
+    Land,
+    LandingEnded,
+    PeerName,
+    PeerUp,
+    ReadEnded,
+)
+from baton.kv_transfer.landing.handoff import (
+    Broken,
+    LandingEvent,
+    LandingHandoff,
+    LandingState,
+    TimeUp,
+)
+from baton.kv_transfer.peers import Channel, Peer, PeerTable
+from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.ids import Key
+from baton.protocol.messages import (
+    Declined,
+    Done,
+    End,
+    NodeInfo,
+    Offered,
+    Renew,
+    Renewed,
+    Span,
+    Withdrawn,
+)
+
+FromPrefill = Offered | Span | End | Withdrawn | Renewed
+
+
+class Landings:
+    def __init__(self, node: NodeInfo, peers: PeerTable) -> None:
+        self._node = node
+        self._peers = peers
+        self._landings: dict[Key, LandingHandoff] = {}
+        self._next_s: dict[Key, float] = {}  # when each wants attention; kept for cheap steps
+        self._tombstones: Tombstones[Done | Declined] = Tombstones()
+        self._parking = Parking()
+        self._tickets = itertools.count(1)
+        self._readers: dict[int, Key] = {}  # ticket -> landing
+
+    def expect(self, now_s: float, expect: Expect, out: Effects) -> None:
+        key = expect.key
+        if key in self._landings:
+            raise InvariantBroken(f"{key} was expected twice")
+        self._supersede(now_s, key, out)
+        parked = self._parking.take(key)
+        tombstone = self._tombstones.answer(key)
+        if tombstone is not None or self._tombstones.is_superseded(key):
+            failure = tombstone.failure if isinstance(tombstone, Declined) else superseded()
+            out.reports.append(LandingEnded(key, failure))
+            if parked is not None:
+                self._decline(parked.peer, key, failure, out)
+            return
+        landing = self._landings[key] = LandingHandoff(
+            now_s, expect, len(self._node.ranks), self._node.num_blocks, self._take_ticket
+        )
+        self._next_s[key] = landing.deadline_s
+        self._make_readable(now_s, landing, out)
+        if parked is not None:
+            came_s = parked.until_s - PARKED_S  # from then on its lease has run
+            for message in parked.messages:
+                self.announced(came_s, self._peers.get(parked.peer), message, out)
+
+    def advance(self, now_s: float, event: Land | Abandon, out: Effects) -> None:
+        """Take what the scheduler decides; an event that crossed the last report is dropped."""
+        landing = self._landings.get(event.key)
+        if landing is not None and isinstance(event, Land):
+            self._make_readable(now_s, landing, out)
+            landing = self._landings.get(event.key)
+        if landing is not None:
+            self._on(now_s, landing, event, out)
+
+    def announced(self, now_s: float, peer: Peer, message: FromPrefill, out: Effects) -> None:
+        """Take what prefill says about a handoff."""
+        key = message.key
+        landing = self._landings.get(key)
+        wants_answer = not isinstance(message, Span | Renewed)  # another message of the key does
+        if landing is not None:
+            if landing.prefill_node == peer.name[0] and landing.peer in (None, peer.name):
+                self._on(now_s, landing, message, out, sender=peer)
+            elif wants_answer:
+                out.tell(peer.name, Declined(key, _unexpected()))
+        elif (tombstone := self._tombstones.answer(key)) is not None:
+            if wants_answer:
+                out.tell(peer.name, tombstone)
+        elif peer.channel is Channel.REFUSED:
+            assert peer.refusal is not None
+            out.tell(peer.name, Declined(key, peer.refusal))
+        else:
+            self._announced_early(now_s, peer, message, out)
+
+    def read_ended(self, now_s: float, event: ReadEnded, out: Effects) -> None:
+        key = self._readers.pop(event.ticket, None)
+        landing = None if key is None else self._landings.get(key)
+        if landing is not None and landing.reads(event.ticket):
+            self._on(now_s, landing, event, out)
+
+    def rank_up(self, now_s: float, peer: PeerName, event: PeerUp, out: Effects) -> None:
+        for landing in self._of(peer):
+            self._on(now_s, landing, event, out)
+
+    def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        """End the landings that read; the others may still land over a new connection."""
+        for landing in self._of(peer):
+            if landing.state is LandingState.LANDING:
+                self._on(now_s, landing, Broken(failure), out)
+
+    def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        self._parking.forget_peer(peer)
+        for landing in self._of(peer):
+            self._on(now_s, landing, Broken(failure), out)
+
+    def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+        """End the landings that wait for that process: it can never feed this node."""
+        for landing in list(self._landings.values()):
+            if landing.peer is None and landing.prefill_node == peer[0]:
+                self._on(now_s, landing, Broken(failure), out)
+
+    def peers_changed(self, now_s: float, out: Effects) -> None:
+        for landing in list(self._landings.values()):
+            self._make_readable(now_s, landing, out)
+
+    def end_waits(self, now_s: float, out: Effects) -> None:
+        for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
+            if self._landings[key].deadline_s <= now_s:
+                self._on(now_s, self._landings[key], TimeUp(), out)
+        for key, parked in self._parking.take_expired(now_s):
+            self._decline(parked.peer, key, _unexpected(), out)
+
+    def renew(self, now_s: float, out: Effects) -> None:
+        """Renew the leases that are due, and with each all others of that peer, in one message."""
+        due: set[PeerName] = set()
+        for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
+            landing = self._landings[key]
+            if landing.peer is not None and landing.renew_at_s is not None:
+                due.add(landing.peer)
+        for peer in sorted(due):
+            landings = [one for one in self._of(peer) if one.renew_at_s is not None]
+            landings.sort(key=lambda landing: landing.key)
+            out.tell(peer, Renew(tuple(landing.key for landing in landings)))
+            for landing in landings:
+                landing.renewed(now_s)
+                self._next_s[landing.key] = landing.next_s
+
+    def deadlines(self) -> Iterable[float]:
+        if self._parking.deadline_s is not None:
+            yield self._parking.deadline_s
+        yield from self._next_s.values()
+
+    def used_peers(self) -> set[PeerName]:
+        used = self._parking.peers()
+        for landing in self._landings.values():
+            peer = self._peers.current(landing.prefill_node)
+            if landing.peer is not None:
+                used.add(landing.peer)
+            elif peer is not None:
+                used.add(peer.name)
+        return used
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _on(
+        self,
+        now_s: float,
+        landing: LandingHandoff,
+        event: LandingEvent,
+        out: Effects,
+        *,
+        sender: Peer | None = None,
+    ) -> None:
+        peer = sender if landing.peer is None else self._peers.get(landing.peer)
+        landing.on(now_s, event, peer, out)
+        if landing.state is LandingState.LANDED:
+            self._bury(landing.key, Done(landing.key))
+        elif landing.state is LandingState.ENDED:
+            assert landing.failure is not None
+            self._bury(landing.key, Declined(landing.key, landing.failure))
+        else:
+            self._next_s[landing.key] = landing.next_s
+            if isinstance(event, Offered):
+                self._make_readable(now_s, landing, out)
+
+    def _bury(self, key: Key, answer: Done | Declined) -> None:
+        del self._landings[key], self._next_s[key]
+        self._tombstones.bury(key, answer)
+
+    def _of(self, peer: PeerName) -> list[LandingHandoff]:
+        return [landing for landing in self._landings.values() if landing.peer == peer]
+
+    def _make_readable(self, now_s: float, landing: LandingHandoff, out: Effects) -> None:
+        """Connect to the ranks that will be read, as soon as it is known whose they are."""
+        if landing.state is LandingState.DRAINING:
+            return
+        if landing.peer is None:
+            peer = self._peers.current(landing.prefill_node)
+        else:
+            peer = self._peers.get(landing.peer)
+        if peer is None:
+            return
+        failure = self._peers.refusal_of(peer)
+        if failure is None:
+            try:
+                self._peers.make_readable(now_s, peer, out)
+            except TransferError as error:
+                failure = error.to_failure()
+        if failure is not None:
+            self._on(now_s, landing, Broken(failure), out)
+
+    def _announced_early(
+        self, now_s: float, peer: Peer, message: FromPrefill, out: Effects
+    ) -> None:
+        """Park or decline a message of a key that is not expected, or not yet."""
+        key = message.key
+        if isinstance(message, Renewed):
+            return  # of a landing that is long forgotten
+        if isinstance(message, Withdrawn):
+            self._parking.take(key)
+            self._decline(peer.name, key, message.failure, out)
+            return
+        if isinstance(message, Offered):
+            self._supersede(now_s, key, out)
+        if self._tombstones.is_superseded(key):
+            self._decline(peer.name, key, superseded(), out)
+        elif not self._parking.park(now_s, peer.name, message):
+            self._parking.take(key)
+            self._decline(peer.name, key, _unexpected(), out)
+
+    def _supersede(self, now_s: float, key: Key, out: Effects) -> None:
+        self._tombstones.note_attempt(key)
+        for lower in [k for k in self._landings if k.is_superseded_by(key)]:
+            self._on(now_s, self._landings[lower], Broken(superseded()), out)
+
+    def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
+        """Refuse a handoff for good: later messages of its key are answered with the same."""
+        declined = Declined(key, failure)
+        self._tombstones.bury(key, declined)
+        out.tell(peer, declined)
+
+    def _take_ticket(self, key: Key) -> int:
+        ticket = next(self._tickets)
+        self._readers[ticket] = key
+        return ticket
+
+
+def _unexpected() -> Failure:
+    text = "decode was not asked for this prompt"
+    return TransferError(text, code="not_expected").to_failure()

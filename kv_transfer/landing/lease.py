@@ -1,0 +1,53 @@
+"""Until when a reader may rely on what it reads, on its own clock.
+
+Held by a landing. A renewal counts from when it was *sent*, and only once the source has confirmed
+it: an unconfirmed one may have come after the blocks were given away. Confirmations come in the
+order of the renewals (channels are FIFO), so they need no number.
+"""
+
+from collections import deque
+
+RENEWALS_PER_LEASE = 3
+MIN_INTERVAL_S = 0.02
+
+
+class ReaderLease:
+    """The lease of one handoff, as its reader counts it."""
+
+    def __init__(self, now_s: float, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self.until_s: float | None = None  # proven by a confirmation
+        # Nothing is proven yet; a source that confirms nothing within a lease is as good as gone.
+        self._patience_s = now_s + lease_s
+        self._interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
+        self._unconfirmed: deque[float] = deque()
+        self._last_s = now_s
+
+    @property
+    def renew_at_s(self) -> float:
+        return self._last_s + self._interval_s
+
+    @property
+    def limit_s(self) -> float:
+        """When to give up."""
+        return self._patience_s if self.until_s is None else self.until_s
+
+    def renewed(self, now_s: float) -> None:
+        """Note that a renewal was sent."""
+        self._unconfirmed.append(now_s)
+        self._last_s = now_s
+
+    def confirmed(self) -> bool:
+        """Note a confirmation by the source. Return False when there was nothing to confirm."""
+        if not self._unconfirmed:
+            return False
+        self.until_s = self._unconfirmed.popleft() + self.lease_s
+        return True
+
+    def covers(self, at_s: float) -> bool:
+        """Return whether it is proven that the blocks were held until `at_s`."""
+        return self.until_s is not None and at_s <= self.until_s
+
+    def may_cover(self, at_s: float) -> bool:
+        """Return whether the confirmations under way would prove it."""
+        return bool(self._unconfirmed) and at_s <= self._unconfirmed[-1] + self.lease_s

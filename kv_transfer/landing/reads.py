@@ -1,0 +1,73 @@
+"""The reads of one landing: which blocks of which span go where, and how each read ended.
+
+Held by a landing machine, which decides when to post. Only blocks that decode lacks are read. A
+local block is free again when its read has ended quiet, and quarantined when that is not certain.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.kv_transfer.interfaces import Read, ReadEnded
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import Span
+
+
+@dataclass(slots=True)
+class SpanReads:
+    """`num_posted[rank]` counts the spans that were posted (or need no read) on that rank."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    num_posted: list[int]
+    outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    quarantined: set[int] = field(default_factory=set)
+    posted_s: list[float] = field(default_factory=list)
+    last_end_s: float = 0.0
+    num_bytes: int = 0
+
+    def post(
+        self, rank: int, span: Span, peer: Epoch, take_ticket: Callable[[], int]
+    ) -> Read | None:
+        """Return the read of the blocks of `span` that are missing here; None when none are."""
+        self.num_posted[rank] += 1
+        skip = max(0, self.first_block - span.first_block)
+        remote = span.block_ids[skip:]
+        if not remote:
+            return None
+        start = span.first_block + skip - self.first_block
+        local = self.block_ids[start : start + len(remote)]
+        ticket = take_ticket()
+        self.outstanding[ticket] = (rank, local)
+        return Read(ticket, peer, remote, local, span.generations[skip:])
+
+    def ended(self, event: ReadEnded) -> None:
+        _, local = self.outstanding.pop(event.ticket)
+        if not event.quiet:
+            self.quarantined.update(local)
+        if event.failure is None:
+            self.posted_s.append(event.posted_s)
+            self.last_end_s = max(self.last_end_s, event.ended_s)
+            self.num_bytes += event.num_bytes
+
+    def give_up(self) -> None:
+        """Quarantine the blocks of every read that has not ended: it may still write to them."""
+        for _, local in self.outstanding.values():
+            self.quarantined.update(local)
+        self.outstanding.clear()
+
+    def have_all(self, num_spans: int) -> bool:
+        return not self.outstanding and all(posted == num_spans for posted in self.num_posted)
+
+    def transfer_s(self) -> float:
+        return self.last_end_s - min(self.posted_s) if self.posted_s else 0.0
+
+    def exposed_s(self, end_arrived_s: float) -> float:
+        """Return the time from the last announcement to the last end of a read.
+
+        Waiting for landing blocks does not count.
+        """
+        if not self.posted_s:
+            return 0.0
+        first_s, last_s = min(self.posted_s), max(self.posted_s)
+        start_s = last_s if last_s <= end_arrived_s else max(first_s, end_arrived_s)
+        return max(0.0, self.last_end_s - start_s)

@@ -1,0 +1,79 @@
+"""Which transports a rank has, and by which of them one rank reads another.
+
+`agent` asks for a rank's transports, the connector chooses for each pair of ranks that meets. The
+choice is a plain rule over what both have published: same host and shm on both sides take shm,
+other pairs take nixl. A setting forces one. Nothing is tried out here.
+"""
+
+from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.interfaces import PoolMemory, Transport
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.kv_transfer.transports.shm import ShmAddress, ShmTransport
+from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.errors import ConfigError, TransferError
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
+
+SHM = ShmTransport.name
+NIXL = NixlTransport.name
+
+
+def make_transports(
+    pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
+) -> list[Transport]:
+    """Return the transports of one rank; raises `ConfigError` if `config.transport` cannot work.
+
+    `auto` adds nixl to shm only where it can be of use: loading it takes time and a thread, and
+    without a network device it reaches nothing that shm does not reach faster.
+    """
+    if isinstance(pool, PoolMemory):
+        if config.transport == SHM:
+            raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to nixl")
+        return [NixlTransport(pool, epoch, config.device)]
+    transports: list[Transport] = []
+    if config.transport != NIXL:
+        transports.append(ShmTransport(pool, epoch))
+    if config.transport == NIXL or (
+        config.transport == "auto" and config.device and is_installed()
+    ):
+        memory = PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
+        transports.append(NixlTransport(memory, epoch, config.device))
+    return transports
+
+
+def choose_transport(source: RankAddress, target: RankAddress, forced: TransportChoice) -> str:
+    """Return the transport by which `target` reads `source`; raises `TransferError` if none can."""
+    common = source.metadata.keys() & target.metadata.keys()
+    if forced != "auto":
+        if forced not in common:
+            raise _nothing_in_common(source, target, f"transfer.transport is {forced}, but ")
+        if forced == SHM and not _on_one_host(source, target):
+            raise TransferError(
+                "transfer.transport is shm, but the two ranks are on different hosts",
+                code="no_transport",
+            )
+        return forced
+    if SHM in common and _on_one_host(source, target):
+        return SHM
+    if NIXL in common:
+        return NIXL
+    raise _nothing_in_common(source, target, "")
+
+
+def _on_one_host(source: RankAddress, target: RankAddress) -> bool:
+    """Compare what both say; the proof is the nonce that the reader finds in its mapping."""
+    hosts = [ShmAddress.decode(rank.metadata[SHM]).host for rank in (source, target)]
+    return hosts[0] == hosts[1]
+
+
+def _nothing_in_common(source: RankAddress, target: RankAddress, prefix: str) -> TransferError:
+    return TransferError(
+        f"{prefix}prefill offers {_names(source)}, decode can use {_names(target)}, and no "
+        "transport serves both where they run",
+        code="no_transport",
+    )
+
+
+def _names(rank: RankAddress) -> str:
+    return ", ".join(sorted(rank.metadata)) or "nothing"

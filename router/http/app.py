@@ -1,0 +1,243 @@
+"""The HTTP side of the router: routes, errors as JSON, health, metrics, and the listening socket.
+
+`main` makes an `App` and serves it with a `Server`; tests do the same on a free port. Every error
+is turned into OpenAI's form here, except in a stream that has begun: its handler sends the error.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.router.http.answers import error_of, retry_headers
+from baton.router.http.handlers import Engine, Handlers
+from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
+from baton.router.http.sse import SILENCE_S
+from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.log import ROOT, clip, logger
+
+BACKLOG = 4096
+MIB = 1024 * 1024
+# How long the end of the server waits: for answers under way, then for those told to end.
+GRACE_S = 1.0
+CLOSE_S = 0.3
+CLIENT_GONE = 499
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logger("router")
+
+
+class App:
+    """The web application around one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ClusterConfig,
+        chat_template: ChatTemplate | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self.metrics = HttpMetrics()
+        self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
+        self._engine = engine
+        self._created = int(time.time())
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.web = web.Application(
+            middlewares=[self._answer_errors], client_max_size=config.router.max_body_mib * MIB
+        )
+        self.web.add_routes(
+            [
+                web.post("/v1/completions", self._handlers.completions),
+                web.post("/v1/chat/completions", self._handlers.chat),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/live", self._live),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, and wait up to `grace_s` for those under way."""
+        self._handlers.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+
+    # --- endpoints ------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        card, name = self._card(), request.match_info["name"]
+        if name != card["id"]:
+            text = f"the model {clip(name)!r} does not exist"
+            raise RequestError(text, code="model_not_found", param="model", http_status=404)
+        return _json(msgspec.json.encode(card))
+
+    def _card(self) -> dict[str, object]:
+        try:
+            model = self._engine.get_model_config()
+        except NodeError as error:
+            raise Overloaded("no node is ready yet", code="not_ready") from error
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def _health(self, request: web.Request) -> web.Response:
+        health = self._engine.health()
+        if self._handlers.is_draining:
+            health = msgspec.structs.replace(health, status="failed", message="shutting down")
+        body = msgspec.structs.asdict(health)
+        # Between processes a load travels as an array, but people want its names.
+        body["nodes"] = [
+            {**msgspec.structs.asdict(node), "load": msgspec.structs.asdict(node.load)}
+            for node in health.nodes
+        ]
+        return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
+
+    async def _live(self, request: web.Request) -> web.Response:
+        # This is not readiness: 503 means that only a restart can help.
+        if self._engine.errored:
+            return _json(msgspec.json.encode({"status": "failed"}), 503)
+        return _json(msgspec.json.encode({"status": "live"}))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self.metrics.render(self._engine.health()),
+            headers={"Content-Type": CONTENT_TYPE},
+        )
+
+    # --- around every request -------------------------------------------------------------------
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._num_open += 1
+        self._idle.clear()
+        status = CLIENT_GONE
+        try:
+            response = await self._answered(request, handler)
+            status = response.status
+            return response
+        finally:
+            self.metrics.answered(_route(request), status)
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except BatonError as error:
+            return _error(error)
+        except web.HTTPException as error:
+            return _error(_named(request, error), error.headers.get("Allow"))
+        except Exception:
+            log.exception("a request broke", route=_route(request))
+            return _error(BatonError("the router failed to handle this request"))
+
+
+class Server:
+    """An `App` on a listening socket."""
+
+    def __init__(self, app: App, host: str, port: int) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        http_log = logging.getLogger(f"{ROOT}.http")
+        http_log.addFilter(_is_ours)
+        self._runner = web.AppRunner(
+            app.web,
+            handler_cancellation=True,  # when a client leaves, its handler and so its request end
+            shutdown_timeout=CLOSE_S,
+            access_log=None,
+            logger=http_log,
+        )
+        self._site: web.TCPSite | None = None
+
+    async def start(self) -> str:
+        """Start to listen and return the URL; raises `NodeError` that says what to do."""
+        await self._runner.setup()
+        host = None if self._host in ("", "*") else self._host
+        site = web.TCPSite(self._runner, host, self._port, backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise NodeError(_why_not(self._host, self._port, error), code="no_port") from error
+        self._site = site
+        port = self._runner.addresses[0][1]
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+
+    async def drain(self, grace_s: float = GRACE_S) -> None:
+        """Accept no new connection, and wait up to `grace_s` for answers under way."""
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        await self._app.drain(grace_s)
+
+    async def stop(self) -> None:
+        """Close all connections. May be called again."""
+        await self._runner.cleanup()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a record is about the router: broken HTTP gets a 400, and no traceback in our log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use: choose another with --port N"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges: choose a port above 1023 with --port N"
+    return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def _named(request: web.Request, error: web.HTTPException) -> BatonError:
+    """Return a refusal of aiohttp as an error of ours."""
+    match error.status:
+        case 404:
+            text, code = f"there is no {request.method} {clip(request.path)}", "unknown_url"
+        case 405:
+            text = f"{clip(request.path)} does not take {clip(request.method)}"
+            code = "method_not_allowed"
+        case 413:
+            limit = request.client_max_size // MIB
+            text, code = f"the body is larger than {limit} MiB", "body_too_large"
+        case _:
+            text, code = error.text or error.reason, "invalid_request"
+    return RequestError(text, code=code, http_status=error.status)
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unknown"
+
+
+def _error(error: BatonError, allow: str | None = None) -> web.Response:
+    headers = retry_headers(error)
+    if allow is not None:
+        headers["Allow"] = allow
+    return _json(error_of(error), error.http_status, headers)
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

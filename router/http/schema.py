@@ -1,0 +1,347 @@
+"""The bodies that clients of the OpenAI endpoints may send, and why any other is refused.
+
+`handlers` calls `parse_completion` and `parse_chat`. Every mistake in a body becomes a
+`RequestError` that names the field. A field that baton does not support is refused unless its value
+asks for nothing, because an answer that ignores a wish is a wrong answer. Nothing here does I/O.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.protocol.errors import RequestError
+from baton.protocol.sampling import SamplingParams
+
+MAX_PROMPTS = 512
+MAX_TOTAL_CHOICES = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+DEFAULT_MAX_TOKENS = 16
+
+Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenIdList = Annotated[
+    list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
+]
+
+S = TypeVar("S", bound="GenerationBody")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
+
+
+class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that both endpoints have. In each of them, null means the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIdList | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    timeline: bool | None = None
+    # Accepted only where they ask for nothing: see `_NEUTRAL`.
+    logprobs: int | bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    use_beam_search: bool | None = None
+    best_of: Int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    spaces_between_special_tokens: bool | None = None
+    priority: int | None = None
+    # These change nothing about an answer.
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[int | str | list[int]]
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn of a chat."""
+
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+    tool_call_id: str | None = None
+    function_call: msgspec.Raw | None = None
+    audio: msgspec.Raw | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Turn], Meta(max_length=10_000)]
+    max_completion_tokens: Int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    top_logprobs: int | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+# The values besides null that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "suffix": ("",),
+    "add_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+_UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call", "audio")
+_NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
+_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_NAMED = re.compile(r"field `(\w+)`")
+
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A prompt that the model's chat template has yet to write."""
+
+    messages: list[dict[str, object]]  # as templates take them, text only
+    add_generation_prompt: bool
+    options: dict[str, object] | None
+
+
+Prompt = str | list[int] | Chat
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What one HTTP request asks for, checked."""
+
+    is_chat: bool
+    model: str | None
+    prompts: Sequence[Prompt]  # at least one, none of them empty
+    params: SamplingParams
+    is_streamed: bool
+    include_usage: bool
+    token_ids: bool
+    timeline: bool
+    echo: bool = False
+
+
+def parse_completion(data: bytes) -> Ask:
+    """Read the body of a completion; raises `RequestError`."""
+    body = _decode(_completion_decoder, data)
+    _check(body)
+    if body.max_tokens is None:
+        body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
+    return _ask(body, _prompts_of(body), echo=bool(body.echo))
+
+
+def parse_chat(data: bytes) -> Ask:
+    """Read the body of a chat; raises `RequestError`.
+
+    A chat that sets no limit may use all the room that the model has left.
+    """
+    body = _decode(_chat_decoder, data)
+    _check(body)
+    if not body.messages:
+        raise RequestError("messages is empty", param="messages")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise _unsupported("response_format")
+    messages = [_plain_turn(index, turn) for index, turn in enumerate(body.messages)]
+    generates = body.add_generation_prompt is not False
+    chat = Chat(messages, generates, body.chat_template_kwargs)
+    if body.max_completion_tokens is None:
+        return _ask(body, [chat])
+    body.max_tokens = body.max_completion_tokens
+    return _ask(body, [chat], limit_name="max_completion_tokens")
+
+
+def _ask(
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    *,
+    echo: bool = False,
+    limit_name: str = "max_tokens",
+) -> Ask:
+    return Ask(
+        is_chat=isinstance(body, ChatBody),
+        model=body.model,
+        prompts=prompts,
+        params=_sampling_of(body, limit_name),
+        is_streamed=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        token_ids=bool(body.return_token_ids),
+        timeline=bool(body.timeline),
+        echo=echo,
+    )
+
+
+def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompts: list[str | list[int]] = [prompt]
+    elif prompt and all(isinstance(item, int) for item in prompt):
+        prompts = [prompt]  # type: ignore[list-item]
+    elif any(isinstance(item, int) for item in prompt):
+        raise RequestError("token ids and prompts cannot be mixed in one list", param="prompt")
+    else:
+        prompts = list(prompt)  # type: ignore[arg-type]
+    if not prompts or not all(prompts):
+        raise RequestError("the prompt is empty", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        text = f"prompt holds {len(prompts)} prompts; at most {MAX_PROMPTS} fit one request"
+        raise RequestError(text, param="prompt")
+    if len(prompts) * (body.n or 1) > MAX_TOTAL_CHOICES:
+        text = f"n times the number of prompts must be at most {MAX_TOTAL_CHOICES}"
+        raise RequestError(text, param="n")
+    return prompts
+
+
+def _sampling_of(body: GenerationBody, limit_name: str) -> SamplingParams:
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    given.setdefault("max_tokens", None)
+    try:
+        return SamplingParams(**given)
+    except RequestError as error:
+        if error.param != "max_tokens":
+            raise
+        text = error.message.replace("max_tokens", limit_name)
+        raise RequestError(text, param=limit_name) from None
+
+
+_SAMPLING_FIELDS = sorted(
+    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__)
+)
+
+
+def _check(body: GenerationBody) -> None:
+    for name, values in _NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in values:
+            raise _unsupported(name)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise _unsupported("best_of")
+    # In a completion 0 asks for something (the sampled token's own); in a chat false does not.
+    if body.logprobs is not None and body.logprobs is not False:
+        raise _unsupported("logprobs")
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise RequestError(
+            "stream_options can be used only if stream is true", param="stream_options"
+        )
+    if options is not None and options.continuous_usage_stats:
+        raise _unsupported("stream_options.continuous_usage_stats")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        text = f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters"
+        raise RequestError(text, param="stop")
+
+
+def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
+    """Return a turn as templates take it: its content is text."""
+    for name in _UNSUPPORTED_IN_TURN:
+        if getattr(turn, name):
+            raise _unsupported(f"messages[{index}].{name}")
+    content = turn.content
+    if isinstance(content, list):
+        texts = []
+        for place, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"content of type {part.type!r} is not supported; only text is",
+                    code="unsupported",
+                    param=f"messages[{index}].content[{place}]",
+                )
+            texts.append(part.text)
+        content = "\n".join(texts)
+    plain: dict[str, object] = {"role": turn.role, "content": content or ""}
+    for name in ("name", "reasoning_content"):
+        if (value := getattr(turn, name)) is not None:
+            plain[name] = value
+    return plain
+
+
+def _unsupported(name: str) -> RequestError:
+    return RequestError(f"{name} is not supported", code="unsupported", param=name)
+
+
+def _decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except RecursionError:
+        text = "the body is nested too deeply"
+        raise RequestError(text, code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Some writers emit NaN and Infinity, which are not JSON. The error should name the field.
+        if found := _NOT_FINITE.search(data):
+            name = found[1].decode()
+            raise RequestError(f"{name} must be a finite number", param=name) from None
+        text = f"the body is not valid JSON: {error}"
+        raise RequestError(text, code="invalid_json") from None
+
+
+def _invalid(text: str) -> RequestError:
+    found = _PLACE.fullmatch(text)
+    assert found is not None, "the pattern matches every text"
+    what, path = found["text"].replace("`", ""), found["path"] or ""
+    if named := _NAMED.search(text):
+        path = f"{path}.{named[1]}" if path else named[1]
+        return RequestError(what, param=path)
+    if not path:
+        return RequestError(f"the body is wrong: {what}")
+    # The message names the place inside a list; `param` does so only for the turns of a chat.
+    param = path if path.startswith("messages") else path.partition("[")[0]
+    return RequestError(f"{path}: {what}", param=param)

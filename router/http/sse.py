@@ -1,0 +1,110 @@
+"""Server-sent events over one HTTP response: framing, ids, comments in silence, back-pressure.
+
+`handlers` opens one `EventStream` per streamed answer. Every token is an event, so events are
+written to the transport without a task switch. The stream knows nothing of what it carries. It
+waits for a slow client only at the end: the sender must check `is_full` before it sends.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+SILENCE_S = 10.0
+# How much output a client may leave unread before events are held back and merged.
+FULL_BYTES = 256 * 1024
+# How long a slow client may take to read the last events.
+CLOSE_TIMEOUT_S = 60.0
+
+_COMMENT = b": waiting\n\n"
+_DONE = b"[DONE]"
+
+
+class EventStream:
+    """Call `open`, then `send` for every event, then `close`."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        name: str,
+        headers: Mapping[str, str],
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Events get the ids `name:1`, `name:2` and so on."""
+        self._request = request
+        self._name = name.encode()
+        self._silence_s = silence_s
+        self._num_events = 0
+        self._response = web.StreamResponse(
+            headers={
+                **headers,
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                # Without this, nginx holds events back.
+                "X-Accel-Buffering": "no",
+            }
+        )
+        self._is_chunked = request.version >= HttpVersion11
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._written_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        """Send the headers. From then on an error can only be an event."""
+        if self._is_chunked:
+            self._response.enable_chunked_encoding()
+        await self._response.prepare(self._request)
+        self._transport = self._request.transport
+        self._written_s = self._loop.time()
+        self._timer = self._loop.call_later(self._silence_s, self._break_silence)
+
+    def send(self, data: bytes) -> None:
+        """Send one event without line breaks in it. It is dropped if the client is gone."""
+        self._num_events += 1
+        self._write(b"id: %b:%d\ndata: %b\n\n" % (self._name, self._num_events, data))
+
+    def done(self) -> None:
+        """Send the event that tells a client that nothing is missing."""
+        self.send(_DONE)
+
+    @property
+    def is_full(self) -> bool:
+        transport = self._transport
+        return transport is not None and transport.get_write_buffer_size() > FULL_BYTES
+
+    async def close(self) -> web.StreamResponse:
+        """End the response and return it, for the handler to return."""
+        self.stop()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._response.write_eof()
+        except TimeoutError:
+            if self._transport is not None:
+                self._transport.abort()
+        except ConnectionError:
+            pass  # the client left during the last event
+        return self._response
+
+    def stop(self) -> None:
+        """Send no more comments. May be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _write(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._written_s = self._loop.time()
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        transport.write(data)
+
+    def _break_silence(self) -> None:
+        rest_s = self._written_s + self._silence_s - self._loop.time()
+        if rest_s <= 0:
+            if not self.is_full:
+                self._write(_COMMENT)
+            rest_s = self._silence_s
+        self._timer = self._loop.call_later(rest_s, self._break_silence)

@@ -1,0 +1,146 @@
+"""The socket that nodes dial, read on the router's event loop.
+
+`core` is its only caller and decides everything; the listener only turns bytes into messages. It
+never blocks. The loop watches the descriptor of a plain ZMQ socket, because awaiting each message
+would cost several times as much.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.errors import NodeError
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Hello, Refused, ToNode, ToRouter
+from baton.runtime.channels.identity import name_of
+from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.listener import Listener, Received
+from baton.runtime.log import logger
+
+BEATS = b"beats:"
+# How many messages are read before other work on the loop gets its turn.
+BATCH = 512
+
+Heard = Callable[[NodeId, ToRouter], None]
+Gone = Callable[[NodeId], None]
+
+log = logger("router")
+
+
+class NodeSession(msgspec.Struct, frozen=True):
+    """The life of a node's main channel, and of the process behind it."""
+
+    peer: bytes
+    epoch: Epoch
+
+
+class NodeListener:
+    """`heard` gets the messages of both channels of a node, `gone` the end of its main channel.
+
+    `idle` is called after each batch of messages. A node is one session: the one that said Hello
+    last, unless another process of the same name still lives, which is then refused.
+    """
+
+    def __init__(
+        self, endpoint: str, keys: Keys, heard: Heard, gone: Gone, idle: Callable[[], None]
+    ) -> None:
+        """Bind the endpoint; raises `ConfigError`. Needs a running event loop."""
+        self._refusals_to_tell = 1
+        self._heard, self._gone, self._idle = heard, gone, idle
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._listener = Listener[ToNode, ToRouter](
+                endpoint, to_node_codec(), to_router_codec(), self._context, keys
+            )
+        except BaseException:
+            self._context.term()
+            raise
+        self._sessions: dict[NodeId, NodeSession] = {}
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Handle | None = None
+        self._is_open = True
+        self._loop.add_reader(self._listener.fileno(), self.drain)
+
+    @property
+    def endpoint(self) -> str:
+        return self._listener.endpoint
+
+    def send(self, node: NodeId, message: ToNode) -> bool:
+        """Send a message. False means that the node is gone or too slow, as `gone` will report."""
+        session = self._sessions.get(node)
+        if session is None or not self._is_open:
+            return False
+        return self._listener.send(session.peer, message)
+
+    def drain(self) -> None:
+        """Read all messages that have come, up to one batch."""
+        if not self._is_open:
+            return
+        for _ in range(BATCH):
+            received = self._listener.receive()
+            if received is None:
+                break
+            self._pass_on(received)
+        else:
+            # The descriptor only signals changes, so the rest must be read without a signal.
+            self._again = self._loop.call_soon(self.drain)
+        self._tell_refusals()
+        self._idle()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            if self._again is not None:
+                self._again.cancel()
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._context.term()
+
+    def _tell_refusals(self) -> None:
+        # A refused peer keeps trying, so only the 1st, 2nd, 4th, 8th, ... refusal gets a line.
+        if self._listener.refusals >= self._refusals_to_tell:
+            self._refusals_to_tell = 2 * self._listener.refusals
+            log.warning(
+                "connections were refused: not a baton node, or its keys.file differs from ours",
+                so_far=self._listener.refusals,
+            )
+
+    def _pass_on(self, received: Received[ToRouter]) -> None:
+        name = name_of(received.peer)
+        try:
+            node = NodeId(name.removeprefix(BEATS).decode())
+        except UnicodeDecodeError:
+            return  # not a node of ours: the names of nodes are text
+        if name.startswith(BEATS):
+            if received.message is not None:
+                self._heard(node, received.message)
+            return
+        session = self._sessions.get(node)
+        is_current = session is not None and session.peer == received.peer
+        if isinstance(received.message, Hello):
+            self._meet(node, received.peer, received.message)
+        elif not is_current:
+            return  # another session replaced this one, or it was refused
+        elif received.message is None:
+            del self._sessions[node]
+            self._gone(node)
+        else:
+            self._heard(node, received.message)
+
+    def _meet(self, node: NodeId, peer: bytes, hello: Hello) -> None:
+        session = self._sessions.get(node)
+        if session is not None and session.peer != peer:
+            if session.epoch != hello.epoch:
+                text = f"another process is {node} here: give each node an id of its own (--id)"
+                self._listener.send(
+                    peer, Refused(NodeError(text, code="duplicate_node").to_failure())
+                )
+                return
+            # The same process over a new connection; the old one is not yet known to be dead.
+            del self._sessions[node]
+            self._gone(node)
+        self._sessions[node] = NodeSession(peer, hello.epoch)
+        self._heard(node, hello)

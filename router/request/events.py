@@ -1,0 +1,148 @@
+"""The events and the commands of one request's lifecycle.
+
+A `RequestEvent` is what happens to a request, a `RequestCommand` what must be done about it. `core`
+feeds events in and carries commands out. Both are Structs, so a run can be recorded and replayed.
+"""
+
+import msgspec
+
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import (
+    Accepted,
+    Cancel,
+    CancelDone,
+    Decode,
+    Failed,
+    FinishReason,
+    FirstTokens,
+    Prefill,
+    StageTimes,
+    TokenEntry,
+)
+
+
+class RequestMessage(msgspec.Struct, frozen=True, tag=True):
+    """The root of all events and commands of one request."""
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+class Begun(RequestMessage, frozen=True):
+    """The request has been accepted. This is its first event."""
+
+
+class Placed(RequestMessage, frozen=True):
+    """The answer to `Place`: these nodes have been charged. At least one of them is set."""
+
+    key: Key
+    prefill_node: NodeId | None
+    decode_node: NodeId | None
+
+
+class NotPlaced(RequestMessage, frozen=True):
+    """The other answer to `Place`: no node was able to take the leg in time."""
+
+    key: Key
+    failure: Failure
+
+
+class NodeLost(RequestMessage, frozen=True):
+    """This node is gone or counts as gone. Its later messages reach no request."""
+
+    node: NodeId
+    failure: Failure
+
+
+class ChoiceStopped(RequestMessage, frozen=True):
+    """The text of this choice has reached a stop string, which only the router can see."""
+
+    choice: int
+
+
+class CallerGone(RequestMessage, frozen=True):
+    reason: str = "client"
+
+
+class Tick(RequestMessage, frozen=True):
+    """Time has passed."""
+
+
+# A node's message about a request is an event as it stands.
+NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
+RequestEvent = (
+    NodeMessage | Begun | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone | Tick
+)  # fmt: skip
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+class Place(RequestMessage, frozen=True):
+    """Find nodes for this leg and charge them. `Placed` or `NotPlaced` is the answer.
+
+    `Unplace` takes the wish back, and then there may be no answer.
+    """
+
+    key: Key
+    num_tokens: int
+    num_choices: int
+    wants_decode: bool
+    num_final_tokens: int  # the longest that one of its sequences can become
+    avoid: frozenset[NodeId] = frozenset()
+
+
+class Unplace(RequestMessage, frozen=True):
+    key: Key
+
+
+class Send(RequestMessage, frozen=True):
+    node: NodeId
+    message: Prefill | Decode | Cancel
+
+
+class Release(RequestMessage, frozen=True):
+    """Take this leg's charge off the node. Comes exactly once per leg and node that was placed."""
+
+    node: NodeId
+    key: Key
+
+
+class Deliver(RequestMessage, frozen=True):
+    """Pass on the next tokens of a choice: in order, none missing, none twice.
+
+    A finish reason ends the choice.
+    """
+
+    choice: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+
+
+class Timed(RequestMessage, frozen=True):
+    """Record the stage times of one node. `of_prompt` marks the node that computed the prompt."""
+
+    times: StageTimes
+    of_prompt: bool
+
+
+class Resumed(RequestMessage, frozen=True):
+    """Record that a choice goes on elsewhere although the caller already has tokens of it."""
+
+    choice: int
+
+
+class Outcome(RequestMessage, frozen=True):
+    """End the request for its caller. Comes exactly once; no failure: all choices finished."""
+
+    failure: Failure | None = None
+
+
+class Closed(RequestMessage, frozen=True):
+    """Forget the request. This is the last command: no node has anything left to confirm."""
+
+
+RequestCommand = (
+    Place | Unplace | Send | Release | Deliver | Timed | Resumed | Outcome | Closed
+)  # fmt: skip

@@ -1,0 +1,111 @@
+"""One attempt at one or more choices of a request: its nodes and what they have yet to confirm.
+
+Only `lifecycle` makes and changes legs. A leg that is no longer wanted is kept until every node has
+confirmed that nothing more will come, because its blocks count as used until then.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import Decode, FirstToken, Prefill
+from baton.protocol.sampling import Sampling
+from baton.router.request.events import Release, Send
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What is to be generated. The seed is set, `max_tokens` fits, choices count from 0."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    sampling: Sampling
+    num_choices: int = 1
+    max_attempts: int = 3
+
+
+class LegState(Enum):
+    WAITING = auto()  # no nodes have been chosen yet
+    LIVE = auto()  # the nodes have been told to start
+    LEAVING = auto()  # nothing more is wanted; nodes have yet to confirm their cancels
+    CLOSED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """`open` holds the choices that still get their tokens from this leg."""
+
+    key: Key  # the key of its lowest choice
+    choices: tuple[int, ...]
+    num_tokens: int  # how many were sent with it, and so the position of its first new token
+    state: LegState = LegState.WAITING
+    prefill: NodeId | None = None
+    decode: NodeId | None = None
+    open: set[int] = field(default_factory=set)
+    accepted: bool = False  # decode has reserved what it needs
+    streaming: bool = False  # decode has sent tokens, so it needs prefill no more
+    first_tokens: tuple[FirstToken, ...] | None = None
+    charged: set[NodeId] = field(default_factory=set)
+    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of cancels
+    heard_s: float = 0.0
+    leave_by_s: float = 0.0
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple(self.key.of_choice(choice) for choice in self.choices)
+
+    @property
+    def may_forward(self) -> bool:
+        """Whether first tokens may go to the caller, because the rest of the output is assured."""
+        if self.decode is None or self.accepted:
+            return True
+        firsts = self.first_tokens or ()
+        return all(token.finish_reason is not None for token in firsts)
+
+    def orders(self, request: Request, output: list[int]) -> list[Send]:
+        """Return the messages that start this leg. They are sent at the same time."""
+        token_ids = [*request.token_ids, *output]
+        num_prompt, num_choices = len(request.token_ids), len(self.choices)
+        sends: list[Send] = []
+        if self.decode is not None:
+            decode = Decode(
+                self.key,
+                token_ids,
+                num_prompt,
+                request.sampling,
+                num_choices,
+                self.prefill,
+            )
+            sends.append(Send(self.decode, decode))
+        if self.prefill is not None:
+            prefill = Prefill(
+                self.key, token_ids, num_prompt, request.sampling, num_choices, self.decode
+            )
+            sends.append(Send(self.prefill, prefill))
+        return sends
+
+    def releases(self, nodes: Set[NodeId]) -> list[Release]:
+        """Return the commands that take the charge off those of `nodes` that still carry it."""
+        given = sorted(self.charged & nodes)
+        self.charged.difference_update(given)
+        return [Release(node, self.key) for node in given]
+
+    def confirm(self, node: NodeId, keys: tuple[Key, ...]) -> None:
+        """Note that `node` will send nothing more for `keys`."""
+        if (unconfirmed := self.unconfirmed.get(node)) is not None:
+            unconfirmed.difference_update(keys)
+            if not unconfirmed:
+                del self.unconfirmed[node]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One answer, over all its attempts. `leg` is None once the answer has ended."""
+
+    index: int
+    leg: Leg | None = None
+    attempt: int = 0
+    num_losses: int = 0
+    output: list[int] = field(default_factory=list)  # all tokens that the caller was given

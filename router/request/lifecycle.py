@@ -1,0 +1,397 @@
+"""The life of one request: what its nodes are told and what its caller gets.
+
+The lifecycle is pure: `core` calls `step` with every event and carries the commands out in order.
+It must keep these invariants: there is exactly one `Outcome`, and nothing is delivered after it;
+tokens come in order of position, none lost, none twice; every charge is released once; `Closed`
+comes last, and within a deadline.
+
+When a leg is lost before the caller has a token, the whole request is tried again. After that,
+every unfinished choice resumes on its own from the tokens that were received.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from baton.protocol.errors import Cancelled, Failure, NodeError
+from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import (
+    Accepted,
+    Cancel,
+    CancelDone,
+    Failed,
+    FinishReason,
+    FirstTokens,
+    StageTimes,
+    TokenEntry,
+)
+from baton.router.request.events import (
+    Begun,
+    CallerGone,
+    ChoiceStopped,
+    Closed,
+    Deliver,
+    NodeLost,
+    NotPlaced,
+    Outcome,
+    Place,
+    Placed,
+    Release,
+    RequestCommand,
+    RequestEvent,
+    Resumed,
+    Send,
+    Tick,
+    Timed,
+    Unplace,
+)
+from baton.router.request.leg import Choice, Leg, LegState, Request
+
+# How long a cancelled leg stays charged to nodes that do not confirm the cancel.
+CONFIRM_DEADLINE_S = 5.0
+# Only a backstop: beats reveal within seconds that a node is dead, stuck or cut off.
+SILENCE_DEADLINE_S = 600.0
+NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
+
+
+class Lifecycle:
+    """Turns the events of one request into commands."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._choices = [Choice(index) for index in range(request.num_choices)]
+        self._legs: list[Leg] = []
+        self._num_open = request.num_choices
+        self._has_delivered = False
+        self._has_outcome = False
+        self._is_closed = False
+        self._avoid: set[NodeId] = set()
+        self._now_s = 0.0
+        self._out: list[RequestCommand] = []
+
+    def step(
+        self, now_s: float, event: RequestEvent, node: NodeId = NO_NODE
+    ) -> list[RequestCommand]:
+        """Return what must be done about `event`, which `node` sent if it is a message."""
+        self._now_s, self._out = now_s, []
+        match event:
+            case TokenEntry():
+                self._on_entry(node, event)
+            case Accepted():
+                self._on_accepted(node, event)
+            case FirstTokens():
+                self._on_first_tokens(node, event)
+            case Failed(key=key, failure=failure):
+                self._on_failed(node, key, failure)
+            case CancelDone(keys=keys):
+                self._on_cancel_done(node, keys)
+            case Begun():
+                self._open_leg(self._choices)
+            case Placed():
+                self._on_placed(event)
+            case NotPlaced(key=key, failure=failure):
+                if (leg := self._leg_of(key, LegState.WAITING)) is not None:
+                    self._leave_quietly(leg)
+                    self._conclude(failure)
+            case NodeLost(node=lost, failure=failure):
+                self._on_node_lost(lost, failure)
+            case ChoiceStopped(choice=index):
+                if self._choices[index].leg is not None:
+                    self._end_choice(self._choices[index], by_router=True)
+            case CallerGone(reason=reason):
+                if not self._has_outcome:
+                    self._conclude(Cancelled(f"the request was cancelled ({reason})").to_failure())
+            case Tick():
+                self._on_tick()
+            case _:
+                assert_never(event)
+        if self._has_outcome and not self._legs and not self._is_closed:
+            self._is_closed = True
+            self._out.append(Closed())
+        return self._out
+
+    # --- what nodes say -------------------------------------------------------------------------
+
+    def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
+        """Handle new tokens. This is the hot path: it runs once per sequence and step."""
+        index = entry.key.choice
+        if index >= len(self._choices):
+            return
+        leg = (choice := self._choices[index]).leg
+        if leg is None or leg.decode != node or leg.key.attempt != entry.key.attempt:
+            return
+        leg.heard_s = self._now_s
+        if not leg.streaming:
+            leg.streaming = leg.accepted = True
+            if leg.prefill is not None:
+                self._out.extend(leg.releases({leg.prefill}))
+            self._forward_first_tokens(leg)
+        if entry.times is not None:
+            self._out.append(Timed(entry.times, of_prompt=leg.prefill is None))
+        if choice.leg is leg:
+            self._receive(leg, choice, entry.position, entry.token_ids, entry.finish_reason)
+
+    def _on_accepted(self, node: NodeId, message: Accepted) -> None:
+        leg = self._leg_of(message.key)
+        if leg is None or leg.decode != node:
+            return
+        leg.accepted, leg.heard_s = True, self._now_s
+        if leg.prefill is None:
+            times = StageTimes(num_cached_tokens=message.num_cached_tokens)
+            self._out.append(Timed(times, of_prompt=True))
+        self._forward_first_tokens(leg)
+
+    def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
+        leg = self._leg_of(message.key)
+        if leg is None or leg.prefill is None or leg.prefill != node:
+            return
+        leg.heard_s = self._now_s
+        self._out.extend(leg.releases({leg.prefill}))
+        if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
+            self._lose(leg, _lost("prefill sent first tokens that do not fit"), leg.prefill)
+            return
+        self._out.append(Timed(message.times, of_prompt=True))
+        leg.first_tokens = message.tokens
+        self._forward_first_tokens(leg)
+
+    def _forward_first_tokens(self, leg: Leg) -> None:
+        if leg.first_tokens is None or not leg.may_forward:
+            return
+        for index, first in zip(leg.choices, leg.first_tokens, strict=True):
+            choice = self._choices[index]
+            if choice.leg is leg:
+                # A leg without a decode node was asked for one token only.
+                last: FinishReason | None = "length" if leg.decode is None else None
+                reason = first.finish_reason or last
+                self._receive(leg, choice, leg.num_tokens, [first.token_id], reason)
+
+    def _receive(
+        self,
+        leg: Leg,
+        choice: Choice,
+        position: int,
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        """Deliver those of `token_ids` that are new. A gap before them is the loss of the leg."""
+        num_known = len(self.request.token_ids) + len(choice.output) - position
+        if num_known < 0:
+            self._lose(leg, _lost("tokens are missing from the stream"), leg.decode)
+            return
+        fresh = token_ids[num_known:] if num_known else token_ids
+        if not fresh and finish_reason is None:
+            return
+        choice.output.extend(fresh)
+        self._has_delivered = True
+        self._out.append(Deliver(choice.index, fresh, finish_reason))
+        if finish_reason is not None:
+            self._end_choice(choice, by_router=False)
+
+    def _on_failed(self, node: NodeId, key: Key, failure: Failure) -> None:
+        for leg in self._legs:
+            if leg.state is LegState.LIVE and key in leg.keys:
+                break
+        else:
+            return
+        if node == leg.prefill:
+            self._prefill_is_over(leg, failure)
+        elif node == leg.decode:
+            # Once decode streams, each of its sequences has a key of its own.
+            if leg.streaming or key != leg.key:
+                self._lose_choices(leg, {key.choice} & leg.open, failure, node)
+            else:
+                self._cancel(leg, node, leg.keys[1:])  # it may have forked them already
+                self._lose(leg, failure, node)
+
+    def _prefill_is_over(self, leg: Leg, failure: Failure) -> None:
+        """Prefill failed or died. The leg survives if decode and the router have all they need."""
+        assert leg.prefill is not None
+        if not leg.streaming:
+            self._lose(leg, failure, leg.prefill)
+            return
+        self._out.extend(leg.releases({leg.prefill}))
+        if leg.first_tokens is None:
+            # Decode would never report a choice that ended at its first token.
+            unheard = {
+                index
+                for index in leg.open
+                if len(self.request.token_ids) + len(self._choices[index].output) == leg.num_tokens
+            }
+            self._cancel(leg, leg.decode, tuple(map(leg.key.of_choice, sorted(unheard))))
+            self._lose_choices(leg, unheard, failure, leg.prefill)
+
+    def _on_cancel_done(self, node: NodeId, keys: tuple[Key, ...]) -> None:
+        for leg in list(self._legs):
+            leg.confirm(node, keys)
+            self._close_if_confirmed(leg)
+
+    # --- loss and retry -------------------------------------------------------------------------
+
+    def _on_node_lost(self, node: NodeId, failure: Failure) -> None:
+        for leg in [leg for leg in self._legs if node in (leg.prefill, leg.decode)]:
+            leg.unconfirmed.pop(node, None)
+            # A node that only paused must not go on with this leg. It may be unable to confirm.
+            self._out.append(Send(node, Cancel(leg.keys, "node lost")))
+            if leg.state is LegState.LIVE and node == leg.prefill:
+                self._prefill_is_over(leg, failure)
+            elif leg.state is LegState.LIVE:
+                self._lose(leg, failure, node)
+            self._close_if_confirmed(leg)
+
+    def _lose(self, leg: Leg, failure: Failure, blamed: NodeId | None) -> None:
+        """Give the whole leg up. The node `blamed` is not asked to confirm that."""
+        lost = [self._choices[index] for index in sorted(leg.open)]
+        self._leave(leg, blamed)
+        self._go_on(lost, leg, failure, blamed)
+
+    def _lose_choices(
+        self, leg: Leg, indices: set[int], failure: Failure, blamed: NodeId | None
+    ) -> None:
+        """Give up some sequences of a leg, which their node has already dropped."""
+        if indices:
+            leg.open -= indices
+            if not leg.open:
+                self._leave_quietly(leg)
+            self._go_on([self._choices[index] for index in sorted(indices)], leg, failure, blamed)
+
+    def _go_on(
+        self, lost: Sequence[Choice], leg: Leg, failure: Failure, blamed: NodeId | None
+    ) -> None:
+        """Make another attempt at these choices, unless the failure or the budget forbids it."""
+        if self._has_outcome:
+            return
+        if blamed is not None:
+            self._avoid.add(blamed)
+        for choice in lost:
+            choice.leg = None
+            choice.attempt += 1
+            progress = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
+            choice.num_losses += _counts(failure, progress)
+        exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
+        if exhausted or not failure.retryable:
+            self._conclude(failure)
+        elif not self._has_delivered and len(lost) == len(self._choices):
+            self._open_leg(lost)
+        else:
+            for choice in lost:
+                if choice.output:
+                    self._out.append(Resumed(choice.index))
+                self._open_leg([choice])
+
+    # --- placing --------------------------------------------------------------------------------
+
+    def _open_leg(self, choices: Sequence[Choice]) -> None:
+        """Open a leg and ask for its nodes. Choices share a leg only while none has output."""
+        first = choices[0]
+        num_tokens = len(self.request.token_ids) + len(first.output)
+        indices = tuple(choice.index for choice in choices)
+        leg = Leg(Key(self.request.request_id, first.index, first.attempt), indices, num_tokens)
+        leg.open = set(indices)
+        for choice in choices:
+            choice.leg = leg
+        self._legs.append(leg)
+        self._out.append(
+            Place(
+                leg.key,
+                num_tokens,
+                len(indices),
+                wants_decode=self.request.sampling.max_tokens - len(first.output) > 1,
+                num_final_tokens=len(self.request.token_ids) + self.request.sampling.max_tokens,
+                avoid=frozenset(self._avoid),
+            )
+        )
+
+    def _on_placed(self, placed: Placed) -> None:
+        nodes = {node for node in (placed.prefill_node, placed.decode_node) if node is not None}
+        leg = self._leg_of(placed.key, LegState.WAITING)
+        if leg is None:  # given up while nodes were being chosen
+            self._out.extend(Release(node, placed.key) for node in sorted(nodes))
+            return
+        leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
+        leg.prefill, leg.decode = placed.prefill_node, placed.decode_node
+        output = self._choices[leg.choices[0]].output
+        self._out.extend(leg.orders(self.request, output))
+
+    # --- endings --------------------------------------------------------------------------------
+
+    def _end_choice(self, choice: Choice, *, by_router: bool) -> None:
+        leg, choice.leg = choice.leg, None
+        assert leg is not None
+        leg.open.discard(choice.index)
+        self._num_open -= 1
+        if leg.open and by_router:
+            self._cancel(leg, leg.decode, (leg.key.of_choice(choice.index),))
+        elif by_router:
+            self._leave(leg, None)
+        elif not leg.open:
+            self._leave_quietly(leg)
+        if self._num_open == 0:
+            self._conclude(None)
+
+    def _conclude(self, failure: Failure | None) -> None:
+        self._has_outcome = True
+        self._out.append(Outcome(failure))
+        for leg in list(self._legs):
+            self._leave(leg, None)
+
+    def _leave(self, leg: Leg, blamed: NodeId | None) -> None:
+        """Tell the nodes of a leg to stop, except `blamed`. The leg closes when they confirm."""
+        if leg.state is LegState.WAITING:
+            self._out.append(Unplace(leg.key))
+        elif leg.state is LegState.LIVE:
+            nodes = (leg.decode, None if leg.streaming else leg.prefill)
+            for node in nodes:
+                if node != blamed:
+                    self._cancel(leg, node, leg.keys)
+        self._leave_quietly(leg)
+
+    def _leave_quietly(self, leg: Leg) -> None:
+        if leg.state in (LegState.WAITING, LegState.LIVE):
+            leg.state, leg.leave_by_s = LegState.LEAVING, self._now_s + CONFIRM_DEADLINE_S
+            for index in leg.open:
+                self._choices[index].leg = None
+            leg.open.clear()
+            self._close_if_confirmed(leg)
+
+    def _cancel(self, leg: Leg, node: NodeId | None, keys: tuple[Key, ...]) -> None:
+        if node is not None and keys:
+            leg.unconfirmed.setdefault(node, set()).update(keys)
+            self._out.append(Send(node, Cancel(keys)))
+
+    def _close_if_confirmed(self, leg: Leg) -> None:
+        if leg.state is LegState.LEAVING:
+            self._out.extend(leg.releases(leg.charged - leg.unconfirmed.keys()))
+            if not leg.unconfirmed:
+                self._close(leg)
+
+    def _close(self, leg: Leg) -> None:
+        leg.state = LegState.CLOSED
+        self._out.extend(leg.releases(leg.charged))
+        self._legs.remove(leg)
+
+    # --- time and tables ------------------------------------------------------------------------
+
+    def _on_tick(self) -> None:
+        for leg in list(self._legs):
+            if leg.state is LegState.LEAVING and self._now_s >= leg.leave_by_s:
+                self._close(leg)
+            elif leg.state is LegState.LIVE and self._now_s - leg.heard_s >= SILENCE_DEADLINE_S:
+                self._lose(leg, _lost("nothing was heard of this request"), None)
+
+    def _leg_of(self, key: Key, state: LegState = LegState.LIVE) -> Leg | None:
+        for leg in self._legs:
+            if leg.key == key and leg.state is state:
+                return leg
+        return None
+
+
+def _counts(failure: Failure, progress: int) -> bool:
+    """Whether a loss uses up one of the attempts.
+
+    A decode node that runs out of blocks preempts its youngest sequence, perhaps often. That is no
+    sign of trouble as long as the sequence makes progress in between.
+    """
+    return not (failure.code == "preempted" and progress > 0)
+
+
+def _lost(message: str) -> Failure:
+    return NodeError(message, code="stream_broken").to_failure()

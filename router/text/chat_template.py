@@ -1,0 +1,119 @@
+"""A model's chat template, which turns a conversation into the text of a prompt.
+
+`handlers` renders with it, off the event loop. A template comes with the model's folder and is a
+program, so it runs in jinja2's immutable sandbox. What clients send is only data to it.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.protocol.errors import ConfigError, RequestError
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _AddedToken(msgspec.Struct):
+    content: str = ""
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The fields of tokenizer_config.json that concern chats."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+
+
+class ChatTemplate:
+    """One template. Any thread may call `render`."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile a template; raises `ConfigError` if jinja2 cannot read it."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = time.strftime
+        try:
+            self._template: Template = environment.from_string(source)
+        except TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, model_path: str) -> "ChatTemplate | None":
+        """Return the template of a model folder, None if it has none; raises `ConfigError`."""
+        folder = Path(model_path)
+        try:
+            config = _read_config(folder / "tokenizer_config.json")
+            alone = folder / "chat_template.jinja"
+            source = alone.read_text() if alone.is_file() else _default(config.chat_template)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            text = f"cannot read the chat template in {folder}: {error}"
+            raise ConfigError(text) from error
+        if source is None:
+            return None
+        tokens = {name: _text(getattr(config, name)) for name in _SPECIAL_TOKENS}
+        return cls(source, tokens)
+
+    def render(
+        self,
+        messages: list[dict[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the prompt as text, special tokens included; raises `RequestError`."""
+        try:
+            return self._template.render(
+                {
+                    **(options or {}),
+                    **self._special_tokens,
+                    "messages": messages,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:  # a template can raise anything that Python can
+            text = f"the model's chat template refused the messages: {error}"
+            raise RequestError(text, param="messages") from error
+
+
+def _read_config(file: Path) -> _TokenizerConfig:
+    if not file.is_file():
+        return _TokenizerConfig()
+    return msgspec.json.decode(file.read_bytes(), type=_TokenizerConfig)
+
+
+def _default(templates: str | list[_NamedTemplate] | None) -> str | None:
+    if isinstance(templates, list):
+        return next((one.template for one in templates if one.name == "default"), None)
+    return templates
+
+
+def _text(token: str | _AddedToken | None) -> str:
+    return token.content if isinstance(token, _AddedToken) else token or ""
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Return JSON. Unlike jinja2's own filter, this one does not escape for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,162 @@
+"""The side of a channel that dials; see the room's docstring for what a channel promises.
+
+Used by nodes for their routers, by beat threads, and by prefill nodes for decode nodes. It never
+interprets a message.
+"""
+
+import contextlib
+import secrets
+from typing import Generic, TypeVar, assert_never
+
+import msgspec
+import zmq
+
+from baton.protocol.codec import Codec, MalformedMessage
+from baton.protocol.errors import ConfigError
+from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.framing import HEADER, HEADER_BYTES, SESSION_BITS, Session, Verdict
+from baton.runtime.channels.identity import new_identity
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.wire import ConnectionChange, Wire, tell_malformed
+from baton.runtime.clock import monotonic
+
+# After a refused handshake ZMQ may never try again, so the dialer does, no more often than this.
+RETRY_S = 1.0
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+
+class Disconnected(msgspec.Struct, frozen=True):
+    """The dialer's session is over and a new one has begun: introduce yourself again.
+
+    What was sent before may or may not have arrived; what is sent from now on is queued until the
+    listener is there.
+    """
+
+    reason: str
+
+
+class Dialer(Generic[Out, In]):
+    """The side that dials. It reconnects for ever, each time with a new session."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: bytes,
+        outgoing: Codec[Out],
+        incoming: Codec[In],
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        keys: Keys = NO_KEYS,
+    ) -> None:
+        """Starts to connect; the listener need not be there yet. Raises `ConfigError`."""
+        address = bindable(endpoint)
+        keys.check(address, "dialling")
+        self.endpoint = address.dial_endpoint
+        self.connected = False  # as of the last `receive`
+        # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
+        self.refusals = 0
+        self.num_malformed = 0
+        self._encode, self._decode = outgoing.encode, incoming.decode
+        self._session = Session(secrets.randbits(SESSION_BITS))
+        self._lost: str | None = None
+        self._retry_s: float | None = None
+        self._wire = Wire(context, zmq.DEALER, keys)
+        self.socket = self._wire.socket
+        self._name = name
+        try:
+            self._connect()
+        except zmq.ZMQError as error:
+            self._wire.close()
+            raise ConfigError(f"cannot dial {self.endpoint}: {error.strerror}") from error
+
+    def fileno(self) -> int:
+        return self._wire.fileno()
+
+    def send(self, message: Out) -> bool:
+        """Queues a message. False: the queue is full; `receive` will say Disconnected."""
+        frame = self._session.frame(self._encode(message))
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._lost = "the queue to the listener is full"
+            self._wire.wake_if_readable(anything_else=True)
+            return False
+        self._session.sent()
+        self._wire.wake_if_readable()
+        return True
+
+    def receive(self) -> In | Disconnected | None:
+        """The next message, the end of the session, or None when there is nothing (more)."""
+        while True:
+            if self._lost is not None:
+                return self._restart(self._lost)
+            if self._wire.readable():
+                message = self._read()
+                if message is not None:
+                    return message
+            elif changes := self._wire.changes():
+                for change in changes:
+                    self._changed(change)
+            elif self._retry_s is not None and monotonic() >= self._retry_s:
+                self._lost = "the handshake failed"
+            else:
+                self._wire.settle(self._retry_s and self._retry_s - monotonic())
+                return None
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _read(self) -> In | None:
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        if frame.more or len(frame) < HEADER_BYTES:
+            self._wire.skip_rest()
+            self._drop("not a frame of a channel")
+            return None
+        verdict = self._session.accept(*HEADER.unpack_from(frame.buffer))
+        match verdict:
+            case Verdict.NEXT:
+                try:
+                    return self._decode(frame.buffer[HEADER_BYTES:])
+                except MalformedMessage as error:
+                    self._drop(error.message)
+            case Verdict.GAP:
+                self._lost = "messages were lost"
+            case Verdict.RESET:
+                self._lost = "the listener ended the session"
+            case Verdict.STALE | Verdict.NEW_SESSION | Verdict.PROBE:
+                pass
+            case _:
+                assert_never(verdict)
+        return None
+
+    def _drop(self, reason: str) -> None:
+        self.num_malformed += 1
+        tell_malformed(self.num_malformed, self.endpoint, reason)
+
+    def _changed(self, change: ConnectionChange) -> None:
+        if change == "up":
+            self.refusals, self._retry_s = 0, None
+        elif change == "lost" and self.connected:
+            self._lost = "the connection was lost"
+        elif self._retry_s is None:
+            # Restarting at once would be refused at once, as fast as both sides can.
+            self._retry_s = monotonic() + RETRY_S
+        self.refusals += change == "refused"
+        self.connected = change == "up"
+
+    def _restart(self, reason: str) -> Disconnected:
+        # Taking the connection away drops whatever was queued for or from the old session; the
+        # socket, and so the descriptor that others watch, stays.
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disconnect(self.endpoint)
+        self._lost = self._retry_s = None
+        self.connected = False
+        self._session = Session(secrets.randbits(SESSION_BITS))
+        self._connect()
+        return Disconnected(reason)
+
+    def _connect(self) -> None:
+        """Under an identity of its own: no two connections of a listener can be confused."""
+        self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
+        self.socket.connect(self.endpoint)

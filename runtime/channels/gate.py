@@ -1,0 +1,42 @@
+"""Who may connect to a listener: those who have proved that they hold the cluster's key.
+
+Used by `wire` only. ZMQ asks by its authentication protocol (ZAP, RFC 27) over a socket inside the
+process, once per handshake, and waits for the answer. The listener answers on its own thread, so
+there is nothing to start or to join, and no socket of its context is without an answer.
+"""
+
+import zmq
+from zmq.utils import z85
+
+from baton.runtime.channels.keys import Keys
+
+# One per context, so a context has one listener with a key.
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+DOMAIN = b"baton"
+
+
+class Gate:
+    """Answers the questions of one listener."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys) -> None:
+        self._allowed = z85.decode(keys.public)
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        """Answer one question that is there."""
+        version, number, domain, _address, _identity, mechanism, *credentials = (
+            self.socket.recv_multipart(zmq.NOBLOCK)
+        )
+        is_allowed = (version, domain, mechanism, credentials) == (
+            ZAP_VERSION, DOMAIN, b"CURVE", [self._allowed],
+        )  # fmt: skip
+        verdict = (b"200", b"OK") if is_allowed else (b"400", b"another key")
+        self.socket.send_multipart((ZAP_VERSION, number, *verdict, b"", b""), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        # At once, so that the context's next listener can have its gate there.
+        self.socket.unbind(ZAP_ENDPOINT)
+        self.socket.close(0)

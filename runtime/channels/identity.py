@@ -1,0 +1,20 @@
+"""What a dialer calls itself: a name, and a nonce for each of its lives.
+
+A dialer connects under a new identity every time, so a listener never takes one connection for
+another. The listener's owner reads the name.
+"""
+
+import secrets
+
+SEPARATOR = b"/"
+NONCE_BYTES = 8
+
+
+def new_identity(name: bytes) -> bytes:
+    """Return an identity that was never used before."""
+    return name + SEPARATOR + secrets.token_hex(NONCE_BYTES).encode()
+
+
+def name_of(identity: bytes) -> bytes:
+    """Return the name that the dialer behind `identity` gave itself."""
+    return identity.rpartition(SEPARATOR)[0]

@@ -1,0 +1,207 @@
+"""The side of a channel that is dialled; see the room's docstring for what a channel promises.
+
+Used by the router for its nodes and by decode nodes for prefill nodes. It never interprets a
+message.
+"""
+
+import contextlib
+from collections import deque
+from typing import Generic, TypeVar, assert_never
+
+import msgspec
+import zmq
+
+from baton.protocol.codec import Codec, MalformedMessage
+from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.framing import (
+    HEADER,
+    HEADER_BYTES,
+    Session,
+    Verdict,
+    probe_frame,
+    reset_frame,
+)
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.wire import Wire, tell_malformed
+from baton.runtime.clock import monotonic
+
+# When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
+# a moment before it takes the connection away.
+PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
+SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+
+class Received(msgspec.Struct, Generic[In], frozen=True):
+    """A message of a peer, or (message None, disconnected) the end of its session.
+
+    `peer` names one life of one dialer and is never used again; `name_of` says which dialer.
+    """
+
+    peer: bytes
+    message: In | None
+    disconnected: bool = False
+
+
+class Listener(Generic[Out, In]):
+    """The side that is dialled. A peer is one life of one dialer: a session.
+
+    Which sessions live is learned from the sessions themselves. libzmq's connection events do not
+    say whose connection ended, and come for failed handshakes too, so an event is only the reason
+    to try every session's connection with a frame that dialers ignore.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        outgoing: Codec[Out],
+        incoming: Codec[In],
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        keys: Keys = NO_KEYS,
+    ) -> None:
+        """Binds `endpoint`: tcp://host (or port 0) takes a free port; `endpoint` tells which.
+
+        Raises `ConfigError` when the address cannot be bound, or may not be without a key.
+        """
+        address = bindable(endpoint)
+        keys.check(address, "listening on")
+        self.num_malformed = 0
+        self.refusals = 0  # handshakes turned down: wrong keys or not a channel
+        self._encode, self._decode = outgoing.encode, incoming.decode
+        self._sessions: dict[bytes, Session] = {}
+        self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers were not told yet
+        self._probes_at_s: deque[float] = deque()
+        self._events: deque[Received[In]] = deque()
+        self._wire = Wire(context, zmq.ROUTER, keys)
+        self.socket = self._wire.socket
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # libzmq may reconnect a dialer under its old identity before the dialer takes a new one.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wire.close)
+            self.endpoint = address.bind(self.socket)
+            undo.pop_all()
+
+    def fileno(self) -> int:
+        return self._wire.fileno()
+
+    def send(self, peer: bytes, message: Out) -> bool:
+        """False: that peer is unknown, gone, or too slow. Its session is over either way.
+
+        If the peer was known until now, a disconnect event for it follows from `receive` too.
+        """
+        session = self._sessions.get(peer)
+        if session is None:
+            return False
+        frame = session.frame(self._encode(message))
+        try:
+            self.socket.send_multipart((peer, frame), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.end(peer)
+            return False
+        session.sent()
+        self._wire.wake_if_readable()
+        return True
+
+    def receive(self) -> Received[In] | None:
+        """The next message or disconnect; None when there is nothing (more)."""
+        for _ in range(SKIPPED_FRAMES):
+            if self._events:
+                return self._events.popleft()
+            if self._wire.readable():
+                self._read()
+            elif changes := self._wire.changes():
+                self.refusals += changes.count("refused")
+                if "lost" in changes:
+                    now_s = monotonic()
+                    self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
+            elif self._probes_at_s and self._probes_at_s[0] <= monotonic():
+                self._probes_at_s.popleft()
+                self._probe()
+            else:
+                next_s = self._probes_at_s[0] - monotonic() if self._probes_at_s else None
+                self._wire.settle(next_s)
+                return None
+        # A flood of frames that are no messages must not keep the caller here.
+        self._wire.wake_if_readable(anything_else=True)
+        return None
+
+    def end(self, peer: bytes) -> None:
+        """End a peer's session, if it has one: a disconnect event follows, and its dialer hears of
+        it as soon as its queue has room."""
+        session = self._sessions.pop(peer, None)
+        if session is None:
+            return
+        self._events.append(Received(peer, None, disconnected=True))
+        self._unaware[peer] = session.id
+        self._tell_unaware()
+        self._wire.wake_if_readable(anything_else=True)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _read(self) -> None:
+        peer = self.socket.recv(zmq.NOBLOCK)
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        if frame.more or len(frame) < HEADER_BYTES:
+            self._wire.skip_rest()
+            self._drop("not a frame of a channel")
+            return
+        session_id, sequence = HEADER.unpack_from(frame.buffer)
+        session = self._sessions.get(peer)
+        if session is None:
+            verdict = Verdict.NEW_SESSION if sequence == 0 else Verdict.STALE
+        else:
+            verdict = session.accept(session_id, sequence)
+        match verdict:
+            case Verdict.NEXT:
+                pass
+            case Verdict.NEW_SESSION:
+                self.end(peer)
+                self._sessions[peer] = session = Session(session_id)
+                session.next_in = 1
+            case Verdict.STALE:
+                self._unaware[peer] = session_id
+                self._tell_unaware()
+                return
+            case Verdict.GAP | Verdict.RESET | Verdict.PROBE:
+                self.end(peer)
+                return
+            case _:
+                assert_never(verdict)
+        try:
+            message = self._decode(frame.buffer[HEADER_BYTES:])
+        except MalformedMessage as error:
+            self._drop(error.message)
+        else:
+            self._events.append(Received(peer, message))
+
+    def _probe(self) -> None:
+        """End the sessions whose connections are gone. A full queue is a connection."""
+        self._tell_unaware()
+        for peer, session in list(self._sessions.items()):
+            try:
+                self.socket.send_multipart((peer, probe_frame(session.id)), zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                self.end(peer)
+
+    def _tell_unaware(self) -> None:
+        """A dialer that has moved on ignores this, one that is gone needs no word."""
+        for peer, session_id in list(self._unaware.items()):
+            try:
+                self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)
+            except zmq.Again:
+                if not self._probes_at_s:
+                    self._probes_at_s.append(monotonic() + PROBE_DELAYS_S[-1])
+                continue
+            except zmq.ZMQError:
+                pass
+            del self._unaware[peer]
+
+    def _drop(self, reason: str) -> None:
+        self.num_malformed += 1
+        tell_malformed(self.num_malformed, self.endpoint, reason)

@@ -1,0 +1,164 @@
+"""One ZMQ socket with what a channel needs around it: connection events, and one descriptor.
+
+Used by `listener` and `dialer` only. A monitor socket reports connections that came and went; an
+epoll instance joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an
+asyncio loop or a poller has a single thing to watch.
+
+The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process when a connection dies whose
+input it has stopped. Each sender is bounded, by `QUEUED_MESSAGES`.
+"""
+
+import os
+import select
+from typing import Literal
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from baton.protocol.codec import MAX_MESSAGE_BYTES
+from baton.runtime.channels.alarm import Alarm
+from baton.runtime.channels.framing import HEADER_BYTES
+from baton.runtime.channels.gate import DOMAIN, Gate
+from baton.runtime.channels.keys import Keys
+from baton.runtime.log import logger
+
+log = logger("channel")
+
+# A silent peer is noticed after interval + timeout = 3.2 s, while a pause of 2 s ejects nobody:
+# the timeout alone is longer than that.
+HEARTBEAT_INTERVAL_MS = 700
+HEARTBEAT_TIMEOUT_MS = 2500
+QUEUED_MESSAGES = 4096
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+CONNECT_TIMEOUT_MS = 3000
+# What encryption adds to a frame: the command's name, nonce, authenticator and flags.
+CURVE_BYTES = 33
+
+_WATCHED = (
+    zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+
+_INPUT = int(zmq.POLLIN)  # an int is tested in a tenth of the time of a flag
+
+# Hints: libzmq says "lost" of failed handshakes too.
+ConnectionChange = Literal["up", "lost", "refused"]
+
+
+class Wire:
+    """A bounded, non-blocking, heart-beating socket."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
+    ) -> None:
+        """With a key, a ROUTER lets in those who have it and a DEALER speaks only to those."""
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        # Larger frames cost their sender the connection before any memory is set aside for them.
+        overhead_bytes = HEADER_BYTES + (CURVE_BYTES if keys.secret else 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + overhead_bytes)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        self._gate = self._lock(context, kind, keys) if keys.secret else None
+        self._monitor = self.socket.get_monitor_socket(_WATCHED)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._awake = False
+        self._alarm = Alarm()
+        self._is_alarm_set = False
+        self._epoll = select.epoll()
+        watched = [self.socket, self._monitor, *([self._gate.socket] if self._gate else [])]
+        descriptors = [socket.getsockopt(zmq.FD) for socket in watched]
+        for descriptor in (self._wake, self._alarm.fileno(), *descriptors):
+            assert isinstance(descriptor, int)
+            self._epoll.register(descriptor, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def readable(self) -> bool:
+        return _has_input(self.socket)
+
+    def changes(self) -> list[ConnectionChange]:
+        """Connections that came, went or were refused since the last call."""
+        while self._gate is not None and _has_input(self._gate.socket):
+            self._gate.answer()
+        found: list[ConnectionChange] = []
+        while _has_input(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            if event["event"] == zmq.Event.DISCONNECTED:
+                found.append("lost")
+            elif event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                found.append("up")
+            else:
+                found.append("refused")
+        return found
+
+    def wake_if_readable(self, anything_else: bool = False) -> None:
+        """To be called after every send: sending may swallow the signal of an arrival."""
+        if not self._awake and (anything_else or _has_input(self.socket)):
+            self._awake = True
+            os.eventfd_write(self._wake, 1)
+
+    def settle(self, wake_in_s: float | None = None) -> None:
+        """To be called once there is nothing left to read. The descriptor fires after `wake_in_s`
+        at the latest, if that is given."""
+        if self._awake:
+            self._awake = False
+            os.eventfd_read(self._wake)
+        if wake_in_s is not None or self._is_alarm_set:
+            self._alarm.set(wake_in_s)
+            self._is_alarm_set = wake_in_s is not None
+
+    def skip_rest(self) -> None:
+        """Read what is left of a message of several parts."""
+        while self.socket.getsockopt(zmq.RCVMORE):
+            self.socket.recv(zmq.NOBLOCK)
+
+    def close(self) -> None:
+        if self.socket.closed:
+            return
+        self._epoll.close()
+        os.close(self._wake)
+        self._alarm.close()
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)
+        if self._gate is not None:
+            self._gate.close()
+
+    def _lock(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
+    ) -> Gate | None:
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        if kind is not zmq.ROUTER:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+            return None
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        # With nobody to ask, nobody is let in.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        return Gate(context, keys)
+
+
+def _has_input(socket: "zmq.Socket[bytes]") -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & _INPUT)
+
+
+def tell_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
+    """Log the first dropped message, the second, the fourth and so on: a peer may send many."""
+    if num_malformed.bit_count() == 1:
+        log.warning(
+            "dropped a malformed message", endpoint=endpoint, so_far=num_malformed, reason=reason
+        )

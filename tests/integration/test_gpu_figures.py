@@ -1,0 +1,124 @@
+"""The GPU benchmark's processes, on CPUs: its split section, and sections that cannot run."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from baton.runtime.clock import monotonic
+from baton.runtime.process import Child
+from tools.gpu import __main__ as gpu
+from tools.gpu import split as gpu_split
+from tools.gpu.floors import Shape
+from tools.gpu.rows import Check, Event, GpuReport, Measured, Note, Unreached
+from tools.gpu.section import Desk
+from tools.gpu.split import SplitPlan
+from tools.gpu.timing import Stopwatch
+
+SMALL = SplitPlan(
+    shape=Shape("small", 64, 96, 2, 2, 1, 32, 640, is_tied=True), device="cpu",
+    prompts=(40, 600), num_tokens=8, warm_ups=1, rounds=2, memory_mib=64,
+)  # fmt: skip
+
+
+def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event]:
+    events: list[Event] = []
+    watch = Stopwatch(torch.device("cpu"))
+    desk = Desk(watch, events.append, monotonic, monotonic() + left_s)
+    gpu_split.run(desk, folder, plan)
+    return events
+
+
+def test_split_and_colocated_serving_are_compared_and_hand_overs_measured(tmp_path: Path) -> None:
+    events = events_of(SMALL, tmp_path)
+    checks = {event.key: event for event in events if isinstance(event, Check)}
+    assert {key: check.passed for key, check in checks.items()} == {
+        "colocated serving": True,
+        "split serving": True,
+        "greedy tokens, split against colocated": True,
+    }, checks
+    rows = {event.key: event for event in events if isinstance(event, Measured)}
+    assert set(rows) == {
+        *(f"hand-over overhead, {tokens} tokens" for tokens in SMALL.prompts),
+        *(f"KV reads, {tokens} tokens" for tokens in SMALL.prompts),
+        *(
+            f"first token after {n} tokens, {arm}"
+            for n in (40, 600)
+            for arm in ("split", "colocated")
+        ),
+    }
+    per_token = SMALL.shape.kv_bytes_per_token
+    assert rows["KV reads, 600 tokens"].payload_bytes == -(-600 // 16) * 16 * per_token
+    assert all(row.timing is not None and row.timing.rounds == 2 for row in rows.values())
+    assert Note(gpu_split.CLAIM) in events
+    assert (tmp_path / "nodes-split.log").exists()
+
+
+def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
+    """A pool for which there is no room."""
+    plan = SplitPlan(
+        shape=SMALL.shape, device="cpu", prompts=(40,), memory_mib=1 << 24, warm_ups=0, rounds=1
+    )
+    checks = [event for event in events_of(plan, tmp_path) if isinstance(event, Check)]
+    assert [check.passed for check in checks] == [False, False]
+    assert all("not served: " in check.detail for check in checks)
+    assert "does not fit" in checks[0].detail
+
+
+def test_an_arm_for_which_no_time_is_left_is_not_reached(tmp_path: Path) -> None:
+    events = events_of(SMALL, tmp_path, left_s=0.0)
+    assert events == [
+        Note(gpu_split.CLAIM), Unreached("colocated serving"), Unreached("split serving")
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sections would run, for minutes")
+def test_a_section_that_fails_is_reported_and_the_next_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = gpu.chosen(["engine"])
+    report = gpu.run(gpu.Options(tmp_path, 100.0, sections), ["--only", "engine"])
+    assert [section.name for section in report.sections] == ["environment", "engine"]
+    for section in report.sections:
+        assert section.state == "failed"
+        assert "no CUDA device" in section.reason
+    assert not report.has_passed
+    written = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=GpuReport)
+    assert written == report
+    assert capsys.readouterr().out.count("**failed**") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the section would run")
+def test_a_section_that_takes_too_long_is_cut(tmp_path: Path) -> None:
+    report = gpu.run(gpu.Options(tmp_path, 0.2, ("environment",)), [])
+    assert report.sections[0].state == "cut short"
+    assert "were over" in report.sections[0].reason
+
+
+def test_after_a_process_that_will_not_end_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[Child] = []
+
+    class Stuck(Child):
+        """Its waits end as for a process in the driver's hands, which SIGKILL does not reach."""
+
+        def wait(self, deadline_s: float) -> bool:
+            children.append(self)
+            return False
+
+    monkeypatch.setattr(gpu, "Child", Stuck)
+    gpu.events_file(tmp_path, "engine").write_bytes(
+        msgspec.json.encode(Check("old", True, "")) + b"\n"
+    )
+    report = gpu.run(gpu.Options(tmp_path, 100.0, gpu.chosen(["kernels", "engine"])), [])
+    first, *others = report.sections
+    assert first.state == "cut short"
+    assert len(others) == 2
+    for section in others:
+        assert section.state == "failed"
+        assert section.reason.startswith("the process of environment would not end")
+        assert not section.checks, "of an earlier run"
+    assert len({child.pid for child in children}) == 1
+    assert Child.wait(children[0], monotonic() + 60.0)

@@ -1,0 +1,95 @@
+"""Nodes and messages for tests of one connector, which stands between a scheduler and its peers."""
+
+import msgspec
+
+from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.interfaces import (
+    ConnectorEvent,
+    ConnectorStep,
+    FromPeer,
+    Offer,
+    PeersChanged,
+    ToPeer,
+)
+from baton.kv_transfer.transports.shm import ShmAddress
+from baton.protocol.config import TransferConfig
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    KVLayout,
+    NodeInfo,
+    Offered,
+    PeerHello,
+    RankAddress,
+    Role,
+    ToDecode,
+    ToPrefill,
+)
+
+BLOCK_SIZE, BLOCK_BYTES = 4, 64
+FAILURE = Failure("test", "the test wants it so")
+P, D = NodeId("p"), NodeId("d")
+
+
+def key(name: str = "r", attempt: int = 0) -> Key:
+    return Key(RequestId(name), 0, attempt)
+
+
+def rank_address(epoch: str, host: str = "host") -> RankAddress:
+    return RankAddress({"shm": ShmAddress(host, f"@{epoch}", b"n" * 16, Epoch(epoch)).encode()})
+
+
+def node(name: str, role: Role, *, num_ranks: int = 1, **fields: object) -> NodeInfo:
+    """Return what a node publishes; `fields` replace parts of it."""
+    epoch = f"{name}-1"
+    info = NodeInfo(
+        NodeId(name), Epoch(epoch), role, f"ipc://{name}" if role == "decode" else "", 64,
+        KVLayout(BLOCK_SIZE, BLOCK_BYTES, "layout"), (rank_address(epoch),) * num_ranks,
+        "model", 4096, 100,
+    )  # fmt: skip
+    return msgspec.structs.replace(info, **fields)
+
+
+PREFILL, DECODE = node("p", "prefill"), node("d", "decode")
+
+
+def hello(info: NodeInfo, **fields: object) -> PeerHello:
+    greeting = PeerHello(
+        PROTOCOL_VERSION, info.node_id, info.epoch, info.model, info.layout.fingerprint
+    )
+    return msgspec.structs.replace(greeting, **fields)
+
+
+def heard(info: NodeInfo, *messages: ToDecode | ToPrefill) -> list[ConnectorEvent]:
+    return [FromPeer(info.node_id, info.epoch, message) for message in messages]
+
+
+def told(info: NodeInfo, message: ToDecode | ToPrefill) -> ToPeer:
+    return ToPeer(info.node_id, info.epoch, message)
+
+
+def said(step: ConnectorStep) -> list[ToDecode | ToPrefill]:
+    return [command.message for command in step.commands if isinstance(command, ToPeer)]
+
+
+def offer(name: str = "r", attempt: int = 0) -> Offer:
+    return Offer(key(name, attempt), D, 8, 2)
+
+
+def offered(name: str = "r", num_blocks: int = 2, lease_s: float = 30.0) -> Offered:
+    return Offered(key(name), 8, num_blocks, lease_s)
+
+
+def prefill(*events: ConnectorEvent, decode: NodeInfo = DECODE) -> NodeConnector:
+    """Return the connector of `p`, which knows `decode`, after a first step with `events`."""
+    connector = NodeConnector(PREFILL, TransferConfig())
+    connector.step(0.0, [PeersChanged((decode,)), *events])
+    return connector
+
+
+def decode(*events: ConnectorEvent, prefill: NodeInfo = PREFILL) -> NodeConnector:
+    """Return the connector of `d`, which knows `prefill`, after a first step with `events`."""
+    connector = NodeConnector(DECODE, TransferConfig())
+    connector.step(0.0, [PeersChanged((prefill,)), *events])
+    return connector

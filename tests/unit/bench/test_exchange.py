@@ -1,0 +1,121 @@
+"""Answers in HTTP/1.1 are read from bytes in any pieces, and what is none of them is named."""
+
+import asyncio
+import re
+
+import httptools
+import pytest
+
+from baton.bench.client.exchange import Exchange
+from baton.bench.records import Outcome
+
+HEAD = b"HTTP/1.1 404 Not Found\r\n"  # whose body is kept as it came
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+BODY = b"5\r\nhello\r\n1F;name=x\r\n" + b"x" * 31 + b"\r\n0\r\nTrailer: y\r\n\r\n"
+TEXT = b"hello" + b"x" * 31
+
+
+def read(*pieces: bytes, ends: bool = False) -> Exchange:
+    """The pieces come at 1 s, 2 s, ..., then the connection may end."""
+
+    async def feed() -> Exchange:
+        exchange = Exchange(is_chat=False)
+        parser = httptools.HttpResponseParser(exchange)
+        for at_s, piece in enumerate(pieces, 1):
+            exchange.feed(parser, piece, float(at_s))
+        if ends:
+            exchange.lost("the connection was closed", 9.0)
+        return exchange
+
+    return asyncio.run(feed())
+
+
+def test_a_chunked_body_is_whole_wherever_it_was_cut() -> None:
+    data = b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + BODY
+    for cut in range(len(data) + 1):
+        found = read(*filter(None, (data[:cut], data[cut:])))
+        assert (found.status, bytes(found.body), found.is_complete) == (404, TEXT, True)
+        assert found.keep_alive
+        assert found.headers == {"transfer-encoding": "chunked"}
+
+
+def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete() -> None:
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    found = read(head, b"ff\r\ndata: [DO", b"NE]\n\n")
+    assert (found.first_byte_s, found.end_s, found.problem) == (2.0, 3.0, None)
+    assert found.reader.done
+    assert not found.is_complete
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "keep_alive"),
+    [
+        (HEAD + b"Content-Length: 5\r\n\r\n", b"hello", True),
+        (HEAD + b"Content-Length: 0\r\n\r\n", b"", True),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+        (HEAD + b"Connection: close\r\nContent-Length: 5\r\n\r\n", b"hello", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\n", b"hello", False),
+    ],
+)
+@pytest.mark.parametrize("more", [b"", b"H", b"more"])
+def test_bytes_after_the_end_spoil_the_connection_only(
+    head: bytes, body: bytes, keep_alive: bool, more: bytes
+) -> None:
+    found = read(head + body + more)
+    assert (found.is_complete, bytes(found.body)) == (True, body)
+    assert found.keep_alive == (keep_alive and not more)
+
+
+@pytest.mark.parametrize(
+    ("data", "outcome", "words"),
+    [
+        (HEAD + b"\r\nhel", Outcome.CLIENT_ERROR, "hel"),
+        (CHUNKED + b"3\r\nhel\r\n", Outcome.CLIENT_ERROR, "hel"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", Outcome.TRUNCATED, "was closed without"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", Outcome.TRUNCATED, "the body ended without any event"),
+        (HEAD, Outcome.TRUNCATED, "the connection was closed before an answer came"),
+    ],
+)
+def test_the_end_of_a_connection_is_the_end_of_a_body_that_has_no_other(
+    data: bytes, outcome: Outcome, words: str
+) -> None:
+    found = read(data, ends=True)
+    assert found.is_complete == (HEAD + b"\r\n" in data or data.endswith(b"OK\r\n\r\n"))
+    assert found.problem is not None
+    assert found.problem.outcome is outcome
+    assert words in found.problem.detail
+
+
+def test_names_of_headers_are_lower_case_and_repeated_ones_joined() -> None:
+    found = read(b"HTTP/1.1 200\r\nX-A: 1\r\nx-a:2\r\nContent-Length: 0\r\n\r\n")
+    assert found.headers == {"x-a": "1, 2", "content-length": "0"}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
+        (b"\x15\x03\x01\x00\x02", "https://"),
+        (b"HTTP/1.1 2x0 OK\r\n\r\n", "not HTTP"),
+        (b"HTTP/2.0 200 OK\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 101 Switching\r\n\r\n", "another protocol"),
+        (HEAD + b"Content-Encoding: gzip\r\n\r\n", "compressed"),
+        (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n", "transfer encoding"),
+        (HEAD + b"Content-Length: -1\r\n\r\n", "Content-Length"),
+        (CHUNKED + b"hello\r\n", "chunk size"),
+        (CHUNKED + b"-5\r\nhello\r\n", "chunk size"),
+        (CHUNKED + b"5\r\nhello!\r\n", "chunk data"),
+        (CHUNKED + b"1" * 20_000, "[Cc]hunk size"),
+        (CHUNKED + b"5;" + b"x" * 70_000, "no end"),
+        (CHUNKED + b"0\r\nX: " + b"x" * 70_000, "no end"),
+        (HEAD + b"X: " + b"x" * 70_000, "no end"),
+    ],
+)
+def test_what_is_not_http_is_named(data: bytes, words: str) -> None:
+    found = read(data, b"more")
+    assert found.problem is not None
+    assert found.problem.outcome is Outcome.MALFORMED
+    assert re.search(words, found.problem.detail)

@@ -1,0 +1,202 @@
+"""Experiments as a whole: loads that cannot succeed are refused before anything runs or exists."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from baton.bench import cli
+from baton.bench.client.probe import Probed
+from baton.bench.client.target import Target
+from baton.bench.experiment import Experiment, Server
+from baton.bench.fault import refuse_late
+from baton.bench.figures.faults import parse_fault
+from baton.bench.figures.metrics import PRESETS
+from baton.bench.figures.search import Ending, Found
+from baton.bench.judging import Case, judge
+from baton.bench.plan.plan import Plan
+from baton.bench.planning import arrivals_of, loop_of, plan_of
+from baton.bench.report.document import Report, Run, read_json, write_json
+from baton.bench.report.publish import is_usable
+from baton.bench.run import spread
+from baton.bench.settings import ArrivalSettings, RunSettings
+from baton.protocol.errors import ConfigError
+from tests.support.bench_records import Scene, answered, invalid, loaded, report_of, scene_run
+
+# Nothing listens there: an experiment that asks fails in another way.
+URL = ("--url", "http://127.0.0.1:9")
+ARMS = ("a=http://127.0.0.1:9", "b=http://127.0.0.1:10")
+ASKED = ("--prompt", "4", "--output", "2", "--vocabulary", "300-400")
+OPEN = ("--arrivals", "constant:1", "--requests", "5")  # at 0, 1, 2, 3 and 4 s
+CLOSED = ("--concurrency", "1", "--requests", "5")
+LATER_TURNS = (*OPEN, "--workload", "conversation")
+
+
+def planned(*words: str) -> Plan:
+    settings = cli.parse(RunSettings, (*ASKED, *words))[0]
+    arrivals = arrivals_of(settings.arrival, settings.workload)
+    return plan_of(settings.workload, settings.load, arrivals)
+
+
+def prompts(folder: Path, count: int) -> tuple[str, ...]:
+    path = folder / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "output_tokens": 2}\n' * count)
+    return "--workload", "file", "--path", str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("run", *URL, *OPEN, "--window", "30-60"),
+            "no request arrives in --window 30-60: the first one does after 0 s and the last one "
+            "after 4 s",
+        ),
+        (
+            ("fault", *URL, *OPEN, "--fault", "stop:4711@5+1"),
+            r"stop:4711@5\+1: the schedule ends after 4 s; give",
+        ),
+    ],
+)
+def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(
+    words: Sequence[str], said: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "report"
+    with pytest.raises(ConfigError, match=said):
+        cli.main([*words, *ASKED, "--out", str(out)])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(*OPEN, "--window", "4-5"), *((*one, "--window", "9-10") for one in (CLOSED, LATER_TURNS))],
+)
+def test_a_window_in_which_something_may_arrive_is_accepted(words: Sequence[str]) -> None:
+    assert planned(*words).requests
+
+
+# A longer load may still answer something, and the end of the others is not known.
+@pytest.mark.parametrize("words", [(*OPEN, "--duration-s", "9"), CLOSED, LATER_TURNS])
+def test_a_fault_that_may_come_before_the_end_is_accepted(words: Sequence[str]) -> None:
+    refuse_late([parse_fault("stop:4711@5+1")], planned(*words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sweep", *URL, "--rates", "1,10", "--duration-s", "5"),
+        # 20 requests on average: of so many drawn loads one has more than 22.
+        ("run", *URL, "--arrivals", "poisson:4", "--duration-s", "5", "--runs", "20"),
+        ("compare", *ARMS, "--arrivals", "poisson:4", "--duration-s", "5", "--rounds", "20"),
+    ],
+)
+def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(
+    words: Sequence[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"requests are wanted, .* has 22: ask for fewer"):
+        cli.main([*words, *ASKED, *prompts(tmp_path, 22), "--warm-up", "0"])
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request of an experiment is answered at once."""
+
+    def connect(experiment: Experiment, target: Target) -> Server:
+        probed = Probed("m", "", "", True, True, False, False, False)
+        return Server(probed.fit(target), experiment.settings.workload, probed)
+
+    def measure(_: Experiment, case: Case, *_more: object) -> Run:
+        records = [answered(one.index, one.at_s or 0.0, [0.1, 0.2]) for one in case.plan.requests]
+        return judge(case, loaded(records), "")
+
+    monkeypatch.setattr(Experiment, "connect", connect)
+    monkeypatch.setattr(Experiment, "measure", measure)
+
+
+@pytest.mark.usefixtures("played")
+def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("search", *URL, *ASKED, *prompts(tmp_path, 25), "--shape", "constant",
+             "--duration-s", "5", "--start-rate", "2", "--warm-up", "0", "--ttft-ms", "500",
+             "--out", str(tmp_path))  # fmt: skip
+    assert cli.main(words) == 1
+    report = read_json(tmp_path / "report.json")
+    assert [one.rate for one in report.runs] == [2.0, 4.0]
+    assert report.search is not None
+    assert report.search.rate == 4.0
+    (note,) = [
+        one for one in report.notes if one.startswith("the search ended at 8/s: 40 requests")
+    ]
+    assert f"note: {note}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("played")
+def test_the_loads_of_a_sweep_run_upwards_with_prompts_of_their_own(tmp_path: Path) -> None:
+    words = ("sweep", *URL, *ASKED, "--rates", "4,2,4", "--shape", "constant", "--requests", "4",
+             "--out", str(tmp_path))  # fmt: skip
+    assert cli.main(words) == 0
+    report = read_json(tmp_path / "report.json")
+    assert [(run.label, run.rate) for run in report.runs] == [("2/s", 2.0), ("4/s", 4.0)]
+    assert len({note for run in report.runs for note in run.notes if "seed" in note}) == 2
+
+
+def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -> None:
+    target = Target("http://a", "m", extra_body='{"temperature": 0.7}')
+    settings = cli.parse(RunSettings, (*ASKED, *CLOSED, "--verify"))[0]
+    experiment = Experiment("run", settings, [None], concurrency=1, verify=True)
+    server = Server(target, settings.workload, Probed("m", "", "", *[False] * 5))
+    with pytest.raises(ConfigError, match="when greedy, not with temperature"):
+        experiment.measure(experiment.case(server, 0, "a load", None))
+
+
+def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
+    experiment = Experiment("run", cli.parse(RunSettings, (*ASKED, *CLOSED))[0], [None])
+    with experiment:
+        run = scene_run(Scene(duration_s=5.0), "1/s", bounds=PRESETS["chat"])
+        experiment.report.runs.append(run)
+    experiment.finish(num_wanted)
+    capsys.readouterr()
+    return experiment.report
+
+
+def test_loads_that_were_never_run_make_a_report_unusable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert is_usable(unfinished(1, capsys))
+    report = unfinished(3, capsys)
+    assert not is_usable(report)
+    assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
+
+
+def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
+    runs = [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2, 3)]
+    table = spread(runs)
+    assert table.rows[0][0] == "tokens/s"
+    assert {"ttft p50, ms", "itl p99, ms"} <= {row[0] for row in table.rows}
+    assert "Over the runs" in table.title
+
+
+def test_a_loop_is_named_by_what_drives_it() -> None:
+    assert loop_of(ArrivalSettings(concurrency=4)) == "concurrency 4"
+    assert loop_of(ArrivalSettings(arrivals="poisson:2")) == "poisson:2"
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_confirmed"), [(Ending.FOUND, True), (Ending.PROBES_SPENT, False)]
+)
+def test_a_search_stands_by_what_it_confirmed(ending: Ending, is_confirmed: bool) -> None:
+    bad = scene_run(Scene(duration_s=5.0), "2/s, up")
+    bad.problems = [invalid("the client sent late")]
+    report = report_of([bad])
+    assert not is_usable(report)
+    report.search = Found(2.0, is_confirmed, ending, 3.0, "", [])
+    assert is_usable(report) is is_confirmed
+
+
+def test_pages_of_an_invalid_or_empty_report_are_no_success(tmp_path: Path) -> None:
+    good, bad = (scene_run(Scene(duration_s=5.0), "a load") for _ in range(2))
+    bad.problems = [invalid("late")]
+    for name, runs, code in (("good", [good], 0), ("bad", [good, bad], 1), ("empty", [], 1)):
+        write_json(report_of(runs), tmp_path / name)
+        assert cli.main(["report", str(tmp_path / name)]) == code

@@ -1,0 +1,167 @@
+"""What is made of the records of one load: a run, valid or not, and what must be said of it."""
+
+import pytest
+
+from baton.bench.figures.validity import Severity
+from baton.bench.judging import ALL_FAILED, CACHED, judge, mark_mismatches, sent_so_far
+from baton.bench.plan.arrivals import parse_arrivals
+from baton.bench.plan.plan import make_plan
+from baton.bench.plan.prompts import shared_share
+from baton.bench.plan.workload import Workload
+from baton.bench.planning import may_be_cached
+from baton.bench.records import Outcome, Planned
+from baton.bench.report.document import Run
+from baton.bench.settings import LoadSettings
+from baton.bench.verify import Mismatch, MismatchKind
+from baton.protocol.errors import BatonError
+from tests.support.bench_records import answered, case_of, ended, loaded
+
+ANSWERED, REFUSED, STOPPED = Outcome.ANSWERED, Outcome.REFUSED, Outcome.STOPPED
+
+
+def texts(run: Run, *, is_invalid: bool) -> list[str]:
+    return [problem.text for problem in run.problems if problem.is_invalid is is_invalid]
+
+
+def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
+    run = judge(case_of(2), ended(ANSWERED, ANSWERED), "")
+    assert not run.invalid
+    assert run.summary.attainment == 1.0
+    assert run.notes == ["a note"]
+
+
+def test_a_load_of_which_nothing_was_answered_is_an_invalid_run() -> None:
+    run = judge(case_of(2), ended(REFUSED, REFUSED), "")
+    assert any("the server's words" in text for text in texts(run, is_invalid=True))
+    assert run.summary.attainment == 0.0
+
+
+def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
+    why = "interrupted: 2 of 5 requests had been sent"
+    run = judge(case_of(5), ended(ANSWERED, STOPPED), why)
+    assert texts(run, is_invalid=True) == [why]
+    assert run.summary.attainment == 1.0
+    assert not any("failed" in text for text in texts(run, is_invalid=False))
+
+
+def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
+    timed = case_of(5, load=LoadSettings(duration_s=1.0))
+    assert not judge(timed, ended(ANSWERED), "").invalid
+    assert judge(case_of(5), ended(ANSWERED), "").invalid
+
+
+def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
+    with pytest.raises(BatonError, match="no request arrived") as caught:
+        judge(case_of(1), ended(), "")
+    assert caught.value.code != ALL_FAILED
+    warm = ended(REFUSED)
+    warm.records[0].warm_up = True
+    for load in (warm, ended(STOPPED, STOPPED)):
+        with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
+            judge(case_of(2), load, "the first 1 failed")
+
+
+def test_how_far_a_load_came_is_said_without_warm_up_and_turns_that_were_not_sent() -> None:
+    load = ended(ANSWERED, ANSWERED, STOPPED, STOPPED)
+    load.records[0].warm_up = True
+    load.records[3].detail = "not sent: turn 0 of the conversation failed"
+    planned = [Planned(index, None, 2, (1,), warm_up=not index) for index in range(9)]
+    far = sent_so_far(load.records, planned)
+    assert far == "2 of 8 requests had been sent; not ended by then, and in no figure: 1"
+    assert sent_so_far(load.records[:2], planned) == "1 of 8 requests had been sent"
+
+
+@pytest.mark.parametrize("concurrency", [2, 3])
+def test_clients_that_have_nothing_to_ask_are_no_concurrency(concurrency: int) -> None:
+    run = judge(case_of(2, concurrency=concurrency), ended(ANSWERED, ANSWERED), "")
+    is_said = "2 requests cannot keep 3 clients busy" in texts(run, is_invalid=False)
+    assert is_said is (concurrency == 3)
+
+
+@pytest.mark.parametrize("why_stopped", ["", "interrupted: 4 of 5 requests had been sent"])
+def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: str) -> None:
+    plan = make_plan(Workload(prompt="4", output="2"), None, count=5, warm_up=4)
+    records = [answered(one.index, float(one.index), [0.1]) for one in plan.requests[:-1]]
+    for record, one in zip(records, plan.requests, strict=False):
+        record.warm_up, record.cached_tokens = one.warm_up, 500
+    found = judge(case_of(plan, load=LoadSettings(window="30-60")), loaded(records), why_stopped)
+    assert found.summary.num_requests == 4
+    said = "no request arrived in --window 30-60: the figures are of all requests"
+    assert said in texts(found, is_invalid=True)
+
+
+def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
+    load = ended(ANSWERED)
+    load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
+    assert CACHED in texts(judge(case_of(1), load, ""), is_invalid=False)
+    assert CACHED not in texts(judge(case_of(1, may_be_cached=True), load, ""), is_invalid=False)
+
+
+@pytest.mark.parametrize(
+    ("workload", "is_meant"),
+    [
+        (Workload(), False),
+        # The plan knows what prompts of token ids share.
+        (Workload(shared_prefix=16), False),
+        (Workload(workload="trace"), False),
+        (Workload(workload="chat"), False),
+        (Workload(workload="chat", shared_prefix=16), True),
+        (Workload(workload="conversation"), True),
+        (Workload(workload="file"), True),
+    ],
+)
+def test_prompts_that_are_shared_by_words_are_meant_to_be_cached(
+    workload: Workload, is_meant: bool
+) -> None:
+    assert may_be_cached(workload) is is_meant
+
+
+def test_what_a_cache_should_know_is_counted_in_whole_blocks() -> None:
+    start, other = list(range(40)), list(range(100, 140))
+    assert shared_share([start, other]) == 0.0
+    assert shared_share([start, [*start[:33], 7]]) == 32 / 74
+    assert shared_share([start, start, other]) == 32 / 120
+    assert shared_share([start, other], [start]) == 32 / 80
+    # A block after a different one is a different block.
+    assert shared_share([start, [*other[:16], *start[16:32]]]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("window", "num_prefixes", "share"),
+    [("", 1, 19 / 20), ("10-20", 1, 1.0), ("10-20", 10, 1.0)],
+)
+def test_prompts_that_share_what_they_should_are_no_warning(
+    window: str, num_prefixes: int, share: float
+) -> None:
+    """20 requests with a prefix of 96 tokens that a prefix cache finds again, and 20 warm-ups."""
+    workload = Workload(prompt="32", output="2", shared_prefix=96, num_prefixes=num_prefixes)
+    plan = make_plan(workload, parse_arrivals("constant:1"), count=20, warm_up=20)
+    records, known = [], set[tuple[int, ...]]()
+    for one in plan.requests:
+        record = answered(one.index, one.at_s or 0.0, [0.1, 0.11])
+        record.prompt_tokens, record.warm_up = len(one.prompt_ids), one.warm_up
+        record.cached_tokens = 96 * (one.prompt_ids[:96] in known)
+        known.add(one.prompt_ids[:96])
+        records.append(record)
+    open_loop = case_of(plan, concurrency=0, load=LoadSettings(window=window))
+    run = judge(open_loop, loaded(records), "")
+    assert run.summary.cached_share == pytest.approx(share * 96 / 128)
+    assert CACHED not in texts(run, is_invalid=False)
+
+
+def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
+    load = ended(*[ANSWERED] * 6)
+    found = mark_mismatches(
+        load.records,
+        [
+            Mismatch(3, MismatchKind.LOST, 5, "token", "1 2", "2 3"),
+            Mismatch(4, MismatchKind.WRONG, 0, "token", "1", "2"),
+            Mismatch(5, MismatchKind.WRONG, 0, "token", "1", "2"),
+        ],
+    )
+    assert [problem.severity for problem in found] == [Severity.INVALID, Severity.WARNING]
+    assert found[0].text.startswith("1 of 6 outputs differ from those of the requests alone (lost)")
+    assert "request 3: lost at token 5: expected 1 2, got 2 3" in found[0].text
+    assert found[1].text.startswith("2 of 6 outputs")
+    outcomes = [record.outcome for record in load.records]
+    assert outcomes == [ANSWERED] * 3 + [Outcome.WRONG_TOKENS] * 3

@@ -1,0 +1,299 @@
+"""Plans: the same for a seed, no prompt twice, warm-up apart, everything that was done is said."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.bench.plan.arrivals import ArrivalProcess, Gaps, Ramp, Recorded
+from baton.bench.plan.plan import Plan, make_plan
+from baton.bench.plan.prompts import MAX_PLAN_TOKENS
+from baton.bench.plan.workload import Kind, Workload
+from baton.bench.records import Message, Planned
+from baton.protocol.errors import ConfigError
+
+POISSON = Gaps(5, 1)
+SMALL = Workload(prompt="uniform:4-40", output="uniform:1-9", shared_prefix=3)
+TINY = Workload(prompt="1", vocabulary="0-9")
+TURNS = Workload(workload="conversation", prompt="4", shared_prefix=2, turns=4, think_s=1.5)
+WORKLOADS = st.builds(
+    Workload,
+    workload=st.sampled_from(("tokens", "text", "chat", "conversation")),
+    prompt=st.sampled_from(("4", "uniform:4-40")),
+    output=st.just("uniform:1-9"),
+    shared_prefix=st.sampled_from((0, 3)),
+    num_prefixes=st.sampled_from((1, 2)),
+    turns=st.sampled_from((1, 3)),
+    conversation_form=st.sampled_from(("chat", "tokens")),
+    seed=st.integers(0, 2**40),
+)
+TRACE = "\n".join(
+    json.dumps({"timestamp": at, "input_length": 600, "output_length": 9, "hash_ids": ids})
+    for at, ids in ((0, [1, 2]), (1000, [1, 3]), (4000, [4, 5]))
+)
+FILE = """{"prompt": "one two three", "output_tokens": 5, "at_s": 0.5}
+{"prompt": [5, 6, 7], "at_s": 0.5}
+
+{"messages": [{"role": "user", "content": "hi there"}], "at_s": 2}
+"""
+
+
+def said(plan: Plan) -> str:
+    return "\n".join(plan.notes)
+
+
+def prompts(requests: Sequence[Planned]) -> list[object]:
+    return [(one.prompt_ids, one.prompt, one.messages) for one in requests]
+
+
+def times(plan: Plan) -> list[float]:
+    return [one.at_s for one in plan.requests if one.at_s is not None]
+
+
+def of_file(folder: Path, text: str, kind: Kind = "file", **more: object) -> Workload:
+    path = folder / "rows.jsonl"
+    path.write_text(text)
+    return msgspec.convert({"workload": kind, "path": str(path), **more}, Workload)
+
+
+@given(WORKLOADS, st.sampled_from((None, Gaps(5, 0), POISSON, Gaps(5, 2))), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
+    workload: Workload, arrivals: Gaps | None, warm_up: int
+) -> None:
+    plan = make_plan(workload, arrivals, count=20, warm_up=warm_up)
+    requests = plan.requests
+    assert make_plan(workload, arrivals, count=20, warm_up=warm_up) == plan
+    assert [one.index for one in requests] == list(range(len(requests)))
+    assert [one.warm_up for one in requests] == sorted(one.warm_up for one in requests)[::-1]
+    assert sum(one.warm_up for one in requests) == warm_up
+    assert len(set(prompts(requests))) == len(requests)
+    assert times(plan) == sorted(times(plan))
+    for one in requests:
+        assert (one.at_s is None) == (arrivals is None or one.turn > 0)
+        assert one.at_s is None or (one.at_s < 0) == one.warm_up
+        assert sum(bool(part) for part in (one.prompt_ids, one.prompt, one.messages)) == 1
+        assert 1 <= one.output_tokens <= 9
+    # A shorter plan begins it; warm-up requests go at the rate that came out of a whole plan.
+    shorter = make_plan(workload, arrivals, count=5, warm_up=warm_up).requests[warm_up:]
+    assert shorter == requests[warm_up:][: len(shorter)]
+
+
+def test_another_seed_asks_otherwise_and_another_rate_does_not() -> None:
+    first, slow = (make_plan(SMALL, Gaps(rate, 1), count=20) for rate in (5, 1))
+    other = make_plan(msgspec.structs.replace(SMALL, seed=1), POISSON, count=20)
+    assert not set(prompts(first.requests)) & set(prompts(other.requests))
+    assert not set(times(first)) & set(times(other))
+    assert prompts(first.requests) == prompts(slow.requests)
+
+
+@pytest.mark.parametrize("workload", [SMALL, TINY])
+def test_warm_up_changes_nothing_of_what_is_measured(workload: Workload) -> None:
+    cold = make_plan(workload, POISSON, count=6).requests
+    warm = make_plan(workload, POISSON, count=6, warm_up=4).requests
+    assert prompts(warm[4:]) == prompts(cold)
+    assert [one.at_s for one in warm[4:]] == [one.at_s for one in cold]
+    assert not {one.prompt_ids[:3] for one in warm[:4]} & {one.prompt_ids[:3] for one in cold}
+
+
+def test_prompts_share_what_was_asked_for_and_no_more() -> None:
+    workload = Workload(prompt="8", shared_prefix=5, num_prefixes=2)
+    plan = make_plan(workload, None, count=6)
+    starts = [one.prompt_ids[:5] for one in plan.requests]
+    assert starts == starts[:2] * 3
+    assert starts[0] != starts[1]
+    assert all(len(one.prompt_ids) == 13 for one in plan.requests)
+    assert "prompts share 2 starts of 5 tokens" in said(plan)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "text", "chat"])
+@pytest.mark.parametrize("shared_prefix", [0, 20])
+def test_a_prompt_is_no_start_of_a_longer_one_of_its_seed(kind: Kind, shared_prefix: int) -> None:
+    def starts(length: str, shared: int) -> set[str]:
+        workload = Workload(workload=kind, prompt=length, shared_prefix=shared)
+        asked = make_plan(workload, None, count=4, warm_up=2).requests
+        texts = (one.prompt or " ".join(part.content for part in one.messages) for one in asked)
+        return {
+            (text or " ".join(map(str, one.prompt_ids)))[:20]
+            for text, one in zip(texts, asked, strict=True)
+        }
+
+    assert not starts("40", shared_prefix) & starts("80", 2 * shared_prefix)
+
+
+def test_ids_stay_within_the_vocabulary_and_reach_both_ends() -> None:
+    requests = make_plan(Workload(prompt="100", vocabulary="7-9"), None, count=5).requests
+    assert {token for one in requests for token in one.prompt_ids} == {7, 8, 9}
+
+
+def test_prompts_that_cannot_all_differ_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not enough prompts of 1 tokens that differ"):
+        make_plan(TINY, None, count=11)
+
+
+def test_a_later_turn_holds_only_what_the_user_adds() -> None:
+    plan = make_plan(msgspec.structs.replace(TURNS, turns=2), Gaps(4, 0), count=4)
+    first, second, other, _ = plan.requests
+    assert [message.role for message in first.messages] == ["system", "user"]
+    assert [message.role for message in second.messages] == ["user"]
+    assert [one.conversation for one in plan.requests] == [0, 0, 1, 1]
+    assert [one.turn for one in plan.requests] == [0, 1, 0, 1]
+    assert [one.at_s for one in plan.requests] == [0.0, None, 0.5, None]
+    assert [one.think_s for one in plan.requests] == [0.0, 1.5, 0.0, 1.5]
+    assert first.messages[0] == other.messages[0]
+
+
+@pytest.mark.parametrize("arrivals", [Gaps(8, 0), Gaps(8, 1), Gaps(8, 2), Ramp(4, 12)])
+def test_rates_and_counts_of_conversations_are_those_of_their_requests(
+    arrivals: Gaps | Ramp,
+) -> None:
+    plan = make_plan(TURNS, arrivals, duration_s=400.0)
+    assert len(plan.requests) == pytest.approx(8 * 400, rel=0.15)
+    assert plan.planned_rate == pytest.approx(len(plan.requests) / 400, rel=0.03)
+    assert plan.offered_rate == 8
+    counted = make_plan(TURNS, arrivals, count=10, duration_s=400.0)
+    assert counted.requests == plan.requests[:12]  # no conversation is cut
+    assert "3 conversations of 4 turns: 12 requests" in said(counted)
+    assert len(make_plan(TURNS, None, count=8).requests) == 8
+    drawn = said(make_plan(TURNS, Gaps(8, 0), count=80))
+    assert "constant:8 of requests, constant:2 of conversations: 20 arrivals at 2/s" in drawn
+
+
+def test_a_plan_says_what_it_is() -> None:
+    plan = make_plan(SMALL, POISSON, count=200, warm_up=2)
+    assert plan.realised is not None
+    assert (plan.offered_rate, plan.realised.num_arrivals) == (5, 200)
+    assert plan.duration_s == plan.requests[-1].at_s
+    for words in ("poisson:5: 200 arrivals", "outputs, tokens: mean", "2 warm-up", "seed 0"):
+        assert words in said(plan)
+    assert make_plan(SMALL, POISSON, duration_s=10.0).duration_s == 10
+    assert make_plan(SMALL, None, count=3).offered_rate is None
+    # A ramp that ends by its count does not have the rate of a whole one.
+    assert make_plan(SMALL, Ramp(1, 10), duration_s=60.0).offered_rate == 5.5
+    assert make_plan(SMALL, Ramp(1, 10), count=50, duration_s=60.0).offered_rate is None
+
+
+def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
+    workload = of_file(tmp_path, TRACE, "trace")
+    plan = make_plan(workload, Recorded())
+    assert times(plan) == [0, 1, 4]
+    assert (plan.offered_rate, plan.duration_s) == (None, 4)
+    first, second, third = (one.prompt_ids for one in plan.requests)
+    assert first[:512] == second[:512] != third[:512]
+    assert first[512:] != second[512:]
+    faster = make_plan(workload, Recorded(rate=5.0))
+    assert times(faster) == pytest.approx([0, 0.1, 0.4])
+    assert "stretched by 0.1 for 5 requests/s" in said(faster)
+    assert prompts(faster.requests) == prompts(plan.requests)
+    assert make_plan(workload, Recorded(), duration_s=2.0).requests == plan.requests[:2]
+    assert times(make_plan(workload, Gaps(10, 0))) == pytest.approx([0, 0.1, 0.2])
+    assert make_plan(workload, None).requests[2].at_s is None
+    scaled = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64, max_input=9)
+    plan = make_plan(scaled, Recorded(), warm_up=2)
+    assert [len(one.prompt_ids) for one in plan.requests] == [9] * 5
+    assert "blocks of 8 tokens" in said(plan)
+    assert "3 of 3 inputs were clamped" in said(plan)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("path", ["azure-code", "azure-conv"])
+def test_a_recorded_shape_offers_the_rate_asked_for_within_its_duration(
+    path: str, rate: float
+) -> None:
+    workload = Workload(workload="trace", path=path, max_input=20, max_output=20)
+    plan = make_plan(workload, Recorded(rate), duration_s=120.0)
+    assert len(plan.requests) == 120 * rate
+    assert plan.offered_rate == plan.planned_rate == pytest.approx(rate)
+    assert plan.requests[-1].at_s == pytest.approx(120 - 1 / rate)
+    assert plan.requests == make_plan(workload, Recorded(rate), count=int(120 * rate)).requests
+    shorter = make_plan(workload, Recorded(rate), count=30, duration_s=120.0)
+    assert (len(shorter.requests), shorter.planned_rate) == (30, pytest.approx(rate))
+    # The rows keep their shape: the same gaps as recorded, all by one factor.
+    recorded = times(make_plan(workload, Recorded(), count=30))
+    factor = 29 / rate / recorded[-1]
+    assert times(shorter) == pytest.approx([at_s * factor for at_s in recorded])
+
+
+def test_a_recording_too_short_for_its_rate_ends_early_and_says_so(tmp_path: Path) -> None:
+    workload = of_file(tmp_path, TRACE, "trace")
+    plan = make_plan(workload, Recorded(rate=2.0), duration_s=60.0)
+    assert times(plan) == pytest.approx([0, 0.25, 1])
+    assert "the recording ends after 1 s" in said(plan)
+    assert times(make_plan(workload, Recorded(rate=0.01), duration_s=60.0)) == [0]
+    with pytest.raises(ConfigError, match="no recorded request arrives within 10"):
+        make_plan(workload, Recorded(rate=0.01), duration_s=10.0)
+
+
+def test_a_recorded_rate_is_that_of_the_played_rows_from_the_first_on(tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "{at}", "at_s": {at}}}\n' for at in (100, 101, 103, 103, 103))
+    workload = of_file(tmp_path, rows)
+    plan = make_plan(workload, Recorded(rate=1.0), duration_s=3.0)
+    assert times(plan) == pytest.approx([0, 2 / 3, 2])
+    bursts = of_file(
+        tmp_path, "".join(f'{{"prompt": "{n}", "at_s": {n // 3}}}\n' for n in range(9))
+    )
+    assert len(make_plan(bursts, Recorded(rate=1.0), duration_s=4.0).requests) == 4
+    with pytest.raises(ConfigError, match="the first 3 recorded requests come at one moment"):
+        make_plan(bursts, Recorded(rate=1.0), duration_s=3.0)
+
+
+def test_a_trace_that_starts_over_says_which_prompts_come_again(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 512, "output_length": 2, "hash_ids": [%d]}\n'
+    workload = of_file(tmp_path, row % 1 + row % 2, "trace", repeat=True)
+    assert "come again" not in said(make_plan(workload, POISSON, count=2))
+    plan = make_plan(workload, POISSON, count=5)
+    assert plan.requests[0].prompt_ids == plan.requests[2].prompt_ids
+    assert "the trace starts over: 3 of 5 prompts come again, as a prefix cache knows" in said(plan)
+
+
+def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
+    plan = make_plan(of_file(tmp_path, FILE, output="8"), Recorded(), warm_up=3)
+    measured = plan.requests[3:]
+    assert [one.at_s for one in measured] == [0.5, 0.5, 2]
+    assert [one.output_tokens for one in measured] == [5, 8, 8]
+    assert measured[0].prompt == "one two three"
+    assert measured[1].prompt_ids == (5, 6, 7)
+    assert measured[2].messages == (Message("user", "hi there"),)
+    likewise = plan.requests[:3]
+    assert len(likewise[0].prompt.split()) == 3
+    assert len(likewise[1].prompt_ids) == 3
+    assert len(likewise[2].messages[0].content.split()) == 2
+    assert not set(prompts(likewise)) & set(prompts(measured))
+
+
+def test_a_file_repeats_only_when_told_to(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"4 requests are wanted.*has 3"):
+        make_plan(of_file(tmp_path, FILE), None, count=4)
+    plan = make_plan(of_file(tmp_path, FILE, repeat=True), POISSON, count=4)
+    assert "1 of 4 prompts repeat an earlier one" in said(plan)
+    assert "repeat an earlier" not in said(make_plan(of_file(tmp_path, FILE), None))
+
+
+@pytest.mark.parametrize(
+    ("workload", "arrivals", "bounds", "why"),
+    [
+        (SMALL, None, {}, "a closed loop needs --requests N"),
+        (SMALL, POISSON, {}, "say how long: --requests N, --duration-s S, or both"),
+        (SMALL, Recorded(), {"count": 5}, "need a trace, or a file whose rows say at_s"),
+        (SMALL, Ramp(1, 2), {"count": 5}, "a ramp needs --duration-s"),
+        (SMALL, Gaps(0.01, 1), {"duration_s": 0.5}, "no request of poisson:0.01 arrives within"),
+        (Workload(vocabulary="9-3"), None, {"count": 5}, "--vocabulary '9-3': write it as"),
+        (Workload(prompt="x"), None, {"count": 5}, "lengths 'x'"),
+        (Workload(workload="trace"), None, {"count": 5}, "--workload trace needs --path FILE"),
+        (Workload(path="x"), None, {"count": 5}, "--path is for --workload trace or file, not tok"),
+        (Workload(workload="trace", path="azure-code"), Recorded(), {"count": 9000}, "of 8819"),
+        (Workload(workload="trace", path="azure-code"), POISSON, {"count": 9000}, "has 8819"),
+        (Workload(shared_prefix=MAX_PLAN_TOKENS), None, {"count": 20}, "holds over 20000000 promp"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_in_a_line(
+    workload: Workload, arrivals: ArrivalProcess | None, bounds: dict[str, float], why: str
+) -> None:
+    count = int(bounds["count"]) if "count" in bounds else None
+    with pytest.raises(ConfigError, match=why) as caught:
+        make_plan(workload, arrivals, count=count, duration_s=bounds.get("duration_s"))
+    assert "\n" not in caught.value.message

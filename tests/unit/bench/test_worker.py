@@ -1,0 +1,157 @@
+"""A client process waits on time, notices when it was late, and follows what belongs together."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from baton.bench.client.ask import Session
+from baton.bench.client.target import Target
+from baton.bench.client.turns import lost_turn, next_turn, units_of
+from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Pauses, Strain, new_loop
+from baton.bench.records import Arrival, Message, Outcome, Planned, Record
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(main)
+
+
+def test_a_wait_is_never_over_too_early_and_many_end_in_their_order() -> None:
+    moments = (-1.0, 0.0, 1e-5, 7e-4, COARSE_S, 2 * COARSE_S, *(0.1 + 1e-3 * n for n in range(20)))
+
+    async def main() -> list[float]:
+        loop, session, ended = asyncio.get_running_loop(), Session(Target()), []
+        start_s = loop.time()
+
+        async def wait(at_s: float) -> None:
+            assert await session.until(start_s + at_s)
+            assert loop.time() >= start_s + at_s
+            ended.append(at_s)
+
+        await asyncio.gather(*map(wait, moments))
+        return ended
+
+    assert run(main()) == sorted(moments)
+
+
+def test_a_stop_ends_all_waits() -> None:
+    async def main() -> list[bool]:
+        loop, session = asyncio.get_running_loop(), Session(Target())
+        waiting = [asyncio.ensure_future(session.until(loop.time() + 60.0)) for _ in range(3)]
+        loop.call_soon(session.stop)
+        found = await asyncio.gather(*waiting)
+        return [*found, await session.until(loop.time() - 1.0), await session.until(1e9)]
+
+    assert run(main()) == [False] * 5
+
+
+def test_a_loop_that_was_blocked_was_late() -> None:
+    async def main() -> float:
+        strain = Strain(asyncio.get_running_loop())
+        time.sleep(5 * TICK_S)  # noqa: ASYNC251  blocking is what is tested
+        await asyncio.sleep(TICK_S)
+        strain.stop()
+        return strain.max_lag_s
+
+    assert run(main()) >= 4 * TICK_S
+
+
+@pytest.mark.parametrize(("num_s", "busiest"), [(60, 0.9), (CPU_SPAN_S, 0.0)])
+def test_the_busiest_seconds_are_found_among_idle_ones(num_s: int, busiest: float) -> None:
+    async def main() -> Strain:
+        strain = Strain(asyncio.get_running_loop())
+        strain.stop()
+        return strain
+
+    strain, cpu_s, start_s = run(main()), time.process_time(), time.monotonic()
+    for second in range(int(num_s)):
+        strain.sample(start_s + second, cpu_s)
+        cpu_s += 0.9 if 20 <= second < 20 + CPU_SPAN_S else 0.1
+    assert strain.busiest_cpu == pytest.approx(busiest, abs=0.01)
+
+
+def planned(index: int, **more: object) -> Planned:
+    return msgspec.convert({"index": index, "at_s": None, "output_tokens": 2, **more}, Planned)
+
+
+def answer(outcome: str = "answered", **more: object) -> Record:
+    fields = {"index": 0, "intended_s": 0.0, "sent_s": 0.0, "end_s": 3.0, "outcome": outcome}
+    return msgspec.convert({**fields, **more}, Record)
+
+
+def test_turns_of_a_conversation_stay_together_in_order() -> None:
+    requests = [
+        planned(0, conversation=5),
+        planned(1),
+        planned(2, conversation=5, turn=2),
+        planned(3, conversation=5, turn=1),
+        planned(4, conversation=5, warm_up=True),
+    ]
+    found = [[one.index for one in unit] for unit in units_of(requests)]
+    assert found == [[0, 3, 2], [1], [4]]
+
+
+def test_a_conversation_goes_on_with_what_was_said() -> None:
+    asked, more = (Message("user", "hi"),), (Message("user", "go on"),)
+    chat = next_turn(planned(1, messages=more), planned(0, messages=asked), answer(text="hello"))
+    said = [(message.role, message.content) for message in chat.messages]
+    assert said == [("user", "hi"), ("assistant", "hello"), ("user", "go on")]
+    ids = planned(0, prompt_ids=[1, 2])
+    found = next_turn(planned(1, prompt_ids=[5]), ids, answer(token_ids=[3, 4]))
+    assert found.prompt_ids == (1, 2, 3, 4, 5)
+    found = next_turn(planned(1, prompt=" c"), planned(0, prompt="a"), answer(text=" b"))
+    assert found.prompt == "a b c"
+
+
+def test_a_turn_after_a_failed_one_counts_as_failed() -> None:
+    turn = planned(1, conversation=2, turn=1)
+    lost = lost_turn(turn, answer("refused", detail="full"), 4.0)
+    assert lost is not None
+    assert (lost.outcome, lost.intended_s, lost.end_s) == (Outcome.REFUSED, 4.0, 4.0)
+    assert lost.detail == "not sent: turn 0 of the conversation failed"
+    later = lost_turn(planned(2, conversation=2, turn=2), lost, 4.0)
+    assert later is not None
+    assert later.detail == lost.detail
+
+
+def test_ids_that_were_not_returned_cannot_be_continued() -> None:
+    turn = planned(1, turn=1, prompt_ids=[5])
+    lost = lost_turn(turn, answer(), 4.0)
+    assert lost is not None
+    assert lost.outcome is Outcome.MALFORMED
+    assert lost_turn(turn, answer(token_ids=[1]), 4.0) is None
+
+
+@pytest.mark.parametrize(
+    "outcome", ["unreachable", "no_socket", "refused", "server_error", "truncated"]
+)
+def test_pauses_double_up_to_a_second_while_a_client_is_turned_away(outcome: str) -> None:
+    pauses = Pauses()
+    assert [pauses.after(answer(outcome)) for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        answer("answered"),
+        answer("client_error"),
+        answer("timed_out"),
+        answer("truncated", arrivals=[Arrival(0.05, 1)]),
+    ],
+)
+def test_a_client_that_was_not_turned_away_does_not_pause_and_the_next_pause_is_short(
+    served: Record,
+) -> None:
+    pauses, refusal = Pauses(), answer("refused")
+    assert [pauses.after(one) for one in (refusal, refusal, served, refusal)] == [0.1, 0.2, 0, 0.1]
+
+
+@pytest.mark.parametrize(("told_s", "pause_s"), [(0.0, 0.1), (2.5, 2.5), (3600.0, 10.0)])
+def test_what_the_server_says_is_kept_within_bounds(told_s: float, pause_s: float) -> None:
+    assert Pauses().after(answer("refused", retry_after_s=told_s)) == pause_s

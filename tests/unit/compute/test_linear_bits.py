@@ -1,0 +1,113 @@
+"""Linear layers of the real library, whichever code this CPU makes it choose.
+
+`test_instruction_sets.py` runs this file and others again with the library's choice restricted.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.layers.host_linears import HostLinears, WeightKind, find
+from baton.engine.layers.linear import Linear, packed
+from baton.engine.layers.row_rule import TILES, find_rule, num_threads
+from baton.engine.layers.trial_data import NUM_ROWS, trial_bias, trial_rows, trial_weight
+from tests.support.compute import no_progress
+
+# Those of a 30M model (QKV, output, gate and up, down, head), and odd ones.
+SHAPES = [(1024, 512), (512, 512), (3072, 512), (512, 1536), (8192, 512), (192, 640), (343, 171)]
+COUNTS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 20, 31, 33, 36, 64, 65, 100, 129, 300, 512, 513, 600]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def made(shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool = False) -> Linear:
+    """A layer whose weight shows in every output in which order the library added."""
+    bias = trial_bias(shape[0], dtype) if has_bias else None
+    return HostLinears(1, no_progress).make(trial_weight(*shape, dtype), bias)
+
+
+def sensitive_rows(inputs: int, dtype: torch.dtype) -> Tensor:
+    """`[600, inputs]`: the same few rows again and again, in changing order."""
+    order = torch.randint(NUM_ROWS, (600,), generator=torch.Generator().manual_seed(0))
+    return trial_rows(inputs, dtype)[order]
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool
+) -> None:
+    linear, x = made(shape, dtype, has_bias=has_bias), sensitive_rows(shape[1], dtype)
+    if linear.rule is None:
+        pytest.skip("no row rule was found on this CPU")
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(100)])
+    whole = linear(x)
+    assert torch.equal(whole[:100], alone)
+    for count in COUNTS:
+        assert torch.equal(linear(x[:count]), whole[:count]), f"the first {count} rows"
+        assert torch.equal(linear(x[-count:]), whole[-count:]), f"the last {count} rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_change_no_bits(dtype: torch.dtype) -> None:
+    x = sensitive_rows(512, dtype)
+    with num_threads(1):
+        one = made((1024, 512), dtype)
+        expected = one(x)
+    for threads in (2, 3):
+        with num_threads(threads):
+            several = made((1024, 512), dtype)
+            assert (several.rule is None) == (one.rule is None)
+            if several.rule is not None and one.rule is not None:
+                assert several.rule.digest == one.rule.digest
+                assert torch.equal(several(x), expected)
+                assert torch.equal(several(x[:9]), expected[:9])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_computes_the_product_that_it_is(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(100, 64, generator=generator).to(dtype)
+    bias = torch.randn(100, generator=generator).to(dtype)
+    x = torch.randn(37, 64, generator=generator).to(dtype)
+    exact = x.double() @ weight.double().T + bias.double()
+    linear = HostLinears(1, no_progress).make(weight, bias)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for count in (1, 16, 37):
+        torch.testing.assert_close(
+            linear(x[:count]).double(), exact[:count], rtol=tolerance, atol=tolerance
+        )
+    assert linear(x[:0]).shape == (0, 100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_is_packed_where_the_machine_can(dtype: torch.dtype) -> None:
+    weight = trial_weight(256, 128, dtype)
+    linear = HostLinears(1, no_progress).make(weight)
+    assert linear.weight.shape == (256, 128)
+    form = packed(weight)
+    if form is None:
+        assert linear.weight is weight
+    elif find_rule(Linear(form).product, trial_rows(128, dtype), TILES) is not None:
+        assert linear.weight.is_mkldnn
+
+
+def test_layers_of_one_kind_are_searched_for_once() -> None:
+    told: list[tuple[str, int, int]] = []
+    linears = HostLinears(3, lambda *report: told.append(report))
+    first = linears.make(trial_weight(64, 32, torch.float32))
+    again = linears.make(torch.ones(64, 32))
+    other = linears.make(trial_weight(32, 64, torch.float32))
+    head = linears.make(trial_weight(64, 32, torch.float32), max_rows=64)
+    assert told == [("row rules", 0, 3), ("row rules", 1, 3), ("row rules", 2, 3)]
+    assert again.rule is first.rule
+    assert other.rule is not first.rule
+    assert head.rule is None or max(head.rule.tiles) <= 64
+
+
+def test_what_is_found_is_the_same_every_time() -> None:
+    """Two nodes on equal machines compute the same bits, however busy each is."""
+    kind = WeightKind(192, 640, torch.bfloat16, has_bias=False, max_rows=512)
+    (one_packed, one), (other_packed, other) = find(kind), find(kind)
+    assert one_packed == other_packed
+    assert (one and (one.tiles, one.digest)) == (other and (other.tiles, other.digest))

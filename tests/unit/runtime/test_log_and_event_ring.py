@@ -1,0 +1,79 @@
+"""Log lines that cannot be forged, and the event ring."""
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from baton.engine.event_ring import EventRing
+from baton.protocol.config import LogConfig
+from baton.protocol.messages import Load
+from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger, setup
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_a_line_names_its_process_and_its_fields(stream: io.StringIO) -> None:
+    setup(LogConfig(), "decode-0", stream)
+    logger("node").info("ready", blocks=7, why="two words", share=0.5)
+    line = stream.getvalue()
+    assert line.endswith(' INFO    decode-0: ready blocks=7 why="two words" share=0.5\n')
+
+
+def test_a_field_cannot_forge_a_line(stream: io.StringIO) -> None:
+    setup(LogConfig(), "router", stream)
+    logger("node").warning("odd\nmessage", client="x\n12:00:00.000 ERROR router: forged")
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_json_lines_hold_the_same_fields(stream: io.StringIO) -> None:
+    setup(LogConfig(json=True), "router", stream)
+    logger("node").error("lost", node="d0", level="not the level")
+    line = json.loads(stream.getvalue())
+    assert (line["message"], line["node"], line["level"]) == ("lost", "d0", "error")
+    assert line["process"] == "router"
+
+
+def test_an_exception_keeps_its_traceback(stream: io.StringIO) -> None:
+    setup(LogConfig(json=True), "router", stream)
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger("node").exception("broke")
+    assert "ValueError: why" in json.loads(stream.getvalue())["traceback"]
+
+
+def test_lines_below_the_level_are_not_printed(stream: io.StringIO) -> None:
+    setup(LogConfig(level="warning"), "router", stream)
+    logger("node").info("quiet")
+    logger("node").warning("loud")
+    assert "quiet" not in stream.getvalue()
+    assert "loud" in stream.getvalue()
+
+
+def test_setting_up_twice_prints_once(stream: io.StringIO) -> None:
+    setup(LogConfig(), "a", stream)
+    setup(LogConfig(), "b", stream)
+    logger("node").info("once")
+    assert stream.getvalue().count("once") == 1
+    assert not logging.getLogger("baton").propagate
+
+
+def test_prompts_are_cut() -> None:
+    assert clip("short") == "short"
+    assert len(clip("x" * 10_000)) == MAX_PROMPT_CHARS + 1
+
+
+def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
+    ring = EventRing(capacity=2)
+    for number in range(4):
+        ring.record(float(number), Load(number))
+    assert ring.dump(tmp_path / "events") == len(ring) == 2
+    lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [line["now_s"] for line in lines] == [2.0, 3.0]
+    assert lines[0]["type"] == "Load"

@@ -1,0 +1,303 @@
+"""The GPU benchmark's arithmetic: floors, targets, verdicts, tables and the time budget."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.bench.report.provenance import collect
+from tools.gpu import __main__ as gpu
+from tools.gpu.cases import KERNELS, STEPS, Target, handover_key, targets
+from tools.gpu.floors import (
+    LLAMA3_8B,
+    QWEN3_06B,
+    QWEN3_8B,
+    Floors,
+    Shape,
+    Work,
+    causal_flops,
+    decode_work,
+    prefill_work,
+)
+from tools.gpu.rows import (
+    Check,
+    Environment,
+    Event,
+    GpuReport,
+    Judge,
+    Measured,
+    Note,
+    Section,
+    Timing,
+    Unreached,
+    heading,
+    markdown,
+    ratio_check,
+    spread_check,
+    targets_for,
+)
+
+# What one H200 was measured to do, and the floors that follow from it.
+H200 = Floors(copy_tb_per_s=4.3, gemm_tflop_per_s=790)
+MACHINE = Environment(
+    "NVIDIA H200", 139.7, 132, "580.1", "SM 1980 MHz", "2.13", "13.0", "3.7", "1.5.1", "3.12",
+    "Linux", 16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "context", "floor_ms"),
+    [
+        (QWEN3_8B, 1, 1024, 3.56),
+        (QWEN3_8B, 32, 1024, 4.64),
+        (QWEN3_8B, 128, 1024, 8.01),
+        (QWEN3_8B, 128, 4096, 21.5),
+        (LLAMA3_8B, 1, 1024, 3.52),
+        (LLAMA3_8B, 32, 1024, 4.49),
+        (LLAMA3_8B, 128, 1024, 7.49),
+        (QWEN3_06B, 1, 1024, 0.30),
+        (QWEN3_06B, 32, 1024, 1.15),
+        (QWEN3_06B, 128, 1024, 3.77),
+    ],
+)
+def test_a_decode_step_can_be_no_faster_than_its_bytes(
+    shape: Shape, batch: int, context: int, floor_ms: float
+) -> None:
+    assert 1e3 * H200.seconds(decode_work(shape, batch, context)) == pytest.approx(
+        floor_ms, rel=0.002, abs=0.005
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "floor_ms"),
+    [
+        (QWEN3_8B, 2048, 37.6),
+        (QWEN3_8B, 8192, 169),
+        (QWEN3_06B, 2048, 2.9),
+        (QWEN3_06B, 8192, 18.9),
+    ],
+)
+def test_a_prompt_can_be_no_faster_than_its_operations(
+    shape: Shape, num_tokens: int, floor_ms: float
+) -> None:
+    assert 1e3 * H200.seconds(prefill_work(shape, num_tokens)) == pytest.approx(floor_ms, rel=0.01)
+
+
+def test_shapes_have_the_sizes_of_the_published_models() -> None:
+    assert QWEN3_8B.kv_bytes_per_token == 144 * 1024
+    assert LLAMA3_8B.kv_bytes_per_token == 128 * 1024
+    assert QWEN3_06B.kv_bytes_per_token == 112 * 1024
+    assert QWEN3_8B.read_bytes == pytest.approx(15.14e9, rel=0.001)
+    assert QWEN3_06B.stored_bytes == QWEN3_06B.read_bytes  # the head is the embedding
+
+
+def test_the_floor_is_the_longer_of_bytes_and_operations() -> None:
+    floors = Floors(copy_tb_per_s=1.0, gemm_tflop_per_s=1.0)
+    assert floors.seconds(Work(2e12, 1e12)) == 2.0
+    assert floors.seconds(Work(1e12, 3e12)) == 3.0
+
+
+def test_every_target_belongs_to_a_row_that_is_measured() -> None:
+    measured = {
+        case.key
+        for cases in (KERNELS.prefill, KERNELS.decode, KERNELS.fused, KERNELS.sampling)
+        for case in cases
+    }
+    measured |= {f"{way} {case.key}" for case in KERNELS.copies for way in ("gather", "scatter")}
+    measured |= {case.key for case in STEPS}
+    measured |= {handover_key(tokens) for tokens in (512, 2048, 4096)}
+    assert set(targets()) <= measured
+    assert targets()["prefill attention 8k"] == Target(400, 500)
+    assert targets()["Qwen3-8B decode b32 ctx 1k"] == Target(8.3, 7.3)
+    assert targets()["gather 65 MiB"] == Target(1.9)
+
+
+def test_keys_are_unique() -> None:
+    kernels = (KERNELS.prefill, KERNELS.decode, KERNELS.copies, KERNELS.fused, KERNELS.sampling)
+    keys = [case.key for cases in (*kernels, STEPS) for case in cases]
+    assert len(keys) == len(set(keys))
+
+
+def test_a_rate_counts_work_over_the_median() -> None:
+    timing = Timing(2e-3, 1e-3, 4e-3, 9, 30e-6)
+    work = Work(num_bytes=4e9, num_flops=causal_flops(4096, 32 * 128))
+    row = Judge(H200, {"p": Target(60, 80)}).row(Measured("p", "TFLOP/s", work, timing))
+    assert row.value == pytest.approx(68.7, rel=0.01)
+    assert row.low == pytest.approx(34.4, rel=0.01)  # the longest time is the least rate
+    assert row.high == pytest.approx(137.4, rel=0.01)
+    assert row.floor_share == pytest.approx(4e9 / 4.3e12 / 2e-3)
+    assert row.host_us == pytest.approx(30)
+    assert row.verdict == "met"
+
+
+def test_a_copy_counts_its_payload_once_and_its_floor_twice() -> None:
+    timing = Timing(1e-3, 1e-3, 1e-3, 3)
+    measured = Measured("gather", "TB/s", Work(4e9), timing, payload_bytes=2_000_000_000)
+    row = Judge(H200, {}).row(measured)
+    assert row.value == pytest.approx(2.0)
+    assert row.floor_share == pytest.approx(4.0 / 4.3)
+
+
+@pytest.mark.parametrize(
+    ("ms", "verdict"), [(5.0, "stretch"), (6.0, "met"), (7.0, "missed"), (6.3, "met")]
+)
+def test_a_time_is_held_to_release_and_stretch(ms: float, verdict: str) -> None:
+    timing = Timing(1e-3 * ms, 0.001, 0.009, 5)
+    judge = Judge(H200, {"step": Target(6.3, 5.6)})
+    row = judge.row(Measured("step", "ms", decode_work(QWEN3_8B, 1, 1024), timing))
+    assert (row.verdict, row.target, row.stretch) == (verdict, 6.3, 5.6)
+
+
+def test_a_target_may_add_the_time_of_the_bytes() -> None:
+    judge = Judge(Floors(1.0, 1.0), {"hand-over": Target(2.0, adds_floor=True)})
+    row = judge.row(Measured("hand-over", "ms", Work(1e9), Timing(2.5e-3, 0.002, 0.003, 5)))
+    assert row.target == pytest.approx(3.0)
+    assert row.verdict == "met"
+
+
+def test_a_share_of_the_floor_needs_a_floor() -> None:
+    measured = Measured("ragged", "x floor", Work(4.3e9), Timing(1.1e-3, 1e-3, 1.2e-3, 5))
+    assert Judge(H200, {}).row(measured).value == pytest.approx(1.1)
+    assert Judge(None, {"ragged": Target(1.15)}).row(measured).value is None
+
+
+def test_a_case_that_failed_is_a_row_without_a_figure() -> None:
+    row = Judge(H200, {"x": Target(1.0)}).row(Measured("x", "ms", error="RuntimeError: no | way"))
+    assert (row.value, row.verdict, row.error) == (None, "", "RuntimeError: no | way")
+    section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete", rows=[row])
+    assert "| x | - |  |  |  |  | **FAILED** | RuntimeError: no \\| way |" in markdown(section)
+
+
+def test_targets_hold_for_the_gpu_that_they_name_only() -> None:
+    other = msgspec.structs.replace(MACHINE, gpu="NVIDIA L4")
+    assert targets_for(MACHINE, targets()) == targets()
+    assert targets_for(other, targets()) == {}
+    assert targets_for(None, targets()) == {}
+
+
+def test_checks_of_figures_are_targets() -> None:
+    assert ratio_check("faster", 1.2, 1.0).passed
+    slow = ratio_check("faster", 0.9, 1.0)
+    assert slow.passed is False
+    assert not slow.has_failed
+    assert spread_check("even", [0.96, 1.0, 1.04], 0.05).passed
+    assert spread_check("even", [0.9, 1.0, 1.1], 0.05).passed is False
+
+
+NOTHING_WRONG: tuple[Event, ...] = (
+    Check("a", True, ""),
+    Check("b", None, "no NIXL"),
+    Check("c", False, "slow", is_target=True),
+    Measured("d", "ms", timing=Timing(1.0, 1.0, 1.0, 3)),
+    Measured("e", "ms", note="needs 90 GiB, 80 GiB are free"),
+)
+
+
+@pytest.mark.parametrize(
+    ("event", "state", "reason"),
+    [
+        (Note("warm"), "complete", ""),
+        (Measured("f", "ms", error="OutOfMemoryError"), "failed", "1 of its cases: f"),
+        (Check("g", False, "differs"), "failed", "1 of its cases: g"),
+        (Unreached("h"), "cut short", "no time for 1 of its cases: h"),
+    ],
+)
+def test_a_report_passes_when_everything_was_reached_and_nothing_failed(
+    event: Event, state: str, reason: str
+) -> None:
+    report = GpuReport(collect({}, ["gpu"]))
+    section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
+    report.sections = [section]
+    gpu.fill(report, section, [*NOTHING_WRONG, event])
+    assert (section.state, section.reason) == (state, reason)
+    assert report.has_passed == (state == "complete")
+
+
+def test_why_a_section_ended_early_stays_its_reason() -> None:
+    section = Section("engine", "Engine", 10.0, 10.0, "cut short", "its 10 s were over")
+    gpu.fill(GpuReport(collect({}, ["gpu"])), section, [Check("a", False, ""), Unreached("b")])
+    assert (section.state, section.reason) == ("cut short", "its 10 s were over")
+    assert section.notes == ["b: no time was left"]
+
+
+def test_a_page_says_machine_floors_definitions_and_what_was_cut() -> None:
+    report = GpuReport(collect({}, ["gpu"]), MACHINE, H200)
+    text = heading(report)
+    assert "NVIDIA H200" in text
+    assert "copy 4.30 TB/s" in text
+    assert "of floor" in text
+    cut = Section("engine", "Steps of the engine", 120.0, 121.0, "cut short", "its time was over")
+    cut.checks = [Check("tokens", None, "no NIXL"), Check("bits", False, "3 values differ")]
+    page = markdown(cut)
+    assert "**cut short**: its time was over" in page
+    assert "| tokens | not tried | no NIXL |" in page
+    assert "| bits | **FAILED** | 3 values differ |" in page
+
+
+def test_targets_on_another_gpu_are_said_not_to_hold() -> None:
+    machine = msgspec.structs.replace(MACHINE, gpu="NVIDIA L4")
+    assert "none holds for this GPU" in heading(GpuReport(collect({}, ["gpu"]), machine, H200))
+
+
+def test_sections_share_what_is_left_of_the_time() -> None:
+    shares = [share for _, _, share in gpu.SECTIONS]
+    assert sum(shares) <= gpu.TOTAL_S < 9 * 60
+    assert gpu.allotted(470.0, shares) > 80.0, "the first starts on a cold machine"
+    assert gpu.allotted(gpu.TOTAL_S, shares) == pytest.approx(shares[0])
+    # The first took nothing: the others have its time.
+    assert gpu.allotted(gpu.TOTAL_S, shares[1:]) > shares[1]
+    assert gpu.allotted(-3.0, shares) == 0.0
+    assert gpu.allotted(20.0, shares[-1:]) == 20.0
+
+
+def test_the_machine_is_always_looked_at_first() -> None:
+    assert gpu.chosen(["kernels"]) == ("environment", "kernels")
+    assert gpu.chosen(None) == tuple(name for name, _, _ in gpu.SECTIONS)
+
+
+def test_events_make_the_section_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    events: list[Event] = [
+        MACHINE,
+        H200,
+        Measured("prefill attention 4k", "TFLOP/s", Work(0, 1e12), Timing(2e-3, 1e-3, 3e-3, 5)),
+        Check("bits", True, "equal"),
+        Note("warm"),
+    ]
+    path = gpu.events_file(tmp_path, "kernels")
+    lines = [msgspec.json.encode(event) for event in events]
+    path.write_bytes(b"\n".join([*lines, lines[2][:30]]))
+    report = GpuReport(collect({}, ["gpu"]))
+    section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
+    gpu.fill(report, section, gpu.read_events(path))
+    assert (report.environment, report.floors) == (MACHINE, H200)
+    assert [(row.key, row.verdict) for row in section.rows] == [("prefill attention 4k", "stretch")]
+    assert section.checks == [Check("bits", True, "equal")]
+    assert section.notes == ["warm"]
+
+
+def test_a_section_that_wrote_nothing_is_no_error(tmp_path: Path) -> None:
+    assert gpu.read_events(gpu.events_file(tmp_path, "split")) == []
+
+
+def test_the_report_is_written_after_every_section(tmp_path: Path) -> None:
+    report = GpuReport(collect({}, ["gpu"]), MACHINE, H200)
+    report.sections.append(Section("kernels", "Kernel speed", 10.0, 5.0, "complete"))
+    gpu.write(report, tmp_path)
+    again = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=GpuReport)
+    assert again == report
+    assert "## Kernel speed" in (tmp_path / "report.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_without_a_gpu_there_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("baton: no CUDA device")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "out").exists()

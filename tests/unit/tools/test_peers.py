@@ -1,0 +1,141 @@
+"""The peers' commands, and the table of two load generators: no process is started."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.bench.figures.metrics import Distribution, Summary, Window
+from baton.bench.report.provenance import collect
+from baton.protocol.errors import ConfigError
+from tools.peers import agreement
+from tools.peers.agreement import Load, Theirs
+from tools.peers.arms import KINDS, Arm, Place, commands, flags_of, parse_arm
+from tools.peers.compare import LOAD, split_words
+
+PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
+
+
+def test_an_arm_is_a_make_and_options() -> None:
+    assert parse_arm("baton-split") == Arm("baton-split")
+    assert parse_arm("vllm+compiled+chunk=256") == Arm("vllm", True, 256)
+    assert parse_arm("vllm+compiled+chunk=256").name == "vllm-compiled-chunk256"
+
+
+@pytest.mark.parametrize(
+    "text", ["tgi", "vllm+fast", "vllm+chunk=", "vllm+chunk=0", "baton+compiled", ""]
+)
+def test_an_unknown_arm_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_arm(text)
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_process_of_an_arm_answers_at_its_url(kind: str) -> None:
+    listed = commands(Arm(kind), PLACE)
+    assert listed[-1].ready_url == "http://127.0.0.1:9000/health"
+    assert "9000" in listed[-1].argv
+    assert len({command.name for command in listed}) == len(listed)
+    for command in listed:
+        assert "0.0.0.0" not in " ".join(command.argv)
+        assert any(word == "/models/m" or word.endswith("=/models/m") for word in command.argv) or (
+            command.name.endswith("router")
+        )
+
+
+def test_split_arms_have_a_core_for_each_role() -> None:
+    for kind in ("baton-split", "vllm-pair"):
+        prefill, decode, router = commands(Arm(kind), PLACE)
+        assert (prefill.cpus, decode.cpus, router.cpus) == ((0,), (1,), ())
+    assert commands(Arm("vllm"), PLACE)[0].cpus == ()
+
+
+def test_the_pair_of_vllm_talks_over_loopback_through_nixl() -> None:
+    prefill, decode, router = commands(Arm("vllm-pair"), PLACE)
+    for server in (prefill, decode):
+        assert "NixlConnector" in " ".join(server.argv)
+        assert server.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        assert server.env["NIXL_PTHR_DELAY_US"] == "1000"
+    ports = {server.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in (prefill, decode)}
+    assert len(ports) == 2
+    assert {"http://127.0.0.1:9001", "http://127.0.0.1:9002"} <= set(router.argv)
+
+
+def test_options_reach_the_command_line() -> None:
+    (server,) = commands(Arm("vllm", is_compiled=True, chunk_tokens=256), PLACE)
+    assert "--enforce-eager" not in server.argv
+    assert "--max-num-batched-tokens" in server.argv
+    assert "--enforce-eager" in commands(Arm("vllm"), PLACE)[0].argv
+    assert (
+        "--no-enable-prefix-caching" in commands(Arm("vllm", keeps_prefixes=False), PLACE)[0].argv
+    )
+    node = commands(Arm("baton", chunk_tokens=128, keeps_prefixes=False), PLACE)[0]
+    assert "engine.chunk_tokens=128" in node.argv
+    assert "cache.prefix=false" in node.argv
+    assert "engine.chunk_tokens=128" in flags_of([node])
+
+
+def test_words_behind_two_dashes_are_the_load() -> None:
+    assert split_words(["m", "--out", "x"]) == (["m", "--out", "x"], list(LOAD))
+    assert split_words(["m", "--", "--rounds", "2"]) == (["m"], ["--rounds", "2"])
+
+
+def test_a_script_per_prompt_has_the_tokens_that_are_asked_for() -> None:
+    made = agreement.scripts(Load(requests=8, concurrency=2, prompt_tokens=64, output_tokens=15))
+    assert sorted(made) == list(range(8))
+    assert {script.num_tokens for (script,) in made.values()} == {15}
+    pairs = {number for number, (script,) in made.items() if len(script.chunks) < 15}
+    assert pairs == {3, 7}
+
+
+def distribution(value: float) -> Distribution:
+    return Distribution(10, value, value, value, value, value, value, value)
+
+
+def summary(scale: float) -> Summary:
+    """Every figure that is compared is `100 * scale`."""
+    empty: dict[str, object] = dict.fromkeys(Summary.__struct_fields__)
+    figures = {
+        name: distribution(100 * scale)
+        for name in ("ttft", "ttft_from_sent", "itl", "chunk_gap", "tpot", "e2e", "e2e_from_sent")
+    }
+    rates = {"answered_rate": 100 * scale, "tokens_per_s": 100 * scale}
+    return Summary(**(empty | figures | rates | {"window": Window(0.0, 1.0)}))  # type: ignore[arg-type]
+
+
+def theirs(value: float) -> Theirs:
+    return {metric.theirs: value for metric in agreement.METRICS}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # The machine was twice as slow in the second round, for both.
+    lines = agreement.compare([(theirs(100), summary(1.02)), (theirs(200), summary(2.04))])
+    assert len(lines) == len(agreement.METRICS)
+    for line in lines:
+        assert line.ratio == pytest.approx(1.02)
+        assert line.theirs == 150
+        assert line.agrees
+
+
+def test_what_is_further_apart_is_marked_beside_the_definition() -> None:
+    lines = agreement.compare([(theirs(100), summary(1.0)), (theirs(100), summary(1.2))])
+    assert not any(line.agrees for line in lines)
+    page = agreement.table(lines, Load(8, 2, 64, 16), "vllm", 2)
+    assert "**no**" in page
+    assert "1.000 to 1.200" in page
+    assert "k tokens as k gaps" in page
+    assert agreement.PERCENTILES in page
+
+
+def test_a_figure_that_one_of_them_lacks_is_left_out() -> None:
+    some = {name: value for name, value in theirs(100).items() if name != "p99_itl_ms"}
+    names = {line.name for line in agreement.compare([(some, summary(1.0))])}
+    assert "ITL p99 ms" not in names
+    assert "ITL p50 ms" in names
+
+
+def test_an_agreement_travels_as_json() -> None:
+    line = agreement.compare([(theirs(100), summary(1.0))])[0]
+    whole = agreement.Agreement(collect({}, ["words"]), [line])
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=agreement.Agreement) == whole

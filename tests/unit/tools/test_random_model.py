@@ -1,0 +1,71 @@
+"""A random model's folder is one that baton, and any server of Hugging Face folders, can load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from baton.bench.plan.traces import read_prompts
+from baton.engine.model_config import read_decoder_config
+from baton.engine.models.loading import load_decoder
+from baton.engine.tensor_parallel import SingleRank
+from baton.engine.weights import Checkpoint
+from baton.protocol.errors import ConfigError
+from baton.router.text.text import Text
+from tests.support.compute import no_progress
+from tools import random_model
+from tools.gpu.floors import Shape
+from tools.peers.agreement import Load, write_prompts
+
+TINY = Shape("tiny", 64, 96, 2, 4, 2, 32, 300, is_tied=False)
+CPU = torch.device("cpu")
+
+
+def test_the_folder_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    random_model.write_model(folder, TINY, CPU)
+    config = read_decoder_config(folder)
+    assert (config.family, config.num_layers, config.head_dim) == ("qwen3", 2, 32)
+    assert (config.vocab_size, config.eos_token_ids) == (300, (random_model.END_ID,))
+    decoder = load_decoder(
+        config, Checkpoint(folder), SingleRank(), torch.bfloat16, CPU, no_progress
+    )
+    values = sum(
+        layer.qkv.weight.numel() + layer.output.weight.numel()
+        + layer.gate_up.weight.numel() + layer.down.weight.numel()
+        for layer in decoder.layers
+    )  # fmt: skip
+    assert values == TINY.body_values
+    assert decoder.head.weight.numel() == TINY.head_values
+
+
+def test_equal_shapes_give_equal_folders(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        random_model.write_model(tmp_path / name, TINY, CPU)
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_any_text_can_be_its_prompt(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    random_model.write_model(folder, TINY, CPU)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode("Grüße, 世界").ids) == "Grüße, 世界"
+    Text.load(str(folder)).close()  # the router takes it
+
+
+def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is there already"):
+        random_model.write_model(tmp_path, TINY, CPU)
+
+
+def test_prompts_of_both_load_generators_have_the_length(tmp_path: Path) -> None:
+    folder, file = tmp_path / "model", tmp_path / "prompts.jsonl"
+    random_model.write_model(folder, TINY, CPU)
+    write_prompts(folder, file, Load(5, 2, 60, 8), seed=1)
+    rows = read_prompts(file)
+    assert len(rows) == 5
+    # A token per byte here: a word may be missing at the end.
+    assert all(50 <= len(row.prompt) <= 60 for row in rows)
+    assert len({row.prompt for row in rows}) == 5

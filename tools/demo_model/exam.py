@@ -1,0 +1,110 @@
+"""The fixed questions that the demo model is examined with; all names, numbers, sums held out.
+
+Pure text: `evaluate.py` asks them of the model in transformers, the integration tests ask the same
+of baton and compare the scores.
+"""
+
+import random
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from tools.demo_model import text
+from tools.demo_model.small_talk import QUESTIONS
+
+NUM_FACTS = 64
+_QUESTION_TOKENS = 24  # the longest question with its answer
+
+
+class Question(NamedTuple):
+    prompt: str
+    answer: str
+
+
+class Memory(NamedTuple):
+    """A text full of facts, and what is asked about it. A whole prompt is `told + question`."""
+
+    told: str
+    questions: list[Question]
+
+
+def recall(
+    tokenizer: Tokenizer, *, num_tokens: int, seed: int, num_facts: int = NUM_FACTS
+) -> Memory:
+    """`num_facts` facts at random places in prose; with a question, just under `num_tokens`."""
+    rng = random.Random(f"recall {num_tokens} {seed}")
+    facts = text.facts(rng, num_facts, held_out=True)
+    sentences = [_plain(text.statement(fact)) for fact in facts]
+    room = num_tokens - _QUESTION_TOKENS - sum(_length(tokenizer, told) for told in sentences)
+    while True:
+        prose = _plain(text.filler(rng))
+        room -= _length(tokenizer, prose)
+        if room < 0:
+            break
+        sentences.append(prose)
+    rng.shuffle(sentences)
+    questions = [Question(_plain(text.question(fact)), f" {fact.value}.") for fact in facts]
+    return Memory("".join(sentences).lstrip(), questions)
+
+
+def chats(*, count: int, seed: int) -> list[Question]:
+    """Five facts in a chat's first turn, and the answer in a whole sentence."""
+    rng = random.Random(f"chat {seed}")
+    asked = []
+    for _ in range(count):
+        facts = text.facts(rng, 5, held_out=True)
+        told = "".join(_plain(text.statement(fact)) for fact in facts).lstrip()
+        fact = rng.choice(facts)
+        prompt = told + _plain(text.question(fact))
+        answer = _plain(text.statement(fact)).lstrip()
+        asked.append(Question(_as_turn(prompt), answer))
+    return asked
+
+
+def sums(*, held_out: bool) -> list[Question]:
+    """Every sum of two numbers below 100, or those that training left out."""
+    return [
+        Question(f"What is {a} + {b}?", f" {a + b}.")
+        for a in range(100)
+        for b in range(100)
+        if not held_out or text.is_held_out_sum(a, b)
+    ]
+
+
+def orders() -> list[Question]:
+    """What comes after and before each day, month and letter."""
+    asked = []
+    for kind, members in text.CIRCLES:
+        for at, member in enumerate(members):
+            after, before = members[(at + 1) % len(members)], members[at - 1]
+            asked.append(Question(f"Which {kind} comes after {member}?", f" {after}."))
+            asked.append(Question(f"Which {kind} comes before {member}?", f" {before}."))
+    for at in range(1, 25):
+        letter = text.LETTERS[at]
+        asked.append(Question(f"Which letter comes after {letter}?", f" {text.LETTERS[at + 1]}."))
+        asked.append(Question(f"Which letter comes before {letter}?", f" {text.LETTERS[at - 1]}."))
+    return asked
+
+
+def counts() -> list[Question]:
+    return [
+        Question(f"Count from {first} to {first + 5}.", f" {told}.")
+        for first in range(1, 90)
+        for told in [", ".join(str(number) for number in range(first, first + 6))]
+    ]
+
+
+def small_talk() -> list[Question]:
+    return [Question(_as_turn(asked), told) for asked, told in QUESTIONS]
+
+
+def _as_turn(words: str) -> str:
+    return f"{text.TURN_START}user\n{words}{text.TURN_END}\n{text.TURN_START}assistant\n"
+
+
+def _plain(document: text.Document) -> str:
+    return "".join(piece.text for piece in document)
+
+
+def _length(tokenizer: Tokenizer, words: str) -> int:
+    return len(tokenizer.encode(words).ids)

@@ -1,0 +1,233 @@
+"""What the GPU benchmark measures and what is to be reached on an H200, as data.
+
+The sections that measure take their sizes from here, and the tables take their targets by a case's
+key, so no row can lose its target. Imports no torch.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape
+
+Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "x floor"]
+TARGETS_HOLD_FOR = "H200"
+COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
+
+
+class Target(msgspec.Struct, frozen=True):
+    """`release` is to be reached, `stretch` is hoped for. Rates are minima, times are maxima."""
+
+    release: float
+    stretch: float | None = None
+    adds_floor: bool = False  # the floor's time comes on top
+
+
+class PrefillCase(msgspec.Struct, frozen=True):
+    """Causal attention of one prompt, all in one chunk."""
+
+    key: str
+    num_tokens: int
+    target: Target | None = None
+    unit: Unit = "TFLOP/s"
+
+
+class DecodeCase(msgspec.Struct, frozen=True):
+    """Decode attention of one layer; calls go from layer to layer, so that the L2 stays cold."""
+
+    key: str
+    contexts: tuple[int, ...]
+    target: Target | None = None
+    unit: Unit = "TB/s"
+    block_size: int = 16
+    num_layers: int = 8
+
+
+class CopyCase(msgspec.Struct, frozen=True):
+    """Blocks gathered into a staging buffer, and scattered from one."""
+
+    key: str
+    num_blocks: int
+    target: Target | None = None
+    unit: Unit = "TB/s"
+
+    def rotation(self, block_bytes: int) -> tuple[int, int]:
+        """How many calls go over blocks of their own, and how many buffers they take in turn."""
+        payload = self.num_blocks * block_bytes
+        num_calls = max(4, min(64, 2 * COLD_BYTES // payload))
+        return num_calls, min(num_calls, max(4, -(-COLD_BYTES // payload)))
+
+
+class TokensCase(msgspec.Struct, frozen=True):
+    """A fused operation over `num_tokens` rows."""
+
+    key: str
+    kernel: Literal["norm", "rope", "silu"]
+    num_tokens: int
+    target: Target | None = None
+    unit: Unit = "TB/s"
+
+
+class SamplingCase(msgspec.Struct, frozen=True):
+    """Normal logits with a deviation of `spread`: at 5 a nucleus is as small as a model's."""
+
+    key: str
+    batch: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    target: Target | None = None
+    unit: Unit = "µs"
+    spread: float = 5.0
+
+
+class KernelCases(msgspec.Struct, frozen=True):
+    """Everything that the kernel section runs, and the sizes that its cases share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    block_values: int  # of one KV block over all layers
+    prefill: tuple[PrefillCase, ...]
+    decode: tuple[DecodeCase, ...]
+    copies: tuple[CopyCase, ...]
+    fused: tuple[TokensCase, ...]
+    sampling: tuple[SamplingCase, ...]
+
+
+class StepCase(msgspec.Struct, frozen=True):
+    """A step of the whole engine: `batch` sequences that decode, or a prompt of `context` tokens.
+
+    `chunk_tokens` cuts the prompt; 0 computes it in one step.
+    """
+
+    shape: Shape
+    kind: Literal["decode", "prefill"]
+    batch: int
+    context: int
+    target: Target | None = None
+    chunk_tokens: int = 0
+
+    @property
+    def key(self) -> str:
+        if self.kind == "decode":
+            return f"{self.shape.name} decode b{self.batch} ctx {short(self.context)}"
+        chunked = f" in chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
+        return f"{self.shape.name} prefill {short(self.context)}{chunked}"
+
+
+def short(count: int) -> str:
+    """4096 as 4k."""
+    return f"{count // 1024}k" if count and count % 1024 == 0 else str(count)
+
+
+_LONG, _LONGER, _QUICK = Target(3.6), Target(4.1), Target(20.0)
+_FUSED, _FUSED_QUICK = Target(3.6), Target(4.0)
+
+# Heads, widths and blocks of Qwen3-8B: a block of 16 tokens has 2.25 MiB.
+KERNELS = KernelCases(
+    num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=12_288,
+    vocab_size=151_936, block_values=8 * 36 * 2 * 16 * 128,
+    prefill=(
+        PrefillCase("prefill attention 4k", 4096, Target(340, 440)),
+        PrefillCase("prefill attention 8k", 8192, Target(400, 500)),
+        PrefillCase("prefill attention 16k", 16_384, Target(430, 550)),
+    ),
+    decode=(
+        DecodeCase("decode attention b1 ctx 1k", (1024,), _QUICK, "µs", num_layers=36),
+        DecodeCase("decode attention b8 ctx 1k", (1024,) * 8, _QUICK, "µs", num_layers=36),
+        DecodeCase("decode attention b32 ctx 1k", (1024,) * 32),
+        DecodeCase("decode attention b128 ctx 1k", (1024,) * 128, _LONG),
+        DecodeCase("decode attention b32 ctx 4k", (4096,) * 32, _LONG),
+        DecodeCase("decode attention b8 ctx 16k", (16_384,) * 8, _LONG),
+        DecodeCase("decode attention b128 ctx 4k", (4096,) * 128, _LONGER),
+        DecodeCase("decode attention b32 ctx 16k", (16_384,) * 32, _LONGER),
+        DecodeCase("decode attention b32 ctx 4k, blocks of 32", (4096,) * 32, _LONG, block_size=32),
+        DecodeCase("decode attention b32 ctx 4k, blocks of 64", (4096,) * 32, _LONG, block_size=64),
+        DecodeCase(
+            "decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, _LONG, block_size=128
+        ),
+        DecodeCase("decode attention b32 ctx 4k, pool of 36 layers", (4096,) * 32, _LONG,
+                   num_layers=36),
+        DecodeCase("decode attention ragged, one 32k and 63 x 512", (32_768, *(512,) * 63),
+                   Target(1.15), "x floor"),
+    ),
+    copies=(
+        CopyCase("1 block", 1, Target(6.0), "µs"),
+        CopyCase("9 MiB", 4, Target(1.4)),
+        CopyCase("65 MiB", 29, Target(1.9)),
+        CopyCase("261 MiB", 116, Target(1.9)),
+    ),
+    fused=(
+        TokensCase("add + norm, 32 MiB", "norm", 4096, _FUSED),
+        TokensCase("add + norm, b64", "norm", 64, _FUSED_QUICK, "µs"),
+        TokensCase("QK norm + rotation + store, 48 MiB", "rope", 4096, _FUSED),
+        TokensCase("QK norm + rotation + store, b64", "rope", 64, _FUSED_QUICK, "µs"),
+        TokensCase("SiLU · mul, 96 MiB", "silu", 2048, _FUSED),
+        TokensCase("SiLU · mul, b64", "silu", 64, _FUSED_QUICK, "µs"),
+    ),
+    sampling=(
+        SamplingCase("sampling b128, greedy", 128, target=Target(45)),
+        SamplingCase("sampling b128, top-k 50 and top-p 0.9", 128, 0.8, 50, 0.9, Target(110)),
+        SamplingCase("sampling b128, top-p 0.9", 128, 0.8, 0, 0.9, Target(110)),
+        # Some of these rows need the order of the whole vocabulary, and the batch waits for it.
+        SamplingCase("sampling b128, top-p 0.9, flat", 128, 0.8, 0, 0.9, spread=3.0),
+    ),
+)  # fmt: skip
+
+
+def _decode(shape: Shape, batch: int, context: int, release: float, stretch: float) -> StepCase:
+    return StepCase(shape, "decode", batch, context, Target(release, stretch))
+
+
+def _prefill(shape: Shape, context: int, release: float, stretch: float) -> StepCase:
+    return StepCase(shape, "prefill", 1, context, Target(release, stretch))
+
+
+def _in_chunks(shape: Shape, context: int, chunk_tokens: int) -> StepCase:
+    """As it is served; the targets are for a prompt in one piece."""
+    return StepCase(shape, "prefill", 1, context, None, chunk_tokens)
+
+
+# In the order in which they are measured: what costs much memory or time comes last.
+STEPS = (
+    _decode(QWEN3_06B, 1, 1024, 1.9, 1.7),
+    _decode(QWEN3_06B, 32, 1024, 2.9, 2.6),
+    _decode(QWEN3_06B, 128, 1024, 6.5, 5.7),
+    _prefill(QWEN3_06B, 2048, 6.7, 5.9),
+    _prefill(QWEN3_06B, 8192, 34.5, 30.4),
+    _in_chunks(QWEN3_06B, 8192, 512),
+    _decode(QWEN3_8B, 1, 1024, 6.3, 5.6),
+    _decode(QWEN3_8B, 32, 1024, 8.3, 7.3),
+    _decode(QWEN3_8B, 128, 1024, 13.3, 11.7),
+    _prefill(QWEN3_8B, 2048, 56, 49),
+    _prefill(QWEN3_8B, 8192, 260, 228),
+    _in_chunks(QWEN3_8B, 8192, 512),
+    _decode(QWEN3_8B, 128, 4096, 28.8, 25.3),
+    _decode(LLAMA3_8B, 1, 1024, 6.1, 5.3),
+    _decode(LLAMA3_8B, 32, 1024, 7.9, 7.0),
+    _decode(LLAMA3_8B, 128, 1024, 12.4, 10.9),
+)
+
+GATHER, SCATTER = "gather", "scatter"
+HANDOVER_PROMPTS = (512, 2048, 4096)
+HANDOVER_TARGET = Target(2.0, adds_floor=True)
+
+
+def handover_key(num_tokens: int) -> str:
+    return f"hand-over overhead, {num_tokens} tokens"
+
+
+def targets() -> dict[str, Target]:
+    """Every target by its row's key."""
+    cases: list[PrefillCase | DecodeCase | TokensCase | SamplingCase | StepCase] = [
+        *KERNELS.prefill, *KERNELS.decode, *KERNELS.fused, *KERNELS.sampling, *STEPS,
+    ]  # fmt: skip
+    found = {case.key: case.target for case in cases if case.target is not None}
+    for copy in KERNELS.copies:
+        if copy.target is not None:
+            found |= {f"{way} {copy.key}": copy.target for way in (GATHER, SCATTER)}
+    return found | {handover_key(tokens): HANDOVER_TARGET for tokens in HANDOVER_PROMPTS}

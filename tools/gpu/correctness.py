@@ -1,0 +1,247 @@
+"""Every Triton kernel against its torch twin on this GPU, at the shapes of Qwen3-0.6B and 8B.
+
+A section of the GPU benchmark. Where the twin promises bits (copies, rounded sums, independence of
+batch and chunking) bits are compared; elsewhere the largest error is reported and held to the
+rounding of bf16. Rounds on purpose in no other way than the kernels' own tests.
+"""
+
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.engine.sampler import Sampler, SampleRow
+from baton.kernels import reference
+from baton.kernels.block_copy import gather_blocks, scatter_blocks
+from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.prefill_attention import paged_prefill_attention
+from baton.kernels.rms_norm import add_rms_norm
+from baton.kernels.rope_store import rope_and_store
+from baton.kernels.silu_mul import silu_mul
+from baton.protocol.sampling import Sampling
+from tools.gpu.batches import Batch, Heads, Layout, paged_batch, rotation_table
+from tools.gpu.rows import Check
+from tools.gpu.section import Desk
+
+LAYER = 1
+RELATIVE, ABSOLUTE = 2e-2, 1.6e-2  # four units in the last place of bf16, and what cancels
+EPS = 1e-6
+BLOCK_SIZES = (16, 64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """The sizes that kernels are checked at."""
+
+    name: str
+    heads: Heads
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    block_values: int
+    decode_contexts: tuple[int, ...] = (1, 15, 16, 17, 255, 256, 257, 1000, 4097, 0)
+    long_contexts: tuple[int, ...] = (40_000, 3)  # more than 64 splits
+    prompts: tuple[tuple[int, int], ...] = ((1000, 700), (5, 5), (2049, 300), (129, 129), (64, 1))
+    fused_tokens: int = 333
+
+
+MODELS = (
+    Model("0.6B", Heads(16, 8, 128), 1024, 3072, 151_936, 8 * 28 * 2 * 16 * 128),
+    Model("8B", Heads(32, 8, 128), 4096, 12_288, 151_936, 8 * 36 * 2 * 16 * 128),
+)
+
+
+def run(desk: Desk, models: tuple[Model, ...] = MODELS) -> None:
+    """The section."""
+    torch.manual_seed(0)
+    for block_size in BLOCK_SIZES:
+        layout = Layout(desk.device, block_size=block_size)
+        for model in models:
+            name = f"{model.name}, blocks of {block_size}"
+            desk.check(f"decode attention, {name}", partial(_decode, model, layout))
+            desk.check(f"prefill attention, {name}", partial(_prefill, model, layout))
+            if block_size == BLOCK_SIZES[0]:
+                for key, work in OTHERS.items():
+                    desk.check(f"{key}, {model.name}", partial(work, model, layout))
+
+
+def _decode(model: Model, layout: Layout, contexts: tuple[int, ...] = ()) -> Check:
+    contexts = contexts or model.decode_contexts
+    batch = paged_batch(model.heads, contexts, (1,) * len(contexts), layout, poison=True)
+    call = (batch.q, batch.pool, LAYER, batch.block_tables, batch.context_lens, batch.scale)
+    key = f"decode attention, {model.name}, blocks of {layout.block_size}"
+    return _close(key, paged_decode_attention(*call), reference.paged_decode_attention(*call))
+
+
+def _decode_long(model: Model, layout: Layout) -> Check:
+    found = _decode(model, layout, model.long_contexts)
+    return Check(f"decode attention, long context, {model.name}", found.passed, found.detail)
+
+
+def _decode_alone(model: Model, layout: Layout) -> Check:
+    """A row alone, and behind a wider table, against the same row in its batch."""
+    contexts = model.decode_contexts
+    batch = paged_batch(model.heads, contexts, (1,) * len(contexts), layout, poison=True)
+    tables, lens = batch.block_tables, batch.context_lens
+    whole = paged_decode_attention(batch.q, batch.pool, LAYER, tables, lens, batch.scale)
+    wide = torch.cat([tables, tables, tables], dim=1)
+    parts = [paged_decode_attention(batch.q, batch.pool, LAYER, wide, lens, batch.scale)]
+    for i in range(len(contexts)):
+        one = slice(i, i + 1)
+        parts.append(
+            paged_decode_attention(
+                batch.q[one], batch.pool, LAYER, tables[one], lens[one], batch.scale
+            )
+        )
+    key = f"decode attention: bits in any batch, {model.name}"
+    return _equal(key, torch.cat(parts), torch.cat([whole, whole]))
+
+
+def _prefill(model: Model, layout: Layout) -> Check:
+    batch = _prompt_batch(model, layout)
+    call = (
+        batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
+        batch.scale,
+    )  # fmt: skip
+    key = f"prefill attention, {model.name}, blocks of {layout.block_size}"
+    return _close(key, paged_prefill_attention(*call), reference.paged_prefill_attention(*call))
+
+
+def _prefill_chunks(model: Model, layout: Layout) -> Check:
+    """Each prompt cut at a third and computed alone, against all of them at once."""
+    batch = _prompt_batch(model, layout)
+    whole = paged_prefill_attention(
+        batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
+        batch.scale,
+    )  # fmt: skip
+    parts, start = [], 0
+    for i, (length, count) in enumerate(model.prompts):
+        cut = count // 3
+        for first, last in ((0, cut), (cut, count)):
+            if first == last:
+                continue
+            starts = torch.tensor([0, last - first], dtype=torch.int32, device=layout.device)
+            seen = torch.tensor([length - count + last], dtype=torch.int32, device=layout.device)
+            parts.append(
+                paged_prefill_attention(
+                    batch.q[start + first : start + last], batch.pool, LAYER,
+                    batch.block_tables[i : i + 1], starts, seen, batch.scale,
+                )
+            )  # fmt: skip
+        start += count
+    return _equal(f"prefill attention: bits in any chunking, {model.name}", torch.cat(parts), whole)
+
+
+def _prompt_batch(model: Model, layout: Layout) -> Batch:
+    contexts, queries = zip(*model.prompts, strict=True)
+    return paged_batch(model.heads, contexts, queries, layout, poison=True)
+
+
+def _rope(model: Model, layout: Layout) -> Check:
+    """Queries and keys within rounding; values, and every slot that was not named, to the bit."""
+    heads, device, tokens = model.heads, layout.device, model.fused_tokens
+    width = heads.num_heads + 2 * heads.num_kv_heads
+    packed = torch.randn(tokens, width, heads.head_dim, device=device, dtype=layout.dtype)
+    q, k, v = torch.split(packed, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+    blocks = -(-tokens // layout.block_size) + 1
+    pool = torch.randn(
+        (blocks, heads.num_kv_heads, 2, 2, layout.block_size, heads.head_dim), device=device
+    ).to(layout.dtype)
+    slots = torch.randperm(blocks * layout.block_size)[:tokens]
+    slots[1::4] = -1  # padding
+    weights = torch.randn(2, heads.head_dim, device=device).to(layout.dtype)
+    ours, twins = pool.clone(), pool.clone()
+    start = (q, k, v, torch.arange(tokens, device=device), rotation_table(tokens, heads.head_dim,
+             device))  # fmt: skip
+    end = (LAYER, slots.to(device), weights[0], weights[1], EPS)
+    got = rope_and_store(*start, ours, *end)
+    wanted = reference.rope_and_store(*start, twins, *end)
+    key = f"QK norm + rotation + store, {model.name}"
+    values = _equal(key, ours[:, :, LAYER, 1], twins[:, :, LAYER, 1])
+    others = _equal(key, ours[:, :, 0], twins[:, :, 0])
+    return next(
+        (found for found in (values, others) if not found.passed),
+        _close(key, torch.cat([got.flatten(), ours.flatten()]),
+               torch.cat([wanted.flatten(), twins.flatten()])),
+    )  # fmt: skip
+
+
+def _norm(model: Model, layout: Layout) -> Check:
+    """The rounded sum to the bit, its norm within rounding."""
+    shape, device = (model.fused_tokens, model.hidden_size), layout.device
+    x, residual = (torch.randn(shape, device=device, dtype=layout.dtype) for _ in range(2))
+    weight = torch.randn(model.hidden_size, device=device, dtype=layout.dtype)
+    normed, stream = add_rms_norm(x, residual, weight, EPS)
+    wanted, wanted_stream = reference.add_rms_norm(x, residual, weight, EPS)
+    key = f"add + norm, {model.name}"
+    sums = _equal(key, stream, wanted_stream)
+    return sums if not sums.passed else _close(key, normed, wanted)
+
+
+def _silu(model: Model, layout: Layout) -> Check:
+    shape = (model.fused_tokens, 2 * model.intermediate_size)
+    gate_up = 4 * torch.randn(shape, device=layout.device, dtype=layout.dtype)
+    return _close(f"SiLU · mul, {model.name}", silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def _copy(model: Model, layout: Layout) -> Check:
+    """Any bits there are, NaN among them, to the last one; what was not named stays."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (9, model.block_values // 2), dtype=torch.int32)
+    pool = bits.to(layout.device).view(layout.dtype)
+    ids = torch.tensor([5, 0, 8, 3], dtype=torch.int32, device=layout.device)
+    staged = torch.zeros(5, model.block_values, dtype=layout.dtype, device=layout.device)
+    twin = staged.clone()
+    gather_blocks(pool, ids, staged)
+    reference.gather_blocks(pool, ids, twin)
+    target = pool.flip(0).contiguous()
+    target_twin = target.clone()
+    scatter_blocks(staged, ids, target)
+    reference.scatter_blocks(twin, ids, target_twin)
+    key = f"gather and scatter of blocks, {model.name}"
+    return _equal(key, torch.cat([staged, target]), torch.cat([twin, target_twin]))
+
+
+def _sampling(model: Model, layout: Layout) -> Check:
+    """Greedy and drawn rows, alone against in a batch."""
+    sampler = Sampler()
+    kinds = ((0.0, 0, 1.0), (0.8, 50, 0.9), (1.0, 0, 0.95), (0.7, 20, 1.0))
+    rows = [
+        SampleRow(Sampling(seed, 8, temperature=heat, top_k=k, top_p=p), 0, 100 + seed, 0)
+        for seed, (heat, k, p) in enumerate(kinds)
+    ]
+    logits = 3 * torch.randn(len(rows), model.vocab_size, device=layout.device)
+    together = sampler.sample(logits.clone(), rows)
+    alone = [sampler.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    key = f"sampling: tokens in any batch, {model.name}"
+    same = together == alone and together[0] == int(logits[0].argmax())
+    return Check(key, same, f"{together} together, {alone} alone")
+
+
+def _close(key: str, ours: Tensor, twin: Tensor) -> Check:
+    """Within the rounding of bf16; NaN is never close."""
+    difference = (ours.float() - twin.float()).abs()
+    allowed = ABSOLUTE + RELATIVE * twin.float().abs()
+    passed = bool((difference <= allowed).all())
+    worst = float((difference / allowed).max())
+    detail = f"max error {float(difference.max()):.2e}, {100 * worst:.0f} % of what is allowed"
+    return Check(key, passed, detail)
+
+
+def _equal(key: str, ours: Tensor, twin: Tensor) -> Check:
+    words = torch.int16 if ours.element_size() == 2 else torch.int32
+    different = int((ours.contiguous().view(words) != twin.contiguous().view(words)).sum())
+    detail = f"{ours.numel()} values bit-equal" if not different else f"{different} values differ"
+    return Check(key, different == 0, detail)
+
+
+OTHERS = {
+    "decode attention, long context": _decode_long,
+    "decode attention: bits in any batch": _decode_alone,
+    "prefill attention: bits in any chunking": _prefill_chunks,
+    "QK norm + rotation + store": _rope,
+    "add + norm": _norm,
+    "SiLU · mul": _silu,
+    "gather and scatter of blocks": _copy,
+    "sampling: tokens in any batch": _sampling,
+}

@@ -1,0 +1,309 @@
+"""Steps of whole models through baton's own runner, with random weights made on the GPU.
+
+A section of the GPU benchmark. Shapes are those of published models; what the values are does not
+matter. A step's time is what `Runner.execute` reports of itself: packing on the host, the decoder,
+sampling and the wait for the device. Beside it, the same forward pass replayed as a CUDA graph
+shows how much of an eager step is launching; baton serves eager steps today.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.backend import Backend, Batch
+from baton.engine.attention.plain import PlainBackend
+from baton.engine.kv_cache import KVCache, device_cache
+from baton.engine.layers.linear import Linear
+from baton.engine.layers.rope import rope_table
+from baton.engine.model_config import Rope
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.plan import Slice, StepPlan
+from baton.engine.runner import Runner
+from baton.engine.sampler import Sampler
+from baton.engine.tensor_parallel import SingleRank
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.sampling import Sampling
+from baton.runtime.clock import monotonic
+from tools.gpu.cases import STEPS, StepCase
+from tools.gpu.floors import Shape, decode_work, prefill_work
+from tools.gpu.rows import Check, Measured, Unreached
+from tools.gpu.section import Desk
+from tools.gpu.timing import timing_of
+
+GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
+BLOCK_SIZE = 16
+EPS = 1e-6
+THETA = 1e6
+WEIGHT_SCALE = 0.02
+ROUNDS, WARM_UPS = 15, 3
+BUILD_S = 15.0  # a model that cannot be built and measured in this is not begun
+SHARED_BLOCKS = 8192  # 128 sequences of 1k tokens
+SPARE_BYTES = 6 << 30  # activations and logits beside weights and pool
+AGREEMENT = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=True)
+AGREES = "a decoder on the kernels agrees with the CPU's"
+LARGEST_ERROR = 1e-3  # fp32, sums in another order
+
+
+def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> None:
+    """The section: models one after the other, each built once per size of pool."""
+    torch.manual_seed(0)
+    desk.check(AGREES, lambda: agreement(desk.device))
+    for model in _models(steps):
+        shape, num_blocks = model[0].shape, max(map(_num_blocks, model))
+        if lacking := _lacking(desk, shape, num_blocks):
+            for case in model:
+                desk.emit(Measured(case.key, "ms", note=lacking))
+            continue
+        if desk.left_s() < BUILD_S:
+            for case in model:
+                desk.emit(Unreached(case.key))
+            continue
+        try:
+            runner = build(shape, num_blocks, desk.device)
+        except torch.OutOfMemoryError as error:
+            for case in model:
+                desk.emit(Measured(case.key, "ms", error=str(error)[:200]))
+            continue
+        for case in model:
+            _measure(desk, runner, case, rounds)
+        del runner  # its memory goes before the next is taken
+
+
+def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
+    """Cases that share a model and a pool; one that needs a very large pool has it for itself."""
+
+    def pool_of(case: StepCase) -> tuple[str, bool]:
+        return case.shape.name, _num_blocks(case) > SHARED_BLOCKS
+
+    return [list(cases) for _, cases in groupby(steps, pool_of)]
+
+
+def _measure(desk: Desk, runner: Runner, case: StepCase, rounds: int) -> None:
+    if case.kind == "prefill":
+        desk.measure(Measured(case.key, "ms"), lambda: prefill(runner, case, rounds), 10.0)
+        return
+    desk.measure(Measured(case.key, "ms"), lambda: decode(runner, case, rounds))
+    if desk.device.type == "cuda":
+        key = f"{case.key}, forward as a CUDA graph"
+        desk.measure(Measured(key, "ms"), lambda: replayed(desk, runner, case, key))
+
+
+def _num_blocks(case: StepCase) -> int:
+    return case.batch * -(-case.context // BLOCK_SIZE)
+
+
+def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
+    """Why a model and its pool do not fit this GPU's memory; empty when they do."""
+    pool = num_blocks * BLOCK_SIZE * shape.kv_bytes_per_token
+    needed, free = shape.stored_bytes + pool + SPARE_BYTES, desk.watch.free_bytes()
+    if desk.device.type != "cuda" or needed <= free:
+        return ""
+    return f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
+
+
+def decode(runner: Runner, case: StepCase, rounds: int) -> Measured:
+    """The same step again and again: it stores the same keys and values every time."""
+    plan = StepPlan(0, decoding(case))
+    took = [_step_s(runner, plan) for _ in range(WARM_UPS + rounds)][WARM_UPS:]
+    work = decode_work(case.shape, case.batch, case.context)
+    return Measured(case.key, "ms", work, timing_of(took))
+
+
+def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
+    """A prompt from its first token to its first sampled one."""
+    chunk = case.chunk_tokens or case.context
+    plans = [
+        StepPlan(number, (_chunk(case, start, min(chunk, case.context - start)),))
+        for number, start in enumerate(range(0, case.context, chunk))
+    ]
+    took = []
+    for number in range(1 + max(3, rounds // 2)):
+        seconds = sum(_step_s(runner, plan) for plan in plans)
+        if number:
+            took.append(seconds)
+    note = f"{len(plans)} steps" if len(plans) > 1 else ""
+    work = prefill_work(case.shape, case.context)
+    return Measured(case.key, "ms", work, timing_of(took), note=note)
+
+
+def replayed(desk: Desk, runner: Runner, case: StepCase, key: str) -> Measured:
+    """The forward pass alone, without packing and sampling, captured once."""
+    batch = runner.pack(decoding(case))
+    rows = torch.arange(case.batch, device=desk.device)
+    runner.backend.begin(batch)
+    prepared = Prepared(runner.backend)
+    with torch.inference_mode():
+        timing = desk.watch.kernels([lambda: runner.decoder.forward(batch, rows, prepared)])
+    work = decode_work(case.shape, case.batch, case.context)
+    return Measured(key, "ms", work, timing, note="not served today; no packing, no sampling")
+
+
+class Prepared:
+    """A backend whose step was begun before: a capture must not copy from host memory."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._inner.is_batch_invariant
+
+    def begin(self, batch: Batch) -> None:
+        """Done already."""
+
+    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+        return self._inner.attend(layer, qkv, head_norms)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._inner.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._inner.silu_mul(gate_up)
+
+
+def _step_s(runner: Runner, plan: StepPlan) -> float:
+    result = runner.execute(plan)
+    return result.ended_s - result.started_s
+
+
+def decoding(case: StepCase) -> tuple[Slice, ...]:
+    """One token each for sequences whose blocks are scattered over the pool."""
+    per = -(-case.context // BLOCK_SIZE)
+    order = torch.randperm(case.batch * per, generator=torch.Generator().manual_seed(1)).tolist()
+    return tuple(
+        Slice(
+            Key(RequestId(f"sequence-{number}")), case.context - 1, 1, (number % 600 + 3,),
+            tuple(order[number * per : (number + 1) * per]), (0,), GREEDY, 1,
+        )
+        for number in range(case.batch)
+    )  # fmt: skip
+
+
+def _chunk(case: StepCase, start: int, length: int) -> Slice:
+    tokens = tuple(3 + (7 * position) % 600 for position in range(start, start + length))
+    is_last = start + length == case.context
+    table = tuple(range(-(-(start + length) // BLOCK_SIZE)))
+    return Slice(
+        Key(RequestId("prompt")), start, length, tokens, table, (0,) if is_last else (),
+        GREEDY if is_last else None, case.context,
+    )  # fmt: skip
+
+
+def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
+    """A runner over a random model and a random pool."""
+    decoder = random_decoder(shape, torch.bfloat16, device)
+    cache = device_cache(
+        (num_blocks, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim),
+        torch.bfloat16,
+        device,
+    )
+    cache.pool.normal_()  # reading zeros takes less power
+    positions = num_blocks * BLOCK_SIZE
+    return make_runner(shape, decoder, cache, positions, with_kernels=device.type == "cuda")
+
+
+def make_runner(
+    shape: Shape, decoder: Decoder, cache: KVCache, positions: int, *, with_kernels: bool
+) -> Runner:
+    """As a rank is put together, without a checkpoint behind it."""
+    table = rope_table(Rope(THETA), shape.head_dim, positions)
+    backend: Backend
+    if with_kernels:
+        from baton.engine.attention.cuda import CudaBackend
+
+        backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
+    else:
+        backend = PlainBackend(cache.pool, shape.num_heads, table, EPS, window=None)
+    return Runner(decoder, backend, cache, Sampler(), cache.pool.device, monotonic)
+
+
+def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Weights of the right sizes, drawn on `device`."""
+
+    def linear(rows: int, columns: int) -> Linear:
+        weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        return Linear(weight.normal_(0.0, WEIGHT_SCALE))
+
+    def ones(*sizes: int) -> Tensor:
+        return torch.ones(sizes, dtype=dtype, device=device)
+
+    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    layers = tuple(
+        DecoderLayer(
+            attention_norm=ones(hidden),
+            qkv=linear((heads + 2 * kv_heads) * dim, hidden),
+            head_norms=ones(heads + kv_heads, dim) if shape.has_qk_norm else None,
+            output=linear(hidden, heads * dim),
+            mlp_norm=ones(hidden),
+            gate_up=linear(2 * inner, hidden),
+            down=linear(hidden, inner),
+        )
+        for _ in range(shape.num_layers)
+    )
+    embedding = linear(shape.vocab_size, hidden).weight
+    head = Linear(embedding) if shape.is_tied else linear(shape.vocab_size, hidden)
+    return Decoder(embedding, layers, ones(hidden), head, False, EPS, SingleRank())
+
+
+def agreement(device: torch.device, shape: Shape = AGREEMENT) -> Check:
+    """Logits of prompts and decode steps in fp32: baton's kernels against the CPU's backend."""
+    host = random_decoder(shape, torch.float32, torch.device("cpu"))
+    sizes = (8, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim)
+    found = []
+    for decoder, with_kernels in ((host, False), (_moved(host, device), True)):
+        cache = device_cache(sizes, torch.float32, decoder.embedding.device)
+        runner = make_runner(shape, decoder, cache, 128, with_kernels=with_kernels)
+        found.append(_logits(runner).cpu())
+    error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
+    detail = f"largest error {error:.1e} of the largest logit, at most {LARGEST_ERROR:g}; fp32"
+    return Check(AGREES, error <= LARGEST_ERROR, detail)
+
+
+def _logits(runner: Runner) -> Tensor:
+    """Of a prompt, a decode step beside another prompt, and two decode steps."""
+    one, two = Key(RequestId("one")), Key(RequestId("two"))
+    tokens = tuple(range(3, 43))
+    batches = (
+        (Slice(one, 0, 37, tokens[:37], (5, 2, 7)),),
+        (Slice(one, 37, 1, tokens[37:38], (5, 2, 7)), Slice(two, 0, 20, tokens[:20], (1, 4))),
+        (Slice(one, 38, 1, tokens[38:39], (5, 2, 7)), Slice(two, 20, 1, tokens[20:21], (1, 4))),
+    )
+    found = []
+    for slices in batches:
+        batch = runner.pack(slices)
+        rows = torch.arange(batch.num_tokens, device=runner.device)
+        with torch.inference_mode():
+            logits = runner.decoder.forward(batch, rows, runner.backend)
+        found.append(logits)
+    return torch.cat(found)
+
+
+def _moved(decoder: Decoder, device: torch.device) -> Decoder:
+    def linear(layer: Linear) -> Linear:
+        return Linear(layer.weight.to(device))
+
+    layers = tuple(
+        DecoderLayer(
+            layer.attention_norm.to(device),
+            linear(layer.qkv),
+            None if layer.head_norms is None else layer.head_norms.to(device),
+            linear(layer.output),
+            layer.mlp_norm.to(device),
+            linear(layer.gate_up),
+            linear(layer.down),
+        )
+        for layer in decoder.layers
+    )
+    return Decoder(
+        decoder.embedding.to(device), layers, decoder.final_norm.to(device), linear(decoder.head),
+        decoder.head_is_split, decoder.eps, SingleRank(),
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+"""Split against colocated on one GPU: the same greedy tokens, and what a hand-over costs.
+
+A section of the GPU benchmark. It serves a random model twice through `LLM`, which starts real node
+processes: once with a prefill and a decode node, once with a decode node that computes prompts
+itself. Both roles share one GPU here, so neither isolation nor throughput is measured or claimed.
+Only a machine without NIXL leaves it untried.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    NodeConfig,
+    RouterConfig,
+)
+from baton.protocol.errors import BatonError
+from baton.protocol.sampling import SamplingParams
+from baton.router.llm import LLM
+from baton.router.outputs import RequestOutput
+from baton.runtime.local_cluster import LocalCluster
+from baton.runtime.process import Relay
+from tools.gpu.cases import HANDOVER_PROMPTS, handover_key
+from tools.gpu.floors import Shape, Work
+from tools.gpu.rows import Check, Measured, Note
+from tools.gpu.section import Desk
+from tools.gpu.timing import timing_of
+from tools.handover import Handover, handovers
+from tools.random_model import write_model
+
+# Layers as narrow as those of 0.6B, but 36 of them: a token's KV then has the 144 KiB of an 8B.
+THIN_8B = Shape("36 layers of 0.6B", 1024, 3072, 36, 16, 8, 128, 640, is_tied=True)
+LOWEST_ID = 3
+START_S = 60.0
+CLAIM = (
+    "Both roles share one GPU's multiprocessors and memory here: neither latency isolation nor "
+    "throughput of disaggregation is measured or claimed."
+)
+
+
+class SplitPlan(msgspec.Struct, frozen=True):
+    shape: Shape = THIN_8B
+    device: str = "cuda"
+    prompts: tuple[int, ...] = HANDOVER_PROMPTS
+    num_tokens: int = 32
+    warm_ups: int = 2
+    rounds: int = 6
+    memory_mib: int = 4096
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """One way of serving: its answers by prompt length, in the order of asking."""
+
+    tokens: dict[int, list[list[int]]]
+    first_token_s: dict[int, list[float]]
+    paths: set[str]
+
+
+def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
+    """The section; logs of the nodes go to `folder`."""
+    plan = plan or SplitPlan()
+    desk.emit(Note(CLAIM))
+    if plan.device == "cuda" and not is_installed():
+        reason = "refused: GPU pools are read through NIXL, and no NIXL wheel is installed"
+        desk.emit(Check("greedy tokens, split against colocated", None, reason))
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
+        model, records = Path(scratch) / "model", Path(scratch) / "records"
+        write_model(model, plan.shape, desk.device)
+        colocated = _arm(desk, plan, "colocated", _settings(plan, model, "always"), folder)
+        split = _arm(desk, plan, "split", _settings(plan, model, "never", records), folder)
+        if colocated is not None and split is not None:
+            desk.emit(compare(plan, colocated, split))
+            _report_first_tokens(desk, plan, {"colocated": colocated, "split": split})
+        if split is not None:
+            report_handovers(desk, plan, handovers(records))
+
+
+def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: Path) -> Arm | None:
+    """What the arm answered; None where it was not served, and the report says why."""
+    key = f"{name} serving on this GPU" if plan.device == "cuda" else f"{name} serving"
+    if not desk.has_time(key, START_S / 2):
+        return None
+    # Written line by line: what a node last said matters most when this process is ended.
+    with (folder / f"nodes-{name}.log").open("w") as log:
+        try:
+            arm = serve(plan, config, lambda node, line: print(node, line, file=log, flush=True))
+        except BatonError as error:
+            desk.emit(Check(key, False, f"not served: {error.message[-250:]}"))
+            return None
+    wanted = "disaggregated" if name == "split" else "local_prefill"
+    desk.emit(Check(key, arm.paths == {wanted}, f"requests went the way {sorted(arm.paths)}"))
+    return arm
+
+
+def serve(plan: SplitPlan, config: ClusterConfig, relay: Relay) -> Arm:
+    """Every prompt by itself, one after the other; `relay` gets what the nodes print."""
+
+    def launch(config: ClusterConfig, control: str) -> LocalCluster:
+        return LocalCluster(config, control, relay)
+
+    params = SamplingParams(temperature=0, max_tokens=plan.num_tokens, ignore_eos=True)
+    names = [name for name in config.__struct_fields__ if name != "model"]
+    settings = {name: getattr(config, name) for name in names}
+    found: dict[int, list[RequestOutput]] = {}
+    with LLM(config.model.path, launcher=launch, **settings) as llm:
+        for length in plan.prompts:
+            found[length] = [
+                llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts(plan, length)
+            ]
+    return Arm(
+        {n: [output.outputs[0].token_ids for output in found[n]] for n in found},
+        {
+            n: [output.metrics.time_to_first_token_s or 0.0 for output in found[n]]
+            for n in found
+        },
+        {str(output.metrics.path) for outputs in found.values() for output in outputs},
+    )  # fmt: skip
+
+
+def prompts(plan: SplitPlan, length: int) -> list[list[int]]:
+    """Warm-ups first; no two begin alike, so no block is in any prefix cache."""
+    generator = torch.Generator().manual_seed(length)
+    shape = (plan.warm_ups + plan.rounds, length)
+    ids: list[list[int]] = torch.randint(
+        LOWEST_ID, plan.shape.vocab_size, shape, generator=generator
+    ).tolist()
+    return ids
+
+
+def compare(plan: SplitPlan, colocated: Arm, split: Arm) -> Check:
+    """Token by token."""
+    key = "greedy tokens, split against colocated"
+    different = [
+        f"{length} tokens, request {number}: first at {_first_difference(ours, theirs)}"
+        for length in plan.prompts
+        for number, (ours, theirs) in enumerate(
+            zip(split.tokens[length], colocated.tokens[length], strict=True)
+        )
+        if ours != theirs
+    ]
+    total = sum(len(answers) for answers in split.tokens.values())
+    if different:
+        return Check(key, False, f"{len(different)} of {total} answers differ: {different[0]}")
+    return Check(key, True, f"{total} answers of {plan.num_tokens} tokens are equal")
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = zip(ours, theirs, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+
+
+def _report_first_tokens(desk: Desk, plan: SplitPlan, arms: dict[str, Arm]) -> None:
+    for length in plan.prompts:
+        for name, arm in arms.items():
+            timing = timing_of(arm.first_token_s[length][plan.warm_ups :])
+            key = f"first token after {length} tokens, {name}"
+            desk.emit(Measured(key, "ms", timing=timing, note="one request at a time"))
+
+
+def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> None:
+    """Of each prompt length, told apart by the bytes that moved; warm-ups do not count."""
+    per_token = plan.shape.kv_bytes_per_token
+    for length in plan.prompts:
+        own = [one for one in found if _is_of(one, length * per_token, 16 * per_token)]
+        counted = own[plan.warm_ups :]
+        if not counted:
+            desk.emit(Measured(handover_key(length), "ms", error="no record of a hand-over"))
+            continue
+        num_bytes = counted[0].num_bytes
+        exposed = statistics.median(one.exposed_ms for one in counted)
+        timing = timing_of([1e-3 * one.overhead_ms for one in counted])
+        note = f"{counted[0].num_chunks} chunks, {exposed:.2f} ms of reading after the last"
+        # Bytes are read once and written once.
+        work = Work(2 * num_bytes)
+        desk.emit(Measured(handover_key(length), "ms", work, timing, note=note))
+        reading = timing_of([1e-3 * one.reading_ms for one in counted])
+        desk.emit(
+            Measured(
+                f"KV reads, {length} tokens", "TB/s", work, reading, num_bytes,
+                f"{num_bytes / 2**20:.0f} MiB a prompt, by the reader's clock",
+            )
+        )  # fmt: skip
+    if plan.device == "cuda":
+        desk.emit(Note(
+            "KV is read through NIXL; the gather, cuda_ipc copy and scatter that the targets for "
+            "one GPU are about has no transport yet, so no row claims them."
+        ))  # fmt: skip
+
+
+def _is_of(one: Handover, num_bytes: int, tolerance: int) -> bool:
+    return abs(one.num_bytes - num_bytes) <= tolerance
+
+
+def _settings(
+    plan: SplitPlan, model: Path, local_prefill: str, records: Path | None = None
+) -> ClusterConfig:
+    is_split = local_prefill == "never"
+    return ClusterConfig(
+        prefill=1 if is_split else 0,
+        decode=1,
+        model=ModelConfig(path=str(model)),
+        cache=CacheConfig(memory_mib=plan.memory_mib, prefix=False),
+        engine=EngineConfig(device=plan.device),  # type: ignore[arg-type]
+        router=RouterConfig(local_prefill=local_prefill),  # type: ignore[arg-type]
+        node=NodeConfig(start_timeout_s=START_S),
+        log=LogConfig(level="warning", records=str(records) if records else ""),
+    )

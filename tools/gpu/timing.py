@@ -1,0 +1,173 @@
+"""How the GPU sections take time, and what they know of the machine.
+
+A kernel is timed inside a CUDA graph, as a model would launch it: calls over different data follow
+each other on the device, so neither Python's launch cost nor a warm cache is in the figure. What
+ends on the host is timed by the wall. On a CPU everything is timed by the wall: that is for tests
+of the sections, never for figures.
+"""
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+import torch
+
+from tools.gpu.floors import Floors
+from tools.gpu.rows import Environment, Timing
+
+Call = Callable[[], object]
+MAX_REPEATS = 50
+SMI_FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw"
+
+
+class Stopwatch:
+    """Times calls on one device; `rounds` are what medians are taken over."""
+
+    def __init__(self, device: torch.device, rounds: int = 15, round_s: float = 0.004) -> None:
+        self.device = device
+        self.rounds = rounds
+        self.round_s = round_s
+
+    def kernels(self, calls: Sequence[Call]) -> Timing:
+        """Time per call. Each call has data of its own; together they should exceed the L2."""
+        if self.device.type != "cuda":
+            return self.wall(lambda: [call() for call in calls], calls=len(calls))
+        for call in calls:
+            call()  # compiled before the capture
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        for call in calls:
+            call()
+        host_s = (time.perf_counter() - start_s) / len(calls)
+        torch.cuda.synchronize()  # the capture must not meet running work
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        repeats = max(1, min(MAX_REPEATS, round(self.round_s / replay_s(graph, 1))))
+        took = [replay_s(graph, repeats) / (repeats * len(calls)) for _ in range(self.rounds)]
+        return _timing(took, host_s)
+
+    def wall(self, call: Call, calls: int = 1) -> Timing:
+        """Time from an idle device until it is idle again, per call of `calls` in one."""
+        took = []
+        for number in range(self.rounds + 2):
+            self.synchronize()
+            start_s = time.perf_counter()
+            call()
+            self.synchronize()  # what was launched belongs to the call
+            if number >= 2:
+                took.append((time.perf_counter() - start_s) / calls)
+        return _timing(took)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def free_bytes(self) -> int:
+        """Device memory that is free, what torch keeps for itself included."""
+        if self.device.type != "cuda":
+            return 1 << 30
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+def timing_of(seconds: Sequence[float]) -> Timing:
+    """Of times that were taken elsewhere."""
+    return _timing(list(seconds))
+
+
+def _timing(took: list[float], host_s: float | None = None) -> Timing:
+    return Timing(statistics.median(took), min(took), max(took), len(took), host_s)
+
+
+def replay_s(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Of all `times` replays, on the device."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    # Uploads the graph, and keeps the device busy while the host queues what is timed.
+    graph.replay()
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()  # the events are read
+    return 1e-3 * float(begin.elapsed_time(end))
+
+
+def measure_floors(watch: Stopwatch, copy_bytes: int, gemm_size: int) -> Floors:
+    """The best that a copy and a bf16 matrix product do here, on random data.
+
+    Zeros would be faster: a product of zeros takes less power and runs at a higher clock.
+    """
+    copied_s = _copy_s(watch, copy_bytes)
+    a, b = (
+        torch.randn(gemm_size, gemm_size, device=watch.device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    multiplied = watch.kernels([lambda: torch.mm(a, b)])
+    return Floors(
+        copy_tb_per_s=2 * copy_bytes / copied_s / 1e12,
+        gemm_tflop_per_s=2 * gemm_size**3 / multiplied.median_s / 1e12,
+    )
+
+
+def _copy_s(watch: Stopwatch, copy_bytes: int) -> float:
+    part = torch.randn(copy_bytes // 16, device=watch.device).to(torch.bfloat16)
+    source = part.repeat(8)
+    target = torch.empty_like(source)
+    return watch.kernels([lambda: target.copy_(source), lambda: source.copy_(target)]).median_s
+
+
+def environment() -> Environment:
+    """The machine and what is installed on it."""
+    properties = torch.cuda.get_device_properties(0)
+    return Environment(
+        gpu=properties.name,
+        memory_gib=properties.total_memory / 2**30,
+        multiprocessors=properties.multi_processor_count,
+        driver=smi("driver_version") or "unknown",
+        clocks=clocks(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda or "none",
+        triton=_version("triton"),
+        nixl=_version("nixl-cu13", "nixl-cu12"),
+        python=platform.python_version(),
+        host=f"{platform.system()} {platform.release()} {platform.machine()}",
+        num_cpus=len(os.sched_getaffinity(0)),
+    )
+
+
+def clocks() -> str:
+    """Clocks, temperature and power at this moment; empty where nvidia-smi is missing."""
+    values = smi(SMI_FIELDS)
+    if not values:
+        return "clocks unknown"
+    sm, most, memory, temperature, power = (part.strip() for part in values.split(","))
+    return f"SM {sm} of {most}, memory {memory}, {temperature} °C, {power}"
+
+
+def smi(fields: str) -> str:
+    """These fields of GPU 0, as nvidia-smi writes them; empty if it does not."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"],
+            capture_output=True, text=True, check=False, timeout=20,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[0] if done.returncode == 0 and lines else ""
+
+
+def _version(*packages: str) -> str:
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"

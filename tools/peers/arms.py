@@ -1,0 +1,207 @@
+"""The arms of a comparison on one machine with two cores: which processes, with which flags.
+
+An arm is named by a make and options: `baton`, `baton-split`, `vllm`, `vllm+chunk=256`,
+`vllm+compiled`, `vllm-pair`. Split arms compute prompts on core 0 and decode on core 1, colocated
+ones have both. Pure: commands are made here and run elsewhere.
+"""
+
+import glob
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from baton.protocol.errors import ConfigError
+from tools.peers.servers import ServerCommand
+
+KINDS = ("baton", "baton-split", "vllm", "vllm-pair")
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 2048
+KV_BYTES = 1 << 30
+PREFILL_CPUS, DECODE_CPUS = (0,), (1,)
+PORTS_PER_ARM = 6
+
+
+class Arm(msgspec.Struct, frozen=True):
+    kind: str
+    is_compiled: bool = False
+    chunk_tokens: int = 0  # the server's default
+    keeps_prefixes: bool = True
+
+    @property
+    def name(self) -> str:
+        """Without characters that a shell or a flag would read."""
+        parts = [self.kind]
+        parts += ["compiled"] * self.is_compiled
+        parts += [f"chunk{self.chunk_tokens}"] if self.chunk_tokens else []
+        return "-".join(parts)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an arm runs: its model, its ports, a folder for its sockets, what is installed."""
+
+    model: Path
+    ports: tuple[int, ...]
+    folder: Path
+    home: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    def url_of(self, index: int) -> str:
+        return f"http://127.0.0.1:{self.ports[index]}"
+
+
+def parse_arm(text: str) -> Arm:
+    """Raises `ConfigError`."""
+    kind, *options = text.split("+")
+    if kind not in KINDS:
+        raise ConfigError(f"unknown arm {kind!r}: {', '.join(KINDS)}")
+    arm = Arm(kind)
+    for option in options:
+        name, _, value = option.partition("=")
+        if name == "compiled" and not value and kind.startswith("vllm"):
+            arm = msgspec.structs.replace(arm, is_compiled=True)
+        elif name == "chunk" and value.isdecimal() and int(value) > 0:
+            arm = msgspec.structs.replace(arm, chunk_tokens=int(value))
+        else:
+            raise ConfigError(f"arm {text!r}: unknown option {option!r}; chunk=N and, for vllm, "
+                              "compiled are known")  # fmt: skip
+    return arm
+
+
+def commands(arm: Arm, place: Place) -> list[ServerCommand]:
+    """In the order of starting; the last one answers clients at `place.url`."""
+    match arm.kind:
+        case "baton":
+            return _baton(arm, place)
+        case "baton-split":
+            return _baton_split(arm, place)
+        case "vllm":
+            return [_vllm(arm, place, 0, (), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})]
+        case _:
+            return _vllm_pair(arm, place)
+
+
+def flags_of(listed: list[ServerCommand]) -> str:
+    """What a report says of how an arm was started."""
+    return "\n".join(" ".join(command.argv[1:]) for command in listed) + "\n"
+
+
+def _baton(arm: Arm, place: Place) -> list[ServerCommand]:
+    """One node with both cores, which computes prompts itself."""
+    node = _baton_node(arm, place, "decode", (), threads=2)
+    return [node, _baton_router(arm, place, "always")]
+
+
+def _baton_split(arm: Arm, place: Place) -> list[ServerCommand]:
+    return [
+        _baton_node(arm, place, "prefill", PREFILL_CPUS),
+        _baton_node(arm, place, "decode", DECODE_CPUS),
+        _baton_router(arm, place, "never"),
+    ]
+
+
+def _baton_router(arm: Arm, place: Place, local_prefill: str) -> ServerCommand:
+    argv = (
+        *_baton_command(place, "router"), "--host", "127.0.0.1", "--port", str(place.ports[0]),
+        "--control", _control(place), "--local-prefill", local_prefill,
+    )  # fmt: skip
+    return ServerCommand(f"{arm.name}-router", argv, ready_url=f"{place.url}/health")
+
+
+def _baton_node(
+    arm: Arm, place: Place, role: str, cpus: tuple[int, ...], threads: int = 1
+) -> ServerCommand:
+    settings = {
+        "cache.memory_mib": KV_BYTES >> 20,
+        "cache.prefix": str(arm.keeps_prefixes).lower(),
+        "engine.threads": threads,
+    }
+    if arm.chunk_tokens:
+        settings["engine.chunk_tokens"] = arm.chunk_tokens
+    argv = (
+        *_baton_command(place, role), "--routers", _control(place),
+        "--bind", f"ipc://{place.folder}/{arm.name}-{role}", *_set(settings),
+    )  # fmt: skip
+    env = {"OMP_NUM_THREADS": str(threads)}
+    return ServerCommand(f"{arm.name}-{role}", argv, env, cpus=cpus)
+
+
+def _baton_command(place: Place, command: str) -> tuple[str, ...]:
+    settings = {"model.path": place.model, "model.name": MODEL_NAME}
+    return (sys.executable, "-m", "baton", command, *_set(settings))
+
+
+def _set(settings: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
+
+
+def _control(place: Place) -> str:
+    return f"ipc://{place.folder}/control-{place.ports[0]}"
+
+
+def _vllm_pair(arm: Arm, place: Place) -> list[ServerCommand]:
+    """Two servers that hand KV over through NIXL, and vLLM's router, which splits requests."""
+    connector = {
+        "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
+    }  # fmt: skip
+    servers = []
+    for index, (role, cpus) in enumerate((("prefill", PREFILL_CPUS), ("decode", DECODE_CPUS)), 1):
+        env = {
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[index + 2]),
+            "NIXL_PTHR_DELAY_US": "1000",
+        }
+        flags = ("--kv-transfer-config", json.dumps(connector))
+        server = _vllm(arm, place, index, flags, env)
+        servers.append(
+            msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=cpus)
+        )  # fmt: skip
+    router = (
+        str(place.home / "venvs/router/bin/python"), "-m", "vllm_router.launch_router",
+        "--host", "127.0.0.1", "--port", str(place.ports[0]), "--policy", "round_robin",
+        "--vllm-pd-disaggregation", "--kv-connector", "nixl",
+        "--prefill", place.url_of(1), "--decode", place.url_of(2),
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(place.ports[5]),
+        "--max-concurrent-requests", "2048", "--log-level", "warning",
+    )  # fmt: skip
+    return [
+        *servers,
+        ServerCommand(f"{arm.name}-router", router, ready_url=f"{place.url}/health"),
+    ]
+
+
+def _vllm(
+    arm: Arm, place: Place, port: int, flags: tuple[str, ...], env: Mapping[str, str]
+) -> ServerCommand:
+    bin_folder = place.home / "venvs/vllm/bin"
+    argv = [
+        str(bin_folder / "vllm"), "serve", str(place.model), "--served-model-name", MODEL_NAME,
+        "--host", "127.0.0.1", "--port", str(place.ports[port]),
+        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_BYTES),
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    if not arm.is_compiled:
+        argv.append("--enforce-eager")
+    if not arm.keeps_prefixes:
+        argv.append("--no-enable-prefix-caching")
+    if arm.chunk_tokens:
+        argv += ["--max-num-batched-tokens", str(arm.chunk_tokens)]
+    quiet = {
+        "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_CACHE_ROOT": str(place.home / "cache"), "LD_PRELOAD": _preloaded(place.home),
+    }  # fmt: skip
+    ready = f"{place.url_of(port)}/health"
+    return ServerCommand(arm.name, (*argv, *flags), quiet | dict(env), ready)
+
+
+def _preloaded(home: Path) -> str:
+    """tcmalloc and the OpenMP that vLLM's CPU build asks for, as far as they are there."""
+    wanted = ("packages/usr/lib/*/libtcmalloc_minimal.so.4", "venvs/vllm/lib/libiomp5.so")
+    return ":".join(path for part in wanted for path in glob.glob(str(home / part))[:1])

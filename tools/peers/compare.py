@@ -1,0 +1,120 @@
+"""`python -m tools.peers.compare MODEL`: baton and vLLM on this machine, in one run.
+
+Starts the servers of every arm, lets `baton bench compare` measure them in turn, and ends them.
+All arms are up at once and one works at a time, so that an hour in which the machine is slow is
+slow for all of them. What follows `--` goes to `baton bench compare`. Needs two cores, the peers
+of `setup.sh`, and a Hugging Face folder; `tools.random_model` makes one.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.protocol.errors import BatonError, ConfigError
+from tools import floor
+from tools.peers.arms import (
+    MODEL_NAME,
+    PORTS_PER_ARM,
+    Arm,
+    Place,
+    commands,
+    flags_of,
+    parse_arm,
+)
+from tools.peers.servers import ServerCommand, free_ports, running
+
+MODULE = "tools.peers.compare"
+START_TIMEOUT_S = 300.0
+# The load of the row that is published: 512 tokens in, 64 out, eight clients.
+LOAD = (
+    "--concurrency", "8", "--requests", "24", "--prompt", "512", "--output", "64", "--rounds", "6",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own, load = split_words(words)
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("model", type=Path, help="Hugging Face folder")
+    parser.add_argument(
+        "--arms", nargs="+", default=["baton-split", "baton", "vllm-pair", "vllm+chunk=256"],
+        help="the first one is what the others are compared with",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(".baton/peers"), help="report and logs")
+    given = parser.parse_args(own)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` ends the servers
+    try:
+        return compare(given.model, [parse_arm(text) for text in given.arms], given.out, load)
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is for this command, and what for the load."""
+    if "--" not in words:
+        return list(words), list(LOAD)
+    cut = list(words).index("--")
+    return list(words[:cut]), list(words[cut + 1 :])
+
+
+def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) -> int:
+    """The exit code of `baton bench compare`."""
+    check(model, arms)
+    out.mkdir(parents=True, exist_ok=True)
+    print("Linear layers of one pass on one core, beside which absolute times can be read:")
+    floor.main([str(model), "--rows", "1", "8", "512", "--json", str(out / "floor.json")])
+    ports = free_ports(PORTS_PER_ARM * len(arms))
+    folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))  # short: sockets lie in it
+    listed: list[ServerCommand] = []
+    words: list[str] = []
+    try:
+        for number, arm in enumerate(arms):
+            own = tuple(ports[PORTS_PER_ARM * number : PORTS_PER_ARM * (number + 1)])
+            place = Place(model.absolute(), own, folder, home())
+            servers = commands(arm, place)
+            listed += servers
+            flags = out / f"{arm.name}.flags"
+            flags.write_text(flags_of(servers))
+            words += [f"{arm.name}={place.url}#{MODEL_NAME}", "--flags", f"{arm.name}={flags}"]
+        with running(listed, (out / "logs").absolute(), START_TIMEOUT_S):
+            print(f"{len(listed)} servers of {len(arms)} arms are ready", flush=True)
+            command = (sys.executable, "-m", "baton", "bench", "compare", *words)
+            done = subprocess.run([*command, "--out", str(out), *load], check=False)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return done.returncode
+
+
+def check(model: Path, arms: Sequence[Arm]) -> None:
+    """Raises `ConfigError` for what would otherwise show minutes later."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} is no Hugging Face folder: it has no config.json")
+    if len({arm.name for arm in arms}) < max(2, len(arms)):
+        raise ConfigError("name two arms at least, and each of them once")
+    if len(os.sched_getaffinity(0)) < 2:
+        raise ConfigError("split arms are pinned to cores 0 and 1; this process has one core")
+    for arm in arms:
+        check_installed(arm)
+
+
+def check_installed(arm: Arm) -> None:
+    if arm.kind.startswith("vllm") and not (home() / "venvs/vllm/bin/vllm").exists():
+        raise ConfigError(f"vLLM is not installed in {home()}: run tools/peers/setup.sh")
+
+
+def home() -> Path:
+    """Where `setup.sh` installs."""
+    return Path(os.environ.get("PEERS_HOME") or Path.home() / ".cache/baton-peers").absolute()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Folders with random Qwen3 models, for whoever measures and does not read the answers.
+
+`python -m tools.random_model FOLDER` writes one that any server of Hugging Face folders can
+load; the benchmarks that start servers call `write_model`. Equal shapes give equal folders, so two
+engines can be given the same one. The text is nonsense: its tokenizer is never trained.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from baton.protocol.errors import BatonError, ConfigError
+from tools.gpu.floors import Shape
+
+MAX_POSITIONS = 8192
+WEIGHT_SCALE, EMBEDDING_SCALE = 0.03, 0.5
+END, END_ID = "<|end|>", 0
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+# Small enough for two CPU cores, and large enough that the arithmetic is most of a step.
+SIZES = {
+    "30m": Shape("30m", 512, 1536, 8, 8, 4, 64, 8192, is_tied=True),
+    "180m": Shape("180m", 1024, 3072, 14, 16, 8, 64, 8192, is_tied=True),
+}
+
+
+def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
+    """The whole folder; weights are drawn on `device`. Raises `ConfigError` where one lies."""
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already")
+    folder.mkdir(parents=True)
+    save_file(weights(shape, device), folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
+        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": MAX_POSITIONS, "rope_theta": 1e6,
+        "tie_word_embeddings": shape.is_tied, "eos_token_id": END_ID,
+    }  # fmt: skip
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END,
+        "model_max_length": MAX_POSITIONS, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
+
+
+def tokenizer(vocab_size: int) -> Tokenizer:
+    """A token per byte, and words up to the size of the vocabulary that only ids can name."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [END, *alphabet]
+    words += [f"w{number}" for number in range(len(words), vocab_size)]
+    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(END, special=True)])
+    return made
+
+
+def weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """By their Hugging Face names, in bf16, on the CPU."""
+    torch.manual_seed(0)
+    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim
+
+    def matrix(rows: int, columns: int, scale: float = WEIGHT_SCALE) -> Tensor:
+        drawn = torch.randn(rows, columns, device=device) * scale
+        return drawn.to(torch.bfloat16).cpu()
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    found = {
+        "model.embed_tokens.weight": matrix(shape.vocab_size, hidden, EMBEDDING_SCALE),
+        "model.norm.weight": ones(hidden),
+    }
+    if not shape.is_tied:
+        found["lm_head.weight"] = matrix(shape.vocab_size, hidden)
+    linear = {
+        "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    norms = {
+        "input_layernorm": hidden, "post_attention_layernorm": hidden,
+        "self_attn.q_norm": dim, "self_attn.k_norm": dim,
+    }  # fmt: skip
+    for number in range(shape.num_layers):
+        prefix = f"model.layers.{number}."
+        found |= {f"{prefix}{name}.weight": matrix(*size) for name, size in linear.items()}
+        found |= {f"{prefix}{name}.weight": ones(size) for name, size in norms.items()}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.random_model", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters, about")
+    given = parser.parse_args(arguments)
+    try:
+        write_model(given.folder, SIZES[given.size], torch.device("cpu"))
+    except (BatonError, OSError) as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+    print(given.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The ways in which `transfer.py` reads blocks: shm and nixl as nodes use them, memcpy, raw NIXL.
+
+Each copies blocks `remote` of the owner's pool into blocks `local` of its own and returns when the
+bytes are there. memcpy is the floor: as many bytes in one piece within this process. Nothing here
+takes a time.
+"""
+
+import ctypes
+import secrets
+import select
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded
+from baton.kv_transfer.transports.nixl import NixlAddress
+from baton.kv_transfer.transports.nixl_binding import make_agent
+from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.errors import NodeError
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
+from baton.runtime.clock import monotonic
+
+OWNER, READER = Epoch("bench-owner"), Epoch("bench-reader")
+MEMCPY, RAW_NIXL = "memcpy", "raw_nixl"
+READ_TIMEOUT_S = 60.0
+
+Ids = NDArray[np.int32]
+
+
+class Reader(Protocol):
+    """One way."""
+
+    def __call__(self, remote: Ids, local: Ids) -> None: ...
+    def close(self) -> None: ...
+
+
+@contextmanager
+def readers(
+    pool: HostPool, owner: Mapping[str, bytes], transports: Sequence[TransportChoice]
+) -> Iterator[dict[str, Reader]]:
+    """memcpy, one reader per transport that the owner offers, and raw NIXL next to nixl."""
+    found: dict[str, Reader] = {}
+    try:
+        found[MEMCPY] = Memcpy(pool)
+        for name in transports:
+            found[name] = PortReader(pool, name, RankAddress({name: owner[name]}))
+        if "nixl" in found:
+            found[RAW_NIXL] = RawNixl(pool, NixlAddress.decode(owner["nixl"]))
+        yield found
+    finally:
+        for reader in found.values():
+            reader.close()
+
+
+class PortReader:
+    """One transport through its agent, as a node uses it."""
+
+    def __init__(self, pool: HostPool, name: TransportChoice, owner: RankAddress) -> None:
+        self._name = name
+        self._port: TransferAgent = make_port(pool, READER, TransferConfig(transport=name))
+        shape = pool.shape
+        self._port.send(AddPeer(OWNER, name, owner, shape.num_blocks, shape.block_bytes))
+        self._generations = (0,) * shape.num_blocks
+        event = self._event()
+        if not isinstance(event, PeerUp):
+            self._port.close()
+            raise NodeError(f"{name} does not connect: {event}")
+
+    def __call__(self, remote: Ids, local: Ids) -> None:
+        ids = tuple(remote.tolist()), tuple(local.tolist())
+        self._port.send(Read(0, OWNER, *ids, self._generations[: len(remote)]))
+        event = self._event()
+        if not isinstance(event, ReadEnded) or event.failure is not None:
+            raise NodeError(f"a read over {self._name} failed: {event}")
+
+    def _event(self) -> AgentEvent:
+        deadline_s = monotonic() + READ_TIMEOUT_S
+        while not (events := self._port.poll()):
+            if monotonic() > deadline_s:
+                raise NodeError(f"{self._name} did not answer within {READ_TIMEOUT_S:g} s")
+            select.select([self._port.fileno()], [], [], 1.0)
+        return events[0]
+
+    def close(self) -> None:
+        self._port.close()
+
+
+class Memcpy:
+    """As many bytes in one piece, between two pools of this process.
+
+    Pools on both sides, because the pages of a memfd are small ones and those of an array huge.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._shape = pool.shape
+        self._target = pool.address
+        self._pool = HostPool(pool.shape.num_blocks, pool.shape.block_bytes)
+        self._source = self._pool.address
+
+    def __call__(self, remote: Ids, local: Ids) -> None:
+        count, block_bytes = len(remote), self._shape.block_bytes
+        first, last = (
+            min(int(ids[0]), self._shape.num_blocks - count) * block_bytes
+            for ids in (remote, local)
+        )
+        ctypes.memmove(self._target + last, self._source + first, count * block_bytes)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class RawNixl:
+    """The same blocks through NIXL alone: one request, and a loop that asks until it is done."""
+
+    def __init__(self, pool: HostPool, owner: NixlAddress) -> None:
+        self._agent, _ = make_agent(f"bench-raw-{secrets.token_hex(4)}", "")
+        self._agent.register_memory([(pool.address, pool.shape.pool_bytes, 0, "")], "DRAM")
+        name = self._agent.add_remote_agent(owner.metadata).decode()
+        shape = PoolShape(owner.num_blocks, owner.block_bytes)
+        self._mine, self._theirs = (
+            self._agent.prep_xfer_dlist(agent, _descriptors(base, shape), "DRAM")
+            for agent, base in (("", pool.address), (name, owner.pool_address))
+        )
+
+    def __call__(self, remote: Ids, local: Ids) -> None:
+        handle = self._agent.make_prepped_xfer("READ", self._mine, local, self._theirs, remote)
+        deadline_s = monotonic() + READ_TIMEOUT_S
+        state = self._agent.transfer(handle)
+        while state == "PROC" and monotonic() < deadline_s:
+            state = self._agent.check_xfer_state(handle)
+        handle.release()
+        if state != "DONE":
+            raise NodeError(f"a read over NIXL alone failed: {state}")
+
+    def close(self) -> None:
+        self._mine.release()
+        self._theirs.release()
+
+
+def _descriptors(base: int, shape: PoolShape) -> NDArray[np.uint64]:
+    """(address, bytes, device) of each block."""
+    offsets = np.arange(shape.num_blocks, dtype=np.uint64) * np.uint64(shape.block_bytes)
+    rows = np.zeros((shape.num_blocks, 3), np.uint64)
+    rows[:, 0], rows[:, 1] = offsets + np.uint64(base), shape.block_bytes
+    return rows

@@ -1,0 +1,81 @@
+"""The settings of `python -m tools.transfer`, and the flags that are made of them.
+
+Read by `tools.transfer`; written into its reports. Help and units are in the annotations. Lists are
+written `64,256`.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.runtime.fields import fields_of, with_values
+from baton.runtime.flag_parser import FlagParser
+
+MIB = 1 << 20
+Pattern = Literal["run", "gather", "scattered"]
+TransportName = Literal["shm", "nixl"]
+Size = Annotated[int, Meta(ge=1)]
+
+
+class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    block_kib: Annotated[
+        tuple[Size, ...], Meta(min_length=1, description="sizes of a block", extra={"unit": "KiB"})
+    ] = (64, 256, 1024, 4096)
+    blocks: Annotated[
+        tuple[Size, ...],
+        Meta(
+            min_length=1,
+            description="numbers of blocks of one read; reads that do not fit are left out",
+        ),
+    ] = (1, 16, 64, 256, 1024)
+    patterns: Annotated[
+        tuple[Pattern, ...],
+        Meta(min_length=1, description="where a read's blocks lie: run, gather or scattered"),
+    ] = ("run", "gather", "scattered")
+    transports: Annotated[
+        tuple[TransportName, ...],
+        Meta(description="transports to measure; without it all that work on this machine"),
+    ] = ()
+    reads: Annotated[int, Meta(ge=1, description="timed reads of each kind by each transport")] = (
+        100
+    )
+    pool_mib: Annotated[
+        int,
+        Meta(
+            ge=1, description="memory of each of the three pools of blocks", extra={"unit": "MiB"}
+        ),
+    ] = 256
+    max_read_mib: Annotated[
+        int, Meta(ge=1, description="size of the largest read", extra={"unit": "MiB"})
+    ] = 64
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of the blocks' places and of the order of turns")
+    ] = 0
+    json: Annotated[str, Meta(description="file to write the report to")] = ""
+
+
+def command_line(settings: TransferSettings) -> list[str]:
+    """The flags that give these settings, without the file of the report."""
+    words = ["python", "-m", "tools.transfer"]
+    for field in fields_of(TransferSettings):
+        value = getattr(settings, field.key)
+        if value != field.default and field.key != "json":
+            shown = ",".join(str(entry) for entry in value) if field.is_list else str(value)
+            words += [field.flag, shown]
+    return words
+
+
+def parse(arguments: Sequence[str]) -> TransferSettings:
+    parser = FlagParser(
+        "python -m tools.transfer", description="Measure the transports of KV blocks."
+    )
+    fields = fields_of(TransferSettings)
+    parser.add_settings(fields, group_of=lambda _: "settings")
+    given = vars(parser.parse_args(arguments))
+    return with_values(
+        TransferSettings(),
+        {field.name: field.from_text(given[field.name], field.flag)
+         for field in fields if given[field.name] is not None},
+    )  # fmt: skip
