@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from baton.kernels.cpu_products import add_product, transpose, widen
-from baton.kernels.cpu_shapes import MAX_STRIP, ROWS, TILE, WIDTH
+from baton.kernels.cpu_shapes import MAX_STRIP, ROWS, TILE, WIDTH, padded
 from baton.kernels.cpu_vectors import (
     Floats,
     Int32s,
@@ -39,6 +39,8 @@ from baton.kernels.cpu_vectors import (
 
 HIDDEN, ZERO = np.float32("-inf"), np.float32(0)
 
+row_floats = inlined(padded)
+
 
 @kernel
 def attend(
@@ -61,7 +63,7 @@ def attend(
     out: Numbers,  # as q
 ) -> None:
     """All queries of items `first_unit:end_unit`, each for one KV head."""
-    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    width = row_floats(head_dim)
     most = max(ROWS, group)
     mixed = shift(scratch, most * width)
     keys = shift(mixed, most * width)
@@ -113,7 +115,7 @@ def _take_queries(
     num_rows: int, group: int, head_dim: int, step: int,
 ) -> None:  # fmt: skip
     """Bring the queries to fp32 and clear what they will be summed into."""
-    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    width = row_floats(head_dim)
     for row in range(num_rows):
         at = row * head_dim + row // group * step
         tops[row] = HIDDEN
@@ -134,7 +136,7 @@ def _unpack(
     Both in fp32. Meanwhile the next tile is on its way from memory, a line at a time: more at once
     than a core can wait for would stall it.
     """
-    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    width = row_floats(head_dim)
     line = per_line(pool)
     to_values = block_size * head_dim
     is_whole = block_size % WIDTH == 0 and width == head_dim  # rows and 16 keys lie together
@@ -178,7 +180,7 @@ def _attend_tile(
     scale: float,
 ) -> None:  # fmt: skip
     """Add a tile of keys to what the queries have seen; positions count from the tile's start."""
-    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    width = row_floats(head_dim)
     used = -(-head_dim // WIDTH) * WIDTH
     for row in range(0, num_rows, MAX_STRIP):
         count = min(MAX_STRIP, num_rows - row)
@@ -190,6 +192,8 @@ def _attend_tile(
         for i in range(count):
             for key in range(start, end, WIDTH):
                 store(scores, i * TILE + key, every(ZERO))
+        # Strides are constants where they can be: numba compiles the product for them, and its
+        # addresses fit the registers. With variables it takes twice as long.
         add_product(
             shift(scores, start), TILE, shift(queries, row * width), width, count,
             shift(keys, start * width), WIDTH, WIDTH * width, end - start, head_dim,
@@ -252,7 +256,7 @@ def _give_results(
     out: Numbers, mixed: Floats, sums: Floats, num_rows: int, group: int, head_dim: int, step: int
 ) -> None:
     """Divide the weighted values by the sum of the weights."""
-    width = -(-head_dim // (2 * WIDTH)) * (2 * WIDTH)
+    width = row_floats(head_dim)
     for row in range(num_rows):
         at = row * head_dim + row // group * step
         norm = every(total(load(sums, row * WIDTH)))

@@ -120,6 +120,7 @@ class CpuKernels:
         eps: float,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries of all tokens."""
+        assert qkv.is_contiguous()
         num_tokens = len(slots)
         q = qkv.new_empty(num_tokens, self.num_heads, self.head_dim)
         self._run_rows(
@@ -140,6 +141,8 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor]:
         """The RMS norm of `x + residual`, and that sum; `x` itself without a residual."""
         num_rows, hidden = x.shape
+        assert x.stride(1) == 1
+        assert residual is None or residual.is_contiguous()
         normed = x.new_empty(num_rows, hidden)
         stream = x if residual is None else x.new_empty(num_rows, hidden)
         self._run_rows(
@@ -152,6 +155,7 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+        assert gate_up.is_contiguous()
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
         self._run_rows(

@@ -102,6 +102,8 @@ def _folder() -> Path:
 
 def _read(file: Path) -> CpuLibrary:
     """Raises `OSError` where there is no file, `ValueError` where it is damaged."""
+    if file.stat().st_uid != os.getuid():
+        raise ValueError(f"{file} holds machine code of another user")
     digest, _, content = file.read_bytes().partition(b"\n")
     if digest != _digest(content):
         raise ValueError(f"{file} is damaged")

@@ -53,7 +53,6 @@ class CpuBackend:
         eps: float,
         window: int | None,  # keys that a query sees, itself included
     ) -> None:
-        self.dtype = pool.dtype
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
         self.window = window
@@ -77,12 +76,9 @@ class CpuBackend:
         q = self._kernels.rope_and_store(
             qkv, layer, self._positions, self._slots, self._cos_sin, head_norms, self.eps
         )
-        num_tokens, num_heads, head_dim = q.shape
-        out = qkv.new_empty(qkv.shape[0], num_heads * head_dim)
-        if len(out) > num_tokens:
-            out[num_tokens:] = 0.0
+        out = torch.empty_like(q)
         self._kernels.attend(q, layer, self._work, self.window, self.scale, out)
-        return out
+        return out.flatten(1)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -49,12 +49,12 @@ class PlainBackend:
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         batch, heads = self._batch, self.num_heads
-        own = qkv.view(len(qkv), -1, self.head_dim)[: batch.num_tokens]
+        own = qkv.view(len(qkv), -1, self.head_dim)
         first_value = heads + self.pool.shape[1]
         q, k, v = own[:, :heads], own[:, heads:first_value], own[:, first_value:]
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
         q = reference.rope_and_store(
-            q, k, v, batch.positions[: batch.num_tokens], self._cos_sin, self.pool, layer,
+            q, k, v, batch.positions, self._cos_sin, self.pool, layer,
             batch.slots, q_norm, k_norm, self.eps,
         )  # fmt: skip
         out = reference.paged_prefill_attention(
