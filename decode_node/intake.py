@@ -167,17 +167,7 @@ class Intake:
             return RequestError(text, param="max_tokens").to_failure()
         if num_needed > pool.num_blocks - pool.num_quarantined:
             return _shrunk()
-        if not prompt.is_local or message.max_uncached_tokens is None:
-            return None
-        uncached = len(message.token_ids) - self._num_cached(prompt.sequence)
-        if uncached > message.max_uncached_tokens:
-            text = f"{uncached} tokens are not cached here"
-            return Failure("not_cached", text, retryable=True, http_status=503)
         return None
-
-    def _num_cached(self, sequence: Sequence) -> int:
-        hashes = sequence.hash_blocks(self.pool.block_size, sequence.num_tokens - 1)
-        return len(self.pool.cache.lookup(hashes)) * self.pool.block_size
 
     def _reserve_one(self, now_s: float, prompt: PendingPrompt, watermark: int) -> bool:
         sequence, pool = prompt.sequence, self.pool

@@ -1,8 +1,9 @@
 """The compiled CPU kernels of one dtype: found in a cache on disk, or compiled and put there.
 
-The cache is a folder of the user's, so an installation may be read-only. A file's name says what it
-was compiled from and for (source, compiler, CPU), its first line is the digest of what follows: a
-damaged file is compiled again. Files appear whole, so processes may compile side by side. Called by
+The cache is a folder of the user's, so an installation may be read-only. It holds machine code, so
+it is used only where no other user can write. A file's name says what it was compiled from and for
+(source, compiler, CPU), its first line is the digest of what follows: a damaged file is compiled
+again. Files appear whole, so processes may compile side by side. Called by
 the engine when a rank is loaded; raises `KernelsUnavailable` where there can be no kernels.
 """
 
@@ -61,7 +62,7 @@ def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
     """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all)."""
     name = f"{'bf16' if is_bf16 else 'fp32'}-{_fingerprint()}.kernels"
     # A cache that cannot be read or written costs the seconds of compiling and nothing else.
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
+    with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
         return _read(_folder() / name)
     try:
         from baton.kernels.cpu_compile import compile_kernels
@@ -70,7 +71,7 @@ def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
         library = CpuLibrary(arguments, code)
     except Exception as error:  # a compiler can fail in any way, and none of them is fatal
         raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
     return library
 
@@ -81,9 +82,11 @@ def _fingerprint() -> str:
         import llvmlite.binding as llvm
 
         versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+        features = llvm.get_host_cpu_features()
     except ImportError as error:
         raise KernelsUnavailable(f"numba is not installed ({error})") from error
-    features = llvm.get_host_cpu_features()
+    except (OSError, RuntimeError) as error:
+        raise KernelsUnavailable(f"numba's compiler cannot be used ({error})") from error
     if not (features.get("avx2") and features.get("fma")):
         raise KernelsUnavailable("the CPU has no AVX2")
     digest = hashlib.sha256()
@@ -97,13 +100,16 @@ def _fingerprint() -> str:
 
 def _folder() -> Path:
     """Where this user's programs keep what they can make again. `RuntimeError`: nowhere."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "kernels"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification: a relative path is ignored.
+    cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()
+    return cache / "baton" / "kernels"
 
 
 def _read(file: Path) -> CpuLibrary:
-    """Raises `OSError` where there is no file, `ValueError` where it is damaged."""
-    if file.stat().st_uid != os.getuid():
-        raise ValueError(f"{file} holds machine code of another user")
+    """Raises `OSError` where there is no file, `ValueError` where it cannot be trusted."""
+    _check_owner(file.parent)
+    _check_owner(file)
     digest, _, content = file.read_bytes().partition(b"\n")
     if digest != _digest(content):
         raise ValueError(f"{file} is damaged")
@@ -113,10 +119,22 @@ def _read(file: Path) -> CpuLibrary:
 
 def _write(file: Path, content: bytes) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(file.parent)
     descriptor, temporary = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(descriptor, "wb") as target:
-        target.write(_digest(content) + b"\n" + content)
-    Path(temporary).replace(file)
+    try:
+        with os.fdopen(descriptor, "wb") as target:
+            target.write(_digest(content) + b"\n" + content)
+        Path(temporary).replace(file)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _check_owner(path: Path) -> None:
+    """Raise `ValueError` if another user owns `path` or may write to it."""
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ValueError(f"other users can write to {path}")
 
 
 def _digest(content: bytes) -> bytes:

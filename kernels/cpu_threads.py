@@ -20,18 +20,25 @@ class CpuThreads:
 
     def __init__(self) -> None:
         self._inboxes: list[SimpleQueue[Slice | None]] = []
-        self._done: SimpleQueue[None] = SimpleQueue()
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, function: Callable[..., object], slices: Sequence[Arguments]) -> None:
-        """Call `function` with each of `slices` at once; return when all calls have."""
+        """Call `function` with each of `slices` at once; return when all calls have.
+
+        Raises what one of the calls raised, after all of them have ended.
+        """
         others = len(slices) - 1
         while len(self._inboxes) < others:
             self._start()
         for inbox, arguments in zip(self._inboxes, slices[1:], strict=False):
             inbox.put((function, arguments))
-        function(*slices[0])
-        for _ in range(others):
-            self._done.get()
+        try:
+            function(*slices[0])
+        finally:
+            errors = [self._done.get() for _ in range(others)]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _start(self) -> None:
         inbox: SimpleQueue[Slice | None] = SimpleQueue()
@@ -41,8 +48,12 @@ class CpuThreads:
         self._inboxes.append(inbox)
 
 
-def _work(inbox: SimpleQueue[Slice | None], done: SimpleQueue[None]) -> None:
+def _work(inbox: SimpleQueue[Slice | None], done: SimpleQueue[BaseException | None]) -> None:
     while (work := inbox.get()) is not None:
         function, arguments = work
-        function(*arguments)
-        done.put(None)
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001  (the caller raises it)
+            done.put(error)
+        else:
+            done.put(None)

@@ -86,8 +86,7 @@ class Prefill(Message, frozen=True):
 class Decode(Message, frozen=True):
     """Generate from where `Prefill` of the same key ends.
 
-    With no `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
-    of it are not cached, it refuses with code `not_cached` before any token; None sets no bound.
+    With no `prefill_node` the node computes the prompt itself.
     """
 
     key: Key
@@ -96,7 +95,6 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     prefill_node: NodeId | None = None
-    max_uncached_tokens: int | None = None
 
 
 class Cancel(Message, frozen=True):

@@ -94,7 +94,10 @@ def find_rule(product: Product, pool: Tensor, tiles: Sequence[int]) -> RowRule |
     # One pass will do: the bits are compared with those that are known to be right.
     again = _try_tiles(product, pool, [trial.tile for trial in chosen], 1)
     equal = [trial for trial in again if trial.digest == chosen[0].digest]
-    return RowRule(equal) if equal else RowRule(chosen, is_single_threaded=True)
+    # Without a small tile every decode step would be padded to a large one.
+    if equal and equal[0].tile <= SMALL_TILE:
+        return RowRule(equal)
+    return RowRule(chosen, is_single_threaded=True)
 
 
 def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ BOUNDARIES = {
     "kv_transfer:TransferAgent._run",
     # A compiler can fail in any way; plain torch computes instead, and the log says why.
     "kernels:load_library",
+    # The thread that called for the work raises it.
+    "kernels:_work",
     # One request's error hurts no other request.
     "router:App._answered",
     "router:Handlers._stream",

@@ -131,18 +131,6 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert (failed.failure.http_status, failed.failure.param) == (400, "max_tokens")
 
 
-def test_a_local_prompt_with_too_few_cached_tokens_is_refused_before_any_token() -> None:
-    drive, prompt = decode_drive(), list(range(20))
-    message = local("a", prompt)
-    drive.scheduler.add(
-        0.0, 0, type(message)(message.key, prompt, 20, message.sampling, max_uncached_tokens=8)
-    )
-    drive.launch()
-    (failed,) = drive.said
-    assert isinstance(failed, Failed)
-    assert failed.failure.code == "not_cached"
-
-
 def test_cancel_while_a_step_runs_keeps_the_blocks_until_it_is_settled() -> None:
     drive = decode_drive()
     drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=50))
