@@ -140,7 +140,7 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (sends(token(), b"data: {"), "truncated", "within an event"),
         (sends(), "truncated", "the body ended without any event"),
         (sends(b'{"choices": []}'), "not_streamed", "one JSON body instead of a stream"),
-        (sends(token(), b"data: {]\n\n"), "malformed", "no JSON"),
+        (sends(token(), b"data: {]\n\n"), "malformed", "not JSON"),
         (cuts(token(), token()), "truncated", "the connection was closed without [DONE], after 2"),
         (cuts(), "truncated", "the connection was closed without any event"),
         (says(b""), "truncated", "the connection was closed before an answer came"),

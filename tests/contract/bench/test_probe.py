@@ -95,8 +95,8 @@ def test_one_of_several_models_has_to_be_named() -> None:
 @pytest.mark.parametrize(
     ("models", "kind", "words"),
     [
-        (replies(200, b"<html>"), ConfigError, "no server with OpenAI's API"),
-        ({"models": []}, ConfigError, "no server with OpenAI's API"),
+        (replies(200, b"<html>"), ConfigError, "not a server with OpenAI's API"),
+        ({"models": []}, ConfigError, "not a server with OpenAI's API"),
         (replies(401, b"key?"), ConfigError, "wants an API key, and it is missing"),
         (
             replies(404),

@@ -127,7 +127,7 @@ def test_the_overview_names_every_command_on_one_screen(
         (["run", *LOAD, "--vocabulary", "9"], "LOW-HIGH"),
         (["run", *LOAD, "--window", "9"], "FROM-TO"),
         (["run", *LOAD, "--window", "9-8"], "ends before it begins"),
-        (["run", *LOAD, "--extra-body", "{"], "no JSON object"),
+        (["run", *LOAD, "--extra-body", "{"], "not a JSON object"),
         (["run", *LOAD, "--workload", "trace"], "--path FILE"),
         (["run", *LOAD, "--path", "x"], "--path is for"),
         (["run", *LOAD, "--url", "a:1"], "http://host:port"),
