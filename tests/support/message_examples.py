@@ -60,7 +60,7 @@ INFO = NodeInfo(
 TO_NODE: tuple[Message, ...] = (
     Peers((INFO,)),
     Prefill(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE),
-    Decode(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE, 64),
+    Decode(KEY, [1, 2, 300], 2, SAMPLING, 3, NODE),
     Cancel((KEY, OTHER_KEY), "attempt"),
     Refused(FAILURE),
 )
