@@ -1,12 +1,16 @@
 """Generated pages are what the code says today, and every setting is used by somebody."""
 
 import ast
+import re
 import subprocess
 import sys
+
+import pytest
 
 from baton.protocol.config import ClusterConfig
 from baton.runtime.fields import fields_of
 from tests.support.sources import REPOSITORY, name_of, sources, tree
+from tools.house import OTHERS, SHIPPED, figures
 
 # Where a whole section is handed on under another name.
 ALIASES = {"config", "settings"}
@@ -18,6 +22,16 @@ def test_generated_pages_are_fresh() -> None:
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_knows_about_how_long_each_room_is() -> None:
+    rows = re.findall(
+        r"(?m)^\| `([a-z_/]+)` \| ([\d,]+) \|", (REPOSITORY / "README.md").read_text()
+    )
+    assert {room for room, _ in rows} == {*SHIPPED, *OTHERS}
+    for room, told in rows:
+        lines = sum(figures(REPOSITORY, room).lengths)
+        assert int(told.replace(",", "")) == pytest.approx(lines, rel=0.15, abs=60), room
 
 
 def test_every_setting_is_read_somewhere() -> None:
