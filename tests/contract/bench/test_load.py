@@ -314,7 +314,7 @@ def test_a_client_process_that_dies_is_an_error() -> None:
     [
         ({"requests": []}, "no request"),
         ({"processes": 0}, "at least one process"),
-        ({"concurrency": 0}, "room for one"),
+        ({"concurrency": 0}, "a concurrency of at least 1"),
         ({"closed": True}, "needs a concurrency"),
         ({"requests": requests(2, None)}, "needs an arrival time"),
         ({"target": Target("http://a", MODEL, api="chat")}, "chat API takes none"),
