@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.attention.backend import Backend, Batch, Span
+from baton.engine.attention.backend import Backend, Batch, Chunk
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.decoder import Decoder
 from baton.engine.plan import Slice, StepPlan, StepResult
@@ -59,7 +59,7 @@ class Runner:
     def _compute(self, slices: tuple[Slice, ...]) -> tuple[tuple[int, ...], ...]:
         batch = self.pack(slices)
         drawing = [i for i, part in enumerate(slices) if part.draws]
-        last = [batch.spans[i].row + batch.spans[i].length - 1 for i in drawing]
+        last = [batch.chunks[i].row + batch.chunks[i].length - 1 for i in drawing]
         logits = self.decoder.forward(
             batch, torch.tensor(last, dtype=torch.int64, device=self.device), self.backend
         )
@@ -74,12 +74,12 @@ class Runner:
     def pack(self, slices: tuple[Slice, ...]) -> Batch:
         """The slices one after the other."""
         block_size = self.cache.pool.shape[4]
-        spans: list[Span] = []
+        chunks: list[Chunk] = []
         token_ids: list[int] = []
         positions: list[NDArray[np.int64]] = []
         slots: list[NDArray[np.int64]] = []
         for part in slices:
-            spans.append(Span(len(token_ids), part.start, part.length, part.block_table))
+            chunks.append(Chunk(len(token_ids), part.start, part.length, part.block_table))
             token_ids += part.token_ids or (self._last_sampled(part),)
             own = np.arange(part.start, part.start + part.length)
             first = part.start // block_size
@@ -90,7 +90,7 @@ class Runner:
             torch.tensor(token_ids, device=self.device),
             self._tensor(np.concatenate(positions)),
             self._tensor(np.concatenate(slots)),
-            tuple(spans),
+            tuple(chunks),
         )
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:

@@ -64,17 +64,17 @@ class CpuKernels:
     def attention_work(
         self,
         tables: NDArray[np.int32],
-        spans: NDArray[np.int64],  # [num_spans, 4]: the fields of an item, of any length
+        chunks: NDArray[np.int64],  # [num_chunks, 4]: the fields of an item, of any length
     ) -> AttentionWork:
-        """Cut spans into items. What is computed in one item never decides a bit."""
+        """Cut chunks into items. What is computed in one item never decides a bit."""
         longest = max(1, ROWS // self.group)
-        lengths = spans[:, 1]
+        lengths = chunks[:, 1]
         pieces = -(-lengths // longest)
-        span = np.repeat(np.arange(len(spans)), pieces)
-        skipped = (np.arange(len(span)) - np.repeat(pieces.cumsum() - pieces, pieces)) * longest
-        items = spans[span]
+        chunk = np.repeat(np.arange(len(chunks)), pieces)
+        skipped = (np.arange(len(chunk)) - np.repeat(pieces.cumsum() - pieces, pieces)) * longest
+        items = chunks[chunk]
         items[:, 0] += skipped
-        items[:, 1] = np.minimum(longest, lengths[span] - skipped)
+        items[:, 1] = np.minimum(longest, lengths[chunk] - skipped)
         items[:, 2] += skipped
         keys = (items[:, 1] + items[:, 2]) * self.head_dim
         costs = keys * (NS_PER_KEY_NUMBER + NS_PER_SCORE_NUMBER * self.group * items[:, 1])
@@ -91,7 +91,7 @@ class CpuKernels:
         work: AttentionWork,
         window: int | None,
         scale: float,
-        out: Tensor,  # as q; rows of no span stay as they are
+        out: Tensor,  # as q; rows of no chunk stay as they are
     ) -> None:
         """Causal attention of ragged chunks, or single tokens, over their paged contexts."""
         size = self._scratch_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True, frozen=True)
-class Span:
+class Chunk:
     """Tokens [start, start + length) of one sequence, in rows [row, row + length) of the batch.
 
     Their keys and values are not yet in the pool; those of every position below `start` are.
@@ -35,7 +35,7 @@ class Batch:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64: block * block_size + offset
-    spans: tuple[Span, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def num_tokens(self) -> int:

@@ -62,14 +62,14 @@ class CpuBackend:
 
     def begin(self, batch: Batch) -> None:
         self._positions, self._slots = batch.positions, batch.slots
-        used = [span.block_table[: -(-span.end // self.block_size)] for span in batch.spans]
+        used = [chunk.block_table[: -(-chunk.end // self.block_size)] for chunk in batch.chunks]
         starts = accumulate((len(blocks) for blocks in used), initial=0)
-        spans = [
-            (span.row, span.length, span.start, start)
-            for span, start in zip(batch.spans, starts, strict=False)
+        chunks = [
+            (chunk.row, chunk.length, chunk.start, start)
+            for chunk, start in zip(batch.chunks, starts, strict=False)
         ]
         self._work = self._kernels.attention_work(
-            np.fromiter(chain.from_iterable(used), np.int32), np.array(spans, np.int64)
+            np.fromiter(chain.from_iterable(used), np.int32), np.array(chunks, np.int64)
         )
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.attention.backend import Batch, Span
+from baton.engine.attention.backend import Batch, Chunk
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rms_norm import add_rms_norm
@@ -44,21 +44,21 @@ class CudaBackend:
     def begin(self, batch: Batch) -> None:
         self._positions = batch.positions
         self._slots = batch.slots
-        spans = batch.spans
-        self._num_decoding = next((i for i, s in enumerate(spans) if s.length > 1), len(spans))
-        self._decoding = self._tables(spans[: self._num_decoding])
-        self._prompts = self._tables(spans[self._num_decoding :])
+        chunks = batch.chunks
+        self._num_decoding = next((i for i, s in enumerate(chunks) if s.length > 1), len(chunks))
+        self._decoding = self._tables(chunks[: self._num_decoding])
+        self._prompts = self._tables(chunks[self._num_decoding :])
 
-    def _tables(self, spans: tuple[Span, ...]) -> Tables | None:
-        if not spans:
+    def _tables(self, chunks: tuple[Chunk, ...]) -> Tables | None:
+        if not chunks:
             return None
-        used = [span.block_table[: -(-span.end // self.block_size)] for span in spans]
+        used = [chunk.block_table[: -(-chunk.end // self.block_size)] for chunk in chunks]
         width = max(len(blocks) for blocks in used)
-        starts = [span.row - spans[0].row for span in spans]
-        starts.append(starts[-1] + spans[-1].length)
+        starts = [chunk.row - chunks[0].row for chunk in chunks]
+        starts.append(starts[-1] + chunks[-1].length)
         return Tables(
             self._int32([[*blocks, *[0] * (width - len(blocks))] for blocks in used]),
-            self._int32([span.end for span in spans]),
+            self._int32([chunk.end for chunk in chunks]),
             self._int32(starts),
         )
 

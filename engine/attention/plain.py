@@ -34,16 +34,16 @@ class PlainBackend:
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        width = max(-(-span.end // self.block_size) for span in batch.spans)
+        width = max(-(-chunk.end // self.block_size) for chunk in batch.chunks)
         tables, starts, lengths = [], [0], []
-        for span in batch.spans:
-            blocks = span.block_table[:width]
+        for chunk in batch.chunks:
+            blocks = chunk.block_table[:width]
             table = [*blocks, *[0] * (width - len(blocks))]
-            for first in range(0, span.length, QUERIES):
-                last = min(first + QUERIES, span.length)
+            for first in range(0, chunk.length, QUERIES):
+                last = min(first + QUERIES, chunk.length)
                 tables.append(table)
-                starts.append(span.row + last)
-                lengths.append(span.start + last)
+                starts.append(chunk.row + last)
+                lengths.append(chunk.start + last)
         self._tables, self._starts = torch.tensor(tables), torch.tensor(starts)
         self._lengths = torch.tensor(lengths)
 

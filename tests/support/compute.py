@@ -84,7 +84,7 @@ def logits(runner: Runner, *slices: Slice) -> list[Tensor]:
     batch = runner.pack(slices)
     with torch.inference_mode():
         rows = runner.decoder.forward(batch, torch.arange(len(batch.token_ids)), runner.backend)
-    return [rows[span.row : span.row + span.length] for span in batch.spans]
+    return [rows[chunk.row : chunk.row + chunk.length] for chunk in batch.chunks]
 
 
 def chunked_logits(runner: Runner, text: Text, chunk_sizes: Sequence[int]) -> Tensor:

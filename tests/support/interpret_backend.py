@@ -26,7 +26,7 @@ class NotingBackend(CudaBackend):
     noted: ClassVar[list[tuple[int, int]]] = []
 
     def begin(self, batch: Batch) -> None:
-        self.noted.extend((span.start, span.length) for span in batch.spans)
+        self.noted.extend((chunk.start, chunk.length) for chunk in batch.chunks)
         super().begin(batch)
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, cpu.device, monotonic)
         warm_up(cuda)
         warm = {
-            "spans": backend.noted.copy(),
+            "chunks": backend.noted.copy(),
             "slots": pool.transpose(1, 4).flatten(2).any(-1).nonzero().tolist(),
             "generations": int(cache.generations.sum()),
         }

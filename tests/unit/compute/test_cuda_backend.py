@@ -41,7 +41,7 @@ def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(
 ) -> None:
     """A prompt and a decode step. What the test above compares was computed after it."""
     assert found["warm_up"] == {
-        "spans": [[0, 2], [1, 1]],
+        "chunks": [[0, 2], [1, 1]],
         "slots": [[0, 0], [0, 1]],
         "generations": 0,
     }
