@@ -8,9 +8,7 @@ from tests.support.sources import REPOSITORY, ROOMS, imports, name_of, sources, 
 
 MAX_LINES = 400
 # Longer files, each with the reason why its one concept is not cut.
-LONGER = {
-    "router/core.py": "one object owns every live request, and each of its methods acts on it",
-}
+LONGER: dict[str, str] = {}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
