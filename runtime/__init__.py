@@ -1,5 +1,5 @@
-"""What every process needs that is not a GPU: channels, clock, children, settings, log, metrics.
+"""What every process needs that is not a GPU: channels, clock, child processes, settings, log.
 
-Used by every room above it. It imports `baton.protocol`, pyzmq, msgspec, prometheus_client and
-pyyaml, and never torch: a router and a benchmark client live on this room alone.
+Used by every room above it. It imports `baton.protocol`, pyzmq, msgspec and pyyaml, and never
+torch: a router and a benchmark client live on this room alone.
 """
