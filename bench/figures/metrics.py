@@ -242,7 +242,7 @@ def summarise(
     offered_rate = _per_s(len(records), arrived) or None
     every = counted(result.records, None)
     met = [meets(record, bounds) for record in records] if bounds is not None else []
-    chunk_ms, itl_ms, num_chunks = _gaps_ms(good)
+    chunk_ms, itl_ms, num_chunks = gaps_ms(good)
     num_tokens = sum(timing.num_tokens for timing in answered)
     prompts = [record.prompt_tokens for record in good if record.prompt_tokens is not None]
     return Summary(
@@ -281,7 +281,7 @@ def _outcomes(records: Sequence[Record]) -> dict[str, int]:
     return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
 
-def _gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
+def gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
     """Return all gaps between chunks, the same per token, and the number of chunks."""
     chunks, per_token, num_chunks = [np.zeros(0)], [np.zeros(0)], 0
     for record in answered:
