@@ -8,10 +8,13 @@ from rich.console import Console
 
 from baton.bench.client.load import Progress
 from baton.bench.console import shown
+from baton.bench.figures.metrics import summarise
 from baton.bench.figures.search import Ending, Found
 from baton.bench.progress import LoadProgress
+from baton.bench.report.document import Run
 from baton.bench.report.sections import LATENCIES
 from tests.support.bench_records import Scene, invalid, report_of, scene_run, warning
+from tests.support.load_records import load, steady
 
 TIMES_S = (0.0, 0.0, 10.0, 20.0)  # made, begun, shown, shown
 SHORT = Scene(duration_s=5.0)
@@ -67,6 +70,13 @@ def test_of_several_runs_the_shared_warnings_are_said_once_and_the_invalid_ones_
         "CONFIRMED",
     ]
     assert shown(report).startswith("Search\n1/s holds\n")
+
+
+@pytest.mark.parametrize("count", [999, 1000])
+def test_a_p99_of_few_samples_is_said_to_be_none(count: int) -> None:
+    result = load(steady(count))
+    run = Run(label="a", summary=summarise(result), records=result.records)
+    assert ("A p99 rests on few samples" in shown(report_of([run]))) == (count < 1000)
 
 
 def test_tables_of_a_narrow_terminal_are_broken_by_columns() -> None:
