@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from baton.bench.figures.paired import Floats, Interval, batch_means, nearest_rank, share_interval
+from baton.bench.figures.paired import Floats, Interval, nearest_rank, share_interval
 from baton.bench.records import LoadResult, Outcome, Record
 from baton.protocol.errors import BatonError
 
@@ -141,7 +141,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     e2e_from_sent: Distribution | None
     ntpot: Distribution | None
     lag: Distribution
-    ttft_mean: Interval | None  # None: too few samples for an interval
     bounds: Bounds | None
     attainment: float | None  # None without bounds, as the next two
     attainment_interval: Interval | None
@@ -210,9 +209,9 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
     if not len(samples_ms):
         return None
     ordered = np.sort(np.asarray(samples_ms, np.float64))
-    p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
-    mean, smallest, largest = float(ordered.mean()), float(ordered[0]), float(ordered[-1])
-    return Distribution(len(ordered), mean, p50, p90, p95, p99, largest, smallest)
+    ranks = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
+    ends = float(ordered[-1]), float(ordered[0])
+    return Distribution(len(ordered), float(ordered.mean()), *ranks, *ends)
 
 
 def summarise(
@@ -258,7 +257,6 @@ def summarise(
         itl=distribution(itl_ms),
         chunk_gap=distribution(chunk_ms),
         lag=lag,
-        ttft_mean=batch_means([t.ttft_ms for t in answered if t.ttft_ms is not None]),
         bounds=bounds,
         attainment=_share(met),
         attainment_interval=share_interval(met) if met else None,

@@ -4,6 +4,7 @@
 as a detail. Text is plain here: each renderer escapes it, since much of it came from a server.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -12,12 +13,24 @@ import msgspec
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, summarise_stages
-from baton.bench.report.document import Compared, Report, Run, Table
-from baton.bench.report.provenance import Provenance
+from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
 from baton.bench.report.wording import NONE, number, quantity, several, share, utc
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 FURTHER = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
+# Fields of a summary and of a fault's impact, with their units.
+TOTALS = {
+    "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
+    "answered_rate": "requests/s", "tokens_per_s": "", "num_requests": "",
+    "num_unfinished": "", "num_tokens": "", "num_prompt_tokens": "", "cached_share": "share",
+    "tokens_per_chunk": "", "stutter_free": "share", "concurrency": "",
+}  # fmt: skip
+IMPACT = {
+    "at_s": "s", "time_to_detect_s": "s", "time_to_resume_s": "s", "time_to_recover_s": "s",
+    "longest_wait_s": "s", "attainment_before": "share", "goodput_before": "requests/s",
+    "goodput_dip": "requests", "num_in_flight": "", "num_interrupted": "", "num_resumed": "",
+    "num_failed": "",
+}  # fmt: skip
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
@@ -45,9 +58,9 @@ def sections(report: Report) -> list[Section]:
             for table in report.tables
         ),
         Section("Notes", report.notes, []),
-        Section("Settings", [], [pairs("", report.settings)], detail=True),
-        Section("Provenance", [], [pairs("", _provenance(report.provenance))], detail=True),
-        Section("Definitions", [], [pairs("", _definitions(report))], detail=True),
+        Section("Settings", [], [_pairs("", report.settings)], detail=True),
+        Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], detail=True),
+        Section("Definitions", [], [_pairs("", _definitions(report))], detail=True),
     ]
     filled = [
         msgspec.structs.replace(one, tables=[table for table in one.tables if table.rows])
@@ -56,13 +69,13 @@ def sections(report: Report) -> list[Section]:
     return [one for one in filled if one.lines or one.tables]
 
 
-def pairs(title: str, rows: Mapping[str, str], caption: str = "", *, detail: bool = False) -> Table:
+def _pairs(title: str, rows: Mapping[str, str], caption: str = "") -> Table:
     """Return a table of names and values without those that are not known."""
     known = [[name, value] for name, value in rows.items() if value not in ("", NONE)]
-    return Table(title, ["", ""], known, caption, detail)
+    return Table(title, ["", ""], known, caption)
 
 
-def span(low: float, high: float, unit: str = "") -> str:
+def _span(low: float, high: float, unit: str = "") -> str:
     """Return the ends of an interval."""
     if unit == "share":
         return f"{share(low).removesuffix(' %')} to {share(high)}"
@@ -107,7 +120,7 @@ def _comparison(report: Report) -> Section:
 
 def _ratio(row: Compared, arm: str) -> str:
     ratio = row.ratios[arm]
-    ends = f"{ratio.median:.3f} ({span(ratio.low, ratio.high)})"
+    ends = f"{ratio.median:.3f} ({_span(ratio.low, ratio.high)})"
     return ends if ratio.is_conclusive else f"{ends} *"
 
 
@@ -192,56 +205,28 @@ def _latencies(
 def _totals(run: Run) -> Table:
     """Return the figures of a whole run, without those that nothing is known of."""
     summary = run.summary
-    attained = share(summary.attainment)
+    rows = {"bounds": str(summary.bounds) if summary.bounds else "none given"}
+    for field, unit in TOTALS.items():
+        rows[_words(field)] = quantity(getattr(summary, field), unit)
     if (interval := summary.attainment_interval) is not None:
-        attained += f" (95 % interval {span(interval.low, interval.high, 'share')})"
-    prompt_tokens = summary.num_prompt_tokens
-    rows = {
-        "bounds": str(summary.bounds) if summary.bounds else "none given",
-        "attainment": attained,
-        "goodput": quantity(summary.goodput, "requests/s"),
-        "offered rate": quantity(summary.offered_rate, "requests/s"),
-        "answered rate": quantity(summary.answered_rate, "requests/s"),
-        "output": quantity(summary.tokens_per_s, "tokens/s"),
-        "requests": f"{summary.num_requests:,}",
-        **{
-            name.replace("_", " "): f"{count:,} ({share(count / summary.num_requests)})"
-            for name, count in summary.outcomes.items()
-        },
-        "unfinished at the end of the window": f"{summary.num_unfinished:,}",
-        "output tokens": f"{summary.num_tokens:,}",
-        "prompt tokens": NONE if prompt_tokens is None else f"{prompt_tokens:,}",
-        "cached share of the prompts": share(summary.cached_share),
-        "tokens per chunk": number(summary.tokens_per_chunk),
-        "stutter-free": share(summary.stutter_free),
-        "requests in flight, mean": number(summary.concurrency),
-        "window": span(summary.window.start_s, summary.window.end_s, "s"),
-        "duration": quantity(run.wall_s or None, "s"),
-        "started": utc(run.started_at),
-    }
-    return pairs("Totals", rows)
+        ends = _span(interval.low, interval.high, "share")
+        rows["attainment"] += f" (95 % interval {ends})"
+    for name, count in summary.outcomes.items():
+        rows[_words(name)] = f"{count:,} ({share(count / summary.num_requests)})"
+    rows["window"] = _span(summary.window.start_s, summary.window.end_s, "s")
+    return _pairs("Totals", rows | {"duration": quantity(run.wall_s or None, "s"),
+                                    "started": utc(run.started_at)})  # fmt: skip
 
 
 def _faults(run: Run) -> Iterator[Table]:
-    """Return what each fault of a run did to its requests."""
+    """Return what each fault of a run did to its requests; a time that never came is a dash."""
     for impact in run.impacts:
-        rows = {
-            "at": quantity(impact.at_s, "s"),
-            "time to detect": quantity(impact.time_to_detect_s, "s"),
-            "time to resume": quantity(impact.time_to_resume_s, "s"),
-            "time to recover": quantity(impact.time_to_recover_s, "s"),
-            "longest wait": quantity(impact.longest_wait_s, "s"),
-            "attainment before": share(impact.attainment_before),
-            "goodput before": quantity(impact.goodput_before, "requests/s"),
-            "goodput dip": quantity(impact.goodput_dip, "requests"),
-            "in flight at the fault": f"{impact.num_in_flight:,}",
-            "of these interrupted": f"{impact.num_interrupted:,}",
-            "of these answered all the same": f"{impact.num_resumed:,}",
-            "failed from the fault on": f"{impact.num_failed:,}",
-        }
+        rows = [
+            [_words(field), quantity(getattr(impact, field), unit)]
+            for field, unit in IMPACT.items()
+        ]
         spec, _, _ = impact.fault.partition("=")
-        known = [[name, value] for name, value in rows.items()]  # a time that never came says much
-        yield Table(f"Fault {spec}", ["", ""], known, "; ".join(impact.notes))
+        yield Table(f"Fault {spec}", ["", ""], rows, "; ".join(impact.notes))
 
 
 def _stages(run: Run) -> Iterator[Table]:
@@ -250,8 +235,8 @@ def _stages(run: Run) -> Iterator[Table]:
     if found is None:
         return
     rows = [
-        [stage.name, *_percentiles(stage.time, "mean", "p50", "p90", "p99"), share(stage.share)]
-        for stage in found.stages
+        [name, *_percentiles(time, "mean", "p50", "p90", "p99"), share(found.shares[name])]
+        for name, time in found.stages.items()
     ]
     added_up = (
         f"add up to e2e within {number(max(0.001, found.max_error_ms))} ms"
@@ -296,29 +281,9 @@ def _definitions(report: Report) -> dict[str, str]:
                                  if has_stages else {})  # fmt: skip
 
 
-def _provenance(of: Provenance) -> dict[str, str]:
-    machine = of.machine
-    cpus = f"{machine.num_cpus} of {several(machine.num_cpus_total, 'CPU')}"
-    memory = f"{machine.memory_bytes / 2**30:.0f} GiB" if machine.memory_bytes else "unknown memory"
-    before, after = (
-        ", ".join(f"{value:.2f}" for value in load or ()) or "unknown"
-        for load in (of.load_before, of.load_after)
-    )
-    return {
-        "made": utc(of.created_at),
-        "command": " ".join(of.command_line),
-        "baton": of.baton_version,
-        "commit": of.commit or "not in a checkout",
-        "local changes": "yes: the commit alone does not say what ran" if of.dirty else "no",
-        "settings hash": of.config_hash,
-        "machine": f"{machine.cpu_model}, {cpus}, {memory}",
-        "GPUs": "; ".join(machine.gpus) or "none seen by the client",
-        "system": machine.system,
-        "load before": before,
-        "load after": after,
-        **{f"{name} version": version for name, version in of.versions.items()},
-        "GPUs after": "; ".join(of.gpus_after),
-    }
+def _words(field: str) -> str:
+    """Return the name of a field as words, without its unit."""
+    return re.sub(r"^num_|(?<!per)_s$", "", field).replace("_", " ")
 
 
 def _percentiles(found: Distribution | None, *names: str) -> list[str]:

@@ -9,9 +9,11 @@ NONE = "–"  # noqa: RUF001 - the dash that a table shows
 
 
 def number(value: float | None) -> str:
-    """Return three significant digits, or all digits before the point."""
+    """Return three significant digits, or all digits before the point, and a count as it is."""
     if value is None or not math.isfinite(value):
         return NONE
+    if isinstance(value, int):
+        return f"{value:,}"
     size = abs(value)
     if size >= 100 or value == 0:
         return f"{value:,.0f}"
@@ -37,7 +39,7 @@ def quantity(value: float | None, unit: str) -> str:
     if unit == "share":
         return share(value)
     written = number(value)
-    return written if written == NONE else f"{written} {unit}"
+    return written if written == NONE else f"{written} {unit}".strip()
 
 
 def several(count: int, noun: str) -> str:

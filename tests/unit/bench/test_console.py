@@ -28,7 +28,7 @@ def test_the_terminal_shows_latencies_totals_and_the_verdict() -> None:
     assert header.split() == ["figure", "samples", "mean", "p50", "p90", "p95", "p99", "max"]
     assert [line.split()[0] for line in lines[3:9]] == list(LATENCIES)
     for total in (r"attainment +[0-9.]+ % \(95 % interval .*", r"duration +[0-9.]+ s",
-                  "output tokens +[0-9,]+"):  # fmt: skip
+                  "tokens +[0-9,]+", "tokens per s +[0-9]+"):  # fmt: skip
         assert re.search(f"^{total}$", text, re.MULTILINE)
     assert "A p99 rests on few samples in fewer than 1,000 requests." in lines
     assert "Provenance" not in text
