@@ -26,16 +26,13 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
     """
     text = io.StringIO()
     console = Console(file=text, width=width or UNBROKEN, force_terminal=styled, highlight=False)
-    for section in sections(report):
-        if section.detail:
-            continue
+    for section in (one for one in sections(report) if not one.folded):
         _say(console, section.title)
         for table in section.tables:
-            if not table.detail:
-                _say(console, *([table.title] if table.title else []))
-                for grid in _grids(table, width):
-                    console.print(grid)
-                _say(console, *([table.caption] if table.caption else []), "")
+            _say(console, *filter(None, [table.title]))
+            for grid in _grids(table, width):
+                console.print(grid)
+            _say(console, *filter(None, [table.caption]), "")
         # Last, since what is printed last is what is read.
         _say(console, *section.lines, *([""] if section.lines else []))
     _say(console, report.verdict)
@@ -61,7 +58,7 @@ def _grids(table: Table, width: int) -> Iterator[Grid]:
             grid.add_column(_text(table.columns[place]))
             if not table.is_pairs:
                 column = grid.columns[-1]
-                column.justify = "right" if place else "left"
+                column.justify = "right" if place and table.is_narrow else "left"
                 column.no_wrap, column.max_width = True, MAX_CELL
         for row in table.rows:
             grid.add_row(*(_text(row[place]) for place in part))

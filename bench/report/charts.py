@@ -5,12 +5,12 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
 
-from baton.bench.figures.metrics import Bounds, Summary, gaps_ms, measure, meets
+from baton.bench.figures.metrics import DEFINITIONS, Bounds, gaps_ms, measure, meets
 from baton.bench.figures.paired import Floats
 from baton.bench.records import Outcome, Record
 from baton.bench.report.chart import Chart, Curve, Mark
@@ -54,14 +54,11 @@ def _distributions(report: Report) -> Iterator[Chart]:
     bounds, found = report.bounds or Bounds(), groups(report)
     few = len({run.arm or run.label for run in report.runs}) > len(found)
     chosen = f" {len(found)} of the runs are shown." if few else ""
-    for name, title, caption, bound_ms in (
-        ("ttft", "Time to first token", "From the intended arrival, of answered requests.",
-         bounds.ttft_ms),
-        ("tpot", "Time per output token", "Mean time after the first token, of answered requests.",
-         bounds.tpot_ms),
-        ("itl", "Gaps between tokens", "All gaps: a reader notices the rare long ones.",
-         bounds.gap_max_ms),
-    ):  # fmt: skip
+    for name, title, bound_ms in (
+        ("ttft", "Time to first token", bounds.ttft_ms),
+        ("tpot", "Time per output token", bounds.tpot_ms),
+        ("itl", "Gaps between tokens", bounds.gap_max_ms),
+    ):
         curves = [
             _cdf(label, times_ms, f"c{place}")
             for place, (label, records) in enumerate(found.items())
@@ -71,7 +68,8 @@ def _distributions(report: Report) -> Iterator[Chart]:
             every = np.concatenate([curve.x for curve in curves])
             skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
             marks = [] if bound_ms is None else [Mark(bound_ms, f"bound {bound_ms:g} ms")]
-            yield Chart(title, caption + chosen, f"{name.upper()}, ms", "share", curves, marks,
+            caption = f"{name.upper()}: {DEFINITIONS[name]}.{chosen}"
+            yield Chart(title, caption, f"{name.upper()}, ms", "share", curves, marks,
                         log_x=skewed, is_share=True)  # fmt: skip
 
 
@@ -119,47 +117,35 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
 
 
 def _against_rate(report: Report) -> Iterator[Chart]:
-    """Draw what each rate gave: one curve of points, with crosses for invalid runs."""
+    """Draw what each rate gave, with crosses for invalid runs."""
     by_rate: dict[float, list[Run]] = {}
-    for run in report.runs:
+    for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         by_rate.setdefault(run.rate or 0.0, []).append(run)
     if len(by_rate) < 2 or any(run.arm for run in report.runs):
         return
-    runs = [by_rate[rate] for rate in sorted(by_rate)]
-    x = _medians(runs, "offered_rate")
-    wrong = np.array([any(run.invalid for run in found) for found in runs])
-
-    def chart(title: str, field: str, y_label: str, caption: str, *more: Curve) -> Chart:
-        y = _medians(runs, field)
-        curves = [Curve(y_label, x, y, "c0"), *more]
+    x = _medians(by_rate, "offered_rate")
+    wrong = np.array([any(run.invalid for run in runs) for runs in by_rate.values()])
+    fields = {"attainment": "Attainment", "goodput": "Goodput"}
+    for field, title in (fields if report.bounds else {"tokens_per_s": "Throughput"}).items():
+        label = field if field == "attainment" else f"{field.partition('_')[0]} per second"
+        y = _medians(by_rate, field)
+        curves = [Curve(label, x, y, "c0")]
+        if field == "goodput":
+            curves.append(Curve("all of them", x, x, "muted"))
+        if field == "attainment" and report.target is not None:
+            goal = np.full(len(x), report.target)
+            curves.append(Curve(f"target {report.target:.0%}", x, goal, "muted"))
         if wrong.any():
             curves.append(Curve("INVALID run", x[wrong], y[wrong], "bad", "crosses"))
-        return Chart(title, caption, "offered rate, requests/s", y_label, curves,
-                     is_share=field == "attainment")  # fmt: skip
-
-    if report.bounds is None:
-        yield chart("Throughput against rate", "tokens_per_s", "tokens/s", "Output of all users.")
-        return
-    target = []
-    if report.target is not None:
-        level = np.full(len(x), report.target)
-        target = [Curve(f"target {report.target:.0%}", x, level, "muted")]
-    yield chart("Attainment against rate", "attainment", "attainment",
-                "Share of all arrivals that met every bound.", *target)  # fmt: skip
-    yield chart("Goodput against rate", "goodput", "goodput, requests/s",
-                "Requests per second that met every bound.",
-                Curve("all of them", x, x, "muted"))  # fmt: skip
+        yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
+                    label, curves, is_share=field == "attainment")  # fmt: skip
 
 
-def _medians(runs: Sequence[Sequence[Run]], field: str) -> Floats:
+def _medians(by_rate: Mapping[float, list[Run]], field: str) -> Floats:
     """Return the median of a figure over the runs of each rate, NaN where no run has it."""
-
-    def known(summary: Summary) -> list[float]:
-        value: float | None = getattr(summary, field)
-        return [] if value is None else [value]
-
-    each = [[value for run in found for value in known(run.summary)] for found in runs]
-    return np.array([median(values) if values else math.nan for values in each])
+    each = [[getattr(run.summary, field) for run in runs] for runs in by_rate.values()]
+    known = [[value for value in values if value is not None] for values in each]
+    return np.array([median(values) if values else math.nan for values in known], np.float64)
 
 
 def _short(label: str) -> str:

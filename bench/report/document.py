@@ -23,7 +23,7 @@ from baton.bench.report.redaction import clean, clean_text, cut
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
-NARROW = 18  # characters of a cell that still reads as a number
+NARROW = 24  # characters of a cell that still reads as a number
 
 Settings = dict[str, str]
 
@@ -94,7 +94,6 @@ class Table(msgspec.Struct):
     columns: list[str]
     rows: list[list[str]]
     caption: str = ""
-    detail: bool = False  # the terminal leaves it out
 
     @property
     def is_pairs(self) -> bool:

@@ -1,7 +1,8 @@
 """A report in words and tables: one list of sections, which the page and the terminal both render.
 
-`publish.py` renders the page and `console.py` the terminal's text, which leaves out what is marked
-as a detail. Text is plain here: each renderer escapes it, since much of it came from a server.
+`publish.py` renders the page and `console.py` the terminal's text, which leaves out the sections
+that the page folds. Text is plain here: each renderer escapes it, since much of it came from a
+server.
 """
 
 import re
@@ -10,14 +11,14 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, Summary
+from baton.bench.figures.metrics import Distribution
 from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, summarise_stages
 from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
 from baton.bench.report.wording import NONE, number, quantity, several, share, utc
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
-FURTHER = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
+FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
 # Fields of a summary and of a fault's impact, with their units.
 TOTALS = {
     "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
@@ -40,27 +41,25 @@ class Section(msgspec.Struct, frozen=True):
     title: str
     lines: list[str]
     tables: list[Table]
-    detail: bool = False  # the terminal leaves it out
-    folded: bool = False  # the page shows it on demand
+    folded: bool = False  # the page shows it on demand, and the terminal leaves it out
 
 
 def sections(report: Report) -> list[Section]:
     """Return the results, then what they rest on; nothing that is empty."""
-    several_runs = len(report.runs) > 1
     found = [
         *_search(report),
         _comparison(report),
         _parity(report),
         *_overview(report),
-        *(_run(run, is_one_of_several=several_runs) for run in report.runs),
+        *(_run(run, folded=len(report.runs) > 1) for run in report.runs),
         *(
             Section(table.title, [], [msgspec.structs.replace(table, title="")])
             for table in report.tables
         ),
         Section("Notes", report.notes, []),
-        Section("Settings", [], [_pairs("", report.settings)], detail=True),
-        Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], detail=True),
-        Section("Definitions", [], [_pairs("", _definitions(report))], detail=True),
+        Section("Settings", [], [_pairs("", report.settings)], folded=True),
+        Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], folded=True),
+        Section("Definitions", [], [_pairs("", _definitions(report))], folded=True),
     ]
     filled = [
         msgspec.structs.replace(one, tables=[table for table in one.tables if table.rows])
@@ -173,33 +172,22 @@ def _overview_row(run: Run) -> list[str]:
     ]
 
 
-def _run(run: Run, *, is_one_of_several: bool) -> Section:
+def _run(run: Run, *, folded: bool) -> Section:
     problems = [f"{problem.severity.upper()}: {problem.text}" for problem in run.problems]
-    tables = [
-        _latencies("Latency, ms", run.summary, LATENCIES),
-        _totals(run),
-        *_faults(run),
-        *_stages(run),
-        _reasons(run),
-        _latencies("Further latencies, ms", run.summary, FURTHER, detail=True),
-        _clients(run),
-    ]
-    hidden = is_one_of_several
-    return Section(run.label, problems + run.notes, tables, detail=hidden, folded=hidden)
+    tables = [_latencies(run), _totals(run), *_faults(run), *_stages(run), _reasons(run)]
+    return Section(run.label, problems + run.notes, tables, folded)
 
 
-def _latencies(
-    title: str, summary: Summary, names: tuple[str, ...], *, detail: bool = False
-) -> Table:
-    rows: list[list[str]] = []
-    for name in names:
+def _latencies(run: Run) -> Table:
+    summary, rows = run.summary, []
+    for name in (*LATENCIES, *FURTHER_LATENCIES):
         found: Distribution | None = getattr(summary, name)
         if found is not None:
             rows.append([name, f"{found.count:,}", *_percentiles(found, *PERCENTILES)])
     caption = ""
-    if summary.ttft is not None and summary.ttft.count < MIN_FOR_P99 and not detail:
+    if summary.ttft is not None and summary.ttft.count < MIN_FOR_P99:
         caption = f"A p99 rests on few samples in fewer than {MIN_FOR_P99:,} requests."
-    return Table(title, ["figure", "samples", *PERCENTILES], rows, caption, detail)
+    return Table("Latency, ms", ["figure", "samples", *PERCENTILES], rows, caption)
 
 
 def _totals(run: Run) -> Table:
@@ -213,6 +201,8 @@ def _totals(run: Run) -> Table:
         rows["attainment"] += f" (95 % interval {ends})"
     for name, count in summary.outcomes.items():
         rows[_words(name)] = f"{count:,} ({share(count / summary.num_requests)})"
+    used = [client.cpu_s / client.wall_s for client in run.clients if client.wall_s > 0]
+    rows["busiest client process"] = f"{share(max(used))} of a core" if used else NONE
     rows["window"] = _span(summary.window.start_s, summary.window.end_s, "s")
     return _pairs("Totals", rows | {"duration": quantity(run.wall_s or None, "s"),
                                     "started": utc(run.started_at)})  # fmt: skip
@@ -257,22 +247,7 @@ def _reasons(run: Run) -> Table:
         if record.outcome != "answered"
     )
     rows = [[f"{count:,}", *reason] for reason, count in counts.most_common(MAX_REASONS)]
-    return Table("What the failures said", ["requests", "outcome", "detail"], rows, detail=True)
-
-
-def _clients(run: Run) -> Table:
-    rows = [
-        [
-            str(place),
-            share(client.cpu_s / client.wall_s if client.wall_s > 0 else None),
-            f"{client.num_requests:,}",
-            f"{client.num_tokens:,}",
-            quantity(1e3 * client.max_loop_lag_s, "ms"),
-        ]
-        for place, client in enumerate(run.clients, 1)
-    ]
-    columns = ["process", "CPU of a core", "requests", "tokens", "largest loop lag"]
-    return Table("The client itself", columns, rows, detail=True)
+    return Table("What the failures said", ["requests", "outcome", "detail"], rows)
 
 
 def _definitions(report: Report) -> dict[str, str]:
