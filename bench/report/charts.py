@@ -81,7 +81,7 @@ def _cdf(label: str, times_ms: Floats, hue: str) -> Curve:
     """Return the share of the times at or below each of them."""
     x = np.sort(times_ms)
     y = np.arange(1, len(x) + 1) / len(x)
-    return Curve(_short(label), np.append(x[:1], x), np.append(0.0, y), hue, "steps")
+    return Curve(_short(label), np.append(x[:1], x), np.append(0.0, y), hue, is_steps=True)
 
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
@@ -101,7 +101,7 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
         at_s[kind].append(record.intended_s)
     rates = {kind: np.histogram(found, edges_s)[0] / bin_s for kind, found in at_s.items() if found}
     curves = [
-        Curve(kind, edges_s, np.append(rate[:1], rate), hues[kind], "steps")
+        Curve(kind, edges_s, np.append(rate[:1], rate), hues[kind], is_steps=True)
         for kind, rate in rates.items()
     ]
     marks = [
@@ -116,17 +116,18 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
 
 
 def _against_rate(report: Report) -> Iterator[Chart]:
-    """Draw what each rate gave, with crosses for invalid runs."""
+    """Draw what each rate gave, with a mark at the rate of an invalid run."""
     by_rate: dict[float, list[Run]] = {}
     for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         by_rate.setdefault(run.rate or 0.0, []).append(run)
     if len(by_rate) < 2 or any(run.arm for run in report.runs):
         return
     x = _medians(by_rate, "offered_rate")
-    wrong = np.array([any(run.invalid for run in runs) for runs in by_rate.values()])
+    invalid = [any(run.invalid for run in runs) for runs in by_rate.values()]
+    marks = [Mark(float(at), "INVALID") for at, wrong in zip(x, invalid, strict=True) if wrong]
     fields = {"attainment": "Attainment", "goodput": "Goodput"}
     for field, title in (fields if report.bounds else {"tokens_per_s": "Throughput"}).items():
-        label = field if field == "attainment" else f"{field.partition('_')[0]} per second"
+        label = field if field == "attainment" else f"{field.partition('_')[0]}/s"
         y = _medians(by_rate, field)
         curves = [Curve(label, x, y, "c0")]
         if field == "goodput":
@@ -134,10 +135,8 @@ def _against_rate(report: Report) -> Iterator[Chart]:
         if field == "attainment" and report.target is not None:
             goal = np.full(len(x), report.target)
             curves.append(Curve(f"target {report.target:.0%}", x, goal, "muted"))
-        if wrong.any():
-            curves.append(Curve("INVALID run", x[wrong], y[wrong], "bad", "crosses"))
         yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
-                    label, curves, is_share=field == "attainment")  # fmt: skip
+                    label, curves, marks, is_share=field == "attainment")  # fmt: skip
 
 
 def _medians(by_rate: Mapping[float, list[Run]], field: str) -> Floats:
