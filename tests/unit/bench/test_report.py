@@ -14,6 +14,7 @@ from baton.bench.figures.faults import FaultSpec, Injected, impacts
 from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Ending, Found, Probe, Purpose
+from baton.bench.figures.validity import invalid, warning
 from baton.bench.records import Outcome
 from baton.bench.report.document import (
     SCHEMA,
@@ -32,16 +33,7 @@ from baton.bench.report.sections import sections
 from baton.bench.report.wording import number, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import (
-    Scene,
-    answered,
-    failed,
-    invalid,
-    loaded,
-    report_of,
-    scene_run,
-    warning,
-)
+from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from baton.bench.console import shown
 from baton.bench.figures.search import Ending, Found, Purpose, RateSearch, SearchOptions
+from baton.bench.figures.validity import invalid
 from baton.bench.judging import judge
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.search import is_servers_fault, observe, with_offered
-from tests.support.bench_records import answered, case_of, ended, invalid, loaded, report_of
+from tests.support.bench_records import answered, case_of, ended, loaded, report_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
