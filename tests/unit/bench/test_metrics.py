@@ -59,7 +59,6 @@ def test_an_answer_of_one_chunk_has_no_tpot_and_no_gap() -> None:
         timing = measure(request(0.0, [chunk]))
         assert timing.tpot_ms is None
         assert timing.gap_max_ms is None
-        assert timing.is_stutter_free
     assert meets(request(0.0, [(0.1, 5)]), BOUNDS)
 
 
@@ -158,12 +157,6 @@ def test_a_request_that_ends_long_after_its_window_still_counts() -> None:
     assert summary.num_requests == 4
     assert summary.num_unfinished == 1
     assert summary.attainment == 0.75
-
-
-def test_stutter_is_a_gap_of_more_than_three_times_the_own_tpot() -> None:
-    smooth = request(0.0, (0.1, 0.2, 0.3))
-    stalled = request(0.0, [0.1 + 0.01 * place for place in range(20)] + [0.8], index=1)
-    assert summarise(load([smooth, stalled])).stutter_free == 0.5
 
 
 def test_the_cached_share_is_of_prompts_whose_cache_is_known() -> None:

@@ -241,7 +241,7 @@ def test_a_page_is_one_file_that_loads_and_runs_nothing(make: Make) -> None:
     elements = Elements(page)
     assert "svg" in elements.names
     assert "default-src 'none'" in page
-    assert "prefers-color-scheme: dark" in page
+    assert "light-dark(" in page
     assert not {"script", "link", "iframe", "img", "object", "image"} & set(elements.names)
     assert not elements.handlers
     assert not elements.addresses
