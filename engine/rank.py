@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from baton.engine.attention.backend import Backend
@@ -41,6 +42,7 @@ from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
+from baton.runtime.network_devices import devices_for
 
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -89,7 +91,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         progress("kernels", 0, 1)
         warm_up(runner)
         progress("kernels", 1, 1)
-    port = make_port(pool, epoch, config.transfer)
+    device = config.transfer.device or devices_for(config.node)
+    port = make_port(pool, epoch, msgspec.structs.replace(config.transfer, device=device))
     info = ExecutorInfo(
         num_blocks=plan.num_blocks,
         layout=plan.layout,

@@ -117,7 +117,11 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, says("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
     ] = 30.0
     device: Annotated[
-        str, says("network device that nixl uses, such as mlx5_0:1; empty allows loopback only")
+        str,
+        says(
+            "network devices that nixl uses, such as mlx5_0:1,eth0; empty takes the RDMA ports and "
+            "the interface of node.bind or of the way to the routers"
+        ),
     ] = ""
 
 

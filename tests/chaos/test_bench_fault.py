@@ -19,7 +19,6 @@ from baton.bench.verify import compare_outputs, reference
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
-    EngineConfig,
     ModelConfig,
     RouterConfig,
 )
@@ -31,7 +30,7 @@ SEED = 1
 # The fault comes when so many requests were answered and the node has a stream in its first half:
 # there is something to compare with and to interrupt, however fast this machine is.
 NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 40, 3
-PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 300
+PROMPT_TOKENS, OUTPUT_TOKENS = 100, 300
 VICTIM = "decode-0"
 # Fine bins, so that the requests after the fault fill some of them on a fast machine, too.
 JUDGEMENT = Judgement(closed_loop=True, bin_s=0.1)
@@ -41,8 +40,7 @@ def settings() -> ClusterConfig:
     """Return a cluster whose streams have no other decode node to go on at."""
     return ClusterConfig(
         model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=1200, prefix=False),
-        engine=EngineConfig(chunk_tokens=64),
+        cache=CacheConfig(num_blocks=300, prefix=False),
         router=RouterConfig(local_prefill="never"),
     )
 

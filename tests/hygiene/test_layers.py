@@ -31,7 +31,7 @@ BELOW = {
 }  # fmt: skip
 PACKAGES = {
     "protocol": {"msgspec"},
-    "runtime": {"msgspec", "zmq", "yaml"},
+    "runtime": {"msgspec", "psutil", "yaml", "zmq"},
     "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy"},
     "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors"},
