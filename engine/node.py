@@ -42,7 +42,10 @@ log = logger("node")
 
 
 class NodeObserver:
-    """The observer that passes the loop's reports to the beat thread, records and stats line."""
+    """The observer that passes the loop's reports to the beat thread, records and stats line.
+
+    There is no stats line for an interval in which the node did nothing.
+    """
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
         self._vitals = vitals
@@ -75,6 +78,8 @@ class NodeObserver:
         now = (c.num_prompt_tokens, c.num_output_tokens, c.num_bytes_read)
         prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
+        if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
+            return
         log.info(
             "stats",
             running=load.num_running,
