@@ -35,7 +35,10 @@ def says(
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: Annotated[str, says("Hugging Face folder of the model; empty takes the demo model")] = ""
+    path: Annotated[
+        str,
+        says("folder of the model, or its name on the Hugging Face hub; empty is the demo model"),
+    ] = ""
     name: Annotated[str, says("name of the model in the API; empty takes the folder's name")] = ""
     dtype: Annotated[Dtype, says("type of weights and KV blocks; auto takes the checkpoint's")] = (
         "auto"
