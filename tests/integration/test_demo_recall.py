@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
@@ -25,7 +26,6 @@ from baton.protocol.config import (
 )
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.cluster import Cluster
 from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.node_threads import NodeThreads

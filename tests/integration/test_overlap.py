@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.engine.records import ReadRecord, StepRecord
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
@@ -13,7 +14,6 @@ from baton.kv_transfer.interfaces import PoolMemory, Transport
 from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig, TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import model_folder
 from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local

@@ -4,10 +4,10 @@ import asyncio
 import itertools
 from pathlib import Path
 
+from baton.async_llm import AsyncLLM
 from baton.engine.records import StepRecord
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import model_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
 

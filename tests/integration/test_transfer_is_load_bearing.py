@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.damage import (
     BlockOfAnother,

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
+from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.node import EngineNode, MakeExecutor, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig
 from baton.protocol.messages import Role
-from baton.router.async_llm import AsyncLLM
 
 START_TIMEOUT_S = 60.0
 
