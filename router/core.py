@@ -1,6 +1,6 @@
 """The router without text: it takes requests as token ids and returns the tokens of every choice.
 
-`AsyncLLM` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
+`TextRouter` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
 `registry`, `policy`, `admission`) with the socket of the nodes and the streams of the callers. It
 decides nothing that those parts can decide, it never blocks, and an error of one request must not
 end another.

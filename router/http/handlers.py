@@ -37,7 +37,7 @@ log = logger("router")
 
 
 class Engine(Protocol):
-    """The part of `AsyncLLM` that handlers need."""
+    """The part of `TextRouter` that handlers need."""
 
     async def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None

@@ -22,9 +22,9 @@ from baton.protocol.config import (
     RouterConfig,
 )
 from baton.protocol.errors import Cancelled, NodeError
-from baton.router.async_llm import Launcher
 from baton.router.outputs import RequestOutput
 from baton.runtime.local_cluster import LocalCluster
+from baton.started_nodes import Launcher
 from tests.support.checkpoints import model_folder
 
 START_TIMEOUT_S = 60.0

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.node import EngineNode, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
@@ -25,7 +26,6 @@ from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import Role
-from baton.router.async_llm import AsyncLLM
 
 START_TIMEOUT_S = 60.0
 
