@@ -12,6 +12,7 @@ from msgspec import Meta
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+KernelChoice = Literal["auto", "compiled", "torch"]
 TransportChoice = Literal["auto", "shm", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -70,6 +71,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[
         bool, says("run a single rank in a process of its own too; several ranks always do")
     ] = False
+    kernels: Annotated[
+        KernelChoice,
+        says("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
+    ] = "auto"
     max_num_seqs: Annotated[int, says("most sequences in one step", ge=1)] = 64
     chunk_tokens: Annotated[int, says("most tokens that one step computes", "tokens", ge=1)] = 512
 
