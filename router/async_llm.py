@@ -15,11 +15,12 @@ from typing import Protocol, TypedDict
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import Cancelled, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
+from baton.router.admission import check_prompt
 from baton.router.core import RouterCore
 from baton.router.outputs import Merged, RequestOutput
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream
-from baton.router.text.text import Text
+from baton.router.text.text import Text, too_long
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.log import logger
@@ -144,7 +145,7 @@ class AsyncLLM:
             text, token_ids = await self._tokens_of(prompt)
             if name in self._aborted:
                 raise Cancelled("the request was cancelled (client)")
-            self._core.check(token_ids)
+            check_prompt(token_ids, self._core.limits())
             detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
             stream = RequestStream(name, text, token_ids, params, detokenizers)
             stream.on_end(lambda: self._forget(name))
@@ -238,15 +239,16 @@ class AsyncLLM:
     # --- inside ---------------------------------------------------------------------------------
 
     async def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        max_tokens = self._core.limits().max_model_len - 1
         match prompt:
             case str():
-                return prompt, await self._text.encode(prompt)
+                return prompt, await self._text.encode(prompt, max_tokens=max_tokens)
             case {"prompt_token_ids": list() as token_ids}:
-                return None, _checked(token_ids)
+                return None, _checked(token_ids, max_tokens)
             case {"prompt": str() as text}:
-                return text, await self._text.encode(text)
+                return text, await self._text.encode(text, max_tokens=max_tokens)
             case list():
-                return None, _checked(prompt)
+                return None, _checked(prompt, max_tokens)
         raise RequestError(
             "a prompt must be text, a list of token ids, or a dict with prompt or prompt_token_ids",
             param="prompt",
@@ -273,7 +275,9 @@ class AsyncLLM:
                 self._core.fail(NodeError(text, code="start_failed").to_failure())
 
 
-def _checked(token_ids: list[int]) -> list[int]:
+def _checked(token_ids: list[int], max_tokens: int) -> list[int]:
+    if len(token_ids) > max_tokens:  # this comes first, because it costs the same for any list
+        raise too_long(max_tokens)
     if not all(type(token_id) is int for token_id in token_ids):
         raise RequestError("token ids must be integers", param="prompt")
     return token_ids
