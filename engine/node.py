@@ -8,13 +8,12 @@ non-zero exit.
 import os
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
+from baton.engine.event_ring import folder_for_dumps
 from baton.engine.executor import Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.loop import EngineLoop
@@ -189,10 +188,13 @@ class EngineNode:
             while not self._stopping.is_set():
                 loop.turn()
         except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
-            path = Path(self.config.log.records or tempfile.gettempdir())
+            path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
-            log.error("an invariant broke; the events before it were written", file=str(path))
+            log.error(
+                "an invariant broke; the events before it, with prompts, are in a private file",
+                file=str(path),
+            )
             raise
 
     def _start(self, executor: Executor) -> ExecutorInfo:

@@ -101,6 +101,17 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 32
     max_attempts: Annotated[int, says("most attempts of a request when nodes are lost", ge=1)] = 3
     max_body_mib: Annotated[int, says("largest body of an HTTP request", "MiB", ge=1)] = 16
+    max_connections: Annotated[
+        int,
+        says("most open connections of clients; fewer where the limit of open files is low", ge=1),
+    ] = 16384
+    idle_s: Annotated[
+        float,
+        says("how long a connection may stay open without a whole request on it", "s", gt=0),
+    ] = 75.0
+    unread_s: Annotated[
+        float, says("how long a client may leave its answer unread until it is cut off", "s", gt=0)
+    ] = 30.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

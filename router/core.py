@@ -34,7 +34,7 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from baton.protocol.sampling import SEED_BITS
-from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.admission import Admission, Limits, fit, sampling_of
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Change, Differs, Entered, Health, Left, Refuse, Registry, Status
@@ -116,13 +116,9 @@ class RouterCore:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
-    def check(self, token_ids: list[int]) -> None:
-        """Raise `RequestError` or `Overloaded` if `submit` would refuse this prompt."""
-        check_prompt(token_ids, self._limits())
-
     def submit(self, stream: RequestStream) -> RequestId:
         """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
-        limits = self._limits()
+        limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         self._admission.check_room(could_place=self._can_serve())
@@ -325,7 +321,7 @@ class RouterCore:
             case _:
                 assert_never(command)
 
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
         """Return what a request must fit; raises if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)
