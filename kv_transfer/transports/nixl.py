@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from baton.kv_transfer.host_pool import check_read
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
+from baton.protocol.bounds import BlockCount, NumBytes
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 
@@ -30,6 +32,9 @@ CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
 DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20
+MAX_DEVICE_DIGITS = 3
+
+Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
 
 
 class NixlTransport:
@@ -268,9 +273,9 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     epoch: Epoch
     agent: str  # unique per agent, not only per process
     device: str  # "cpu" or "cuda:0"
-    pool_address: int
-    num_blocks: int
-    block_bytes: int
+    pool_address: Address
+    num_blocks: BlockCount
+    block_bytes: NumBytes
     metadata: bytes
 
     def encode(self) -> bytes:
@@ -322,7 +327,11 @@ class _Flight:
 def _segment(device: str) -> tuple[str, int]:
     """Return NIXL's memory type and device number of "cpu" or "cuda:1"."""
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+    if (
+        kind not in ("cpu", "cuda")
+        or not (index or "0").isdecimal()
+        or (len(index) > MAX_DEVICE_DIGITS)
+    ):
         raise TransferError(f"nixl knows no device {device!r}")
     return ("VRAM" if kind == "cuda" else "DRAM"), int(index or 0)
 

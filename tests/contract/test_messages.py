@@ -1,13 +1,14 @@
 """The bytes of every message: they stay what they were, and nothing else is taken for one."""
 
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from baton.protocol import messages
-from baton.protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage
+from baton.protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, NodeInbox, Unreadable
 from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Hello, Message, Ready, Tokens
 from tests.support.message_examples import EXAMPLES, INFO, KEY, codec_of
 
@@ -91,6 +92,45 @@ def test_a_message_of_another_channel_is_malformed() -> None:
 def test_a_message_that_is_too_long_is_malformed_before_it_is_read() -> None:
     with pytest.raises(MalformedMessage, match="exceeds"):
         codec_of("ToRouter").decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def with_one_changed(value: object, number: int) -> Iterator[object]:
+    """`value` as often as it holds an integer, each time with another one replaced by `number`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield number
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from ({**value, key: changed} for changed in with_one_changed(part, number))
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            for changed in with_one_changed(part, number):
+                yield [*value[:at], changed, *value[at + 1 :]]
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize(("union", "message"), CASES, ids=IDS)
+def test_no_integer_of_a_message_can_be_out_of_range(
+    union: str, message: Message, number: int
+) -> None:
+    plain = msgspec.msgpack.decode(codec_of(union).encode(message))
+    for changed in with_one_changed(plain, number):
+        with pytest.raises(MalformedMessage):
+            codec_of(union).decode(msgspec.msgpack.encode(changed))
+
+
+@pytest.mark.parametrize("kind", ["Prefill", "Decode"])
+def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> None:
+    (message,) = [m for m in EXAMPLES["ToNode"] if type(m).__name__ == kind]
+    inbox, plain = NodeInbox(), msgspec.to_builtins(message)
+    assert inbox.decode(msgspec.msgpack.encode(plain)) == message
+    plain["sampling"]["max_tokens"] = 2.5
+    refused = inbox.decode(msgspec.msgpack.encode(plain))
+    assert isinstance(refused, Unreadable)
+    assert (refused.key, refused.failure.code) == (KEY, "malformed_message")
+    assert "max_tokens" in refused.failure.message
+    for wrong in ({**plain, "key": ["r"] * 3}, {**plain, "type": "Cancel"}):
+        with pytest.raises(MalformedMessage):
+            inbox.decode(msgspec.msgpack.encode(wrong))
 
 
 def test_defaults_are_not_sent() -> None:

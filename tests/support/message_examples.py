@@ -68,7 +68,7 @@ TO_ROUTER: tuple[Message, ...] = (
     Hello(1, NODE, "decode", EPOCH),
     Starting(NODE, EPOCH, "weights", 3, 8),
     Ready(INFO),
-    Beat(NODE, EPOCH, Load(1, 2, 3, 4, 5, 6), 0.5, 0.25),
+    Beat(NODE, EPOCH, Load(1, 2, 3, 4, 5, 6), 0.5, 0.25, 0.125, True),
     Accepted(KEY, 48),
     FirstTokens(KEY, 33, FIRST, TIMES),
     Tokens([TokenEntry(KEY, 34, [10, 11], "length", TIMES), TokenEntry(OTHER_KEY, 5, [12])]),
