@@ -4,6 +4,7 @@ import os
 import select
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -22,8 +23,8 @@ from baton.kv_transfer.interfaces import (
     Read,
     ReadEnded,
 )
-from baton.kv_transfer.transports import nixl_binding, shm
-from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports import nixl, nixl_binding, shm
+from baton.kv_transfer.transports.nixl import NixlAddress, NixlTransport
 from baton.kv_transfer.transports.shm import ShmAddress, ShmTransport
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError
@@ -177,10 +178,12 @@ def test_a_pool_on_another_host_is_refused(pairs: ExitStack) -> None:
     assert "another host" in event.failure.message
 
 
-def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wheel_is_an_error_that_names_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(nixl_binding, "WHEELS", ("no_such_wheel_of_nixl",))
     pool = HostPool(1, BLOCK_BYTES)
-    with pytest.raises(ConfigError, match=r"baton\[nixl\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
         make_port(pool, OWNER, TransferConfig(transport="nixl"))
     port = make_port(pool, OWNER, TransferConfig(device="mlx5_0:1"))
     assert list(port.address().metadata) == ["shm"]
@@ -200,7 +203,7 @@ def test_ucx_is_told_to_read_within_a_gpu_unless_the_user_says_otherwise(
     monkeypatch.setenv(name, given or "")
     if given is None:
         monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=r"baton\[nixl\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
         NixlTransport(PoolMemory(0, 1, 4096, device), OWNER)
     assert os.environ.get(name) == found
 
@@ -208,3 +211,60 @@ def test_ucx_is_told_to_read_within_a_gpu_unless_the_user_says_otherwise(
 def test_shm_cannot_be_asked_for_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="nixl"):
         make_port(PoolMemory(0, 1, 4096, "cuda:0"), OWNER, TransferConfig(transport="shm"))
+
+
+class ScriptedNixl:
+    """The part of NIXL that connecting needs. A warm-up ends when `state` says so."""
+
+    def __init__(self) -> None:
+        self.state = "PROC"
+        self.agents: list[str] = []  # as they were added
+        self.num_removed = 0
+
+    def register_memory(self, regions: list[tuple[int, int, int, str]], mem_type: str) -> None: ...
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata"
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        self.agents.append(metadata.decode())
+        return metadata
+
+    def remove_remote_agent(self, agent: str) -> None:
+        self.num_removed += 1
+
+    def prep_xfer_dlist(self, *_: object) -> "ScriptedNixl":
+        return self
+
+    def make_prepped_xfer(self, *_: object) -> "ScriptedNixl":
+        return self
+
+    def transfer(self, handle: object) -> str:
+        return self.state
+
+    def check_xfer_state(self, handle: object) -> str:
+        return self.state
+
+    def release(self) -> None: ...
+
+
+def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, errors = ScriptedNixl(), SimpleNamespace(all=(), at_start=(), disconnected=OSError)
+    monkeypatch.setattr(nixl, "make_agent", lambda *_, **__: (agent, errors))
+    transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
+    address = NixlAddress(
+        OWNER, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
+    )
+    for _ in range(3):
+        transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES)
+        assert not transport.connected(OWNER)
+        transport.remove_peer(OWNER)
+        transport.service()
+    assert (agent.agents, agent.num_removed) == (["owner-agent"], 0)
+    agent.state = "DONE"
+    transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES)
+    assert transport.connected(OWNER)
+    assert agent.agents == ["owner-agent"]
+    transport.close()

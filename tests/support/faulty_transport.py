@@ -47,7 +47,7 @@ class FaultyTransport:
     def __init__(
         self, inner: Transport, faults: Faults, seed: int, pool: memoryview, block_bytes: int
     ) -> None:
-        self.name = inner.name
+        self.name, self.connect_s = inner.name, inner.connect_s
         self._inner = inner
         self._faults = faults
         self._random = random.Random(seed)
