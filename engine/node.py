@@ -24,6 +24,7 @@ from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
+from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
@@ -154,6 +155,7 @@ class EngineNode:
             epoch=self.epoch,
             role=self.role,
             control_endpoint=endpoint,
+            reaches=reaches_of(info.ranks, self.config.transfer),
             **{name: getattr(info, name) for name in info.__struct_fields__},
         )
         pool = BlockPool(

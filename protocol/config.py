@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton.protocol.bounds import MAX_BLOCKS
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 KernelChoice = Literal["auto", "compiled", "torch"]
@@ -55,7 +57,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, says("memory for the KV pool of one node, all ranks together", "MiB", ge=1)
     ] = 512
     num_blocks: Annotated[
-        int, says("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0)
+        int,
+        says("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0, le=MAX_BLOCKS),
     ] = 0
     prefix: Annotated[bool, says("keep finished blocks for prompts with the same prefix")] = True
 
@@ -115,7 +118,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    id: Annotated[str, says("id of the node; empty makes one from host, role and pid")] = ""
+    id: Annotated[
+        str,
+        Meta(
+            max_length=128,  # with an epoch and a nonce it must fit the 255 bytes of an identity
+            pattern="^[!-.0-~]*$",  # ASCII without spaces and slashes: it names files too
+            description="id of the node; empty makes one from host, role and pid",
+        ),
+    ] = ""
     routers: Annotated[
         tuple[str, ...], says("control endpoints of the routers that the node dials")
     ] = (DEFAULT_CONTROL,)
