@@ -2,11 +2,11 @@
 
 import statistics
 
-from baton.bench.console import LATENCIES
 from baton.bench.experiment import Experiment
 from baton.bench.figures.metrics import Distribution
 from baton.bench.planning import arrivals_of, loop_of
 from baton.bench.report.document import Run, Table
+from baton.bench.report.sections import LATENCIES
 from baton.bench.report.wording import number
 from baton.bench.settings import RunSettings
 

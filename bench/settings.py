@@ -116,7 +116,7 @@ class BoundSettings(msgspec.Struct, frozen=True):
 class ReportSettings(msgspec.Struct, frozen=True):
     out: Annotated[
         str,
-        Meta(description="new folder for report.json, report.csv, report.md, report.html and PNGs"),
+        Meta(description="new folder for report.json and report.html"),
     ] = ""
     label: Annotated[str, Meta(description="title of the report")] = ""
 
