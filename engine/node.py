@@ -31,6 +31,7 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import monotonic
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
@@ -183,6 +184,7 @@ class EngineNode:
             role=self.role,
             blocks=info.num_blocks,
             max_len=info.max_model_len,
+            threads=threads_per_rank(self.config.engine),
             batch_invariant=info.batch_invariant,
             compute=info.compute,
         )

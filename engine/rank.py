@@ -44,6 +44,7 @@ from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.network_devices import devices_for
 
 # From malloc.h; the largest threshold that glibc takes.
@@ -87,7 +88,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     """
     plan = plan_rank(config, ranks.size)
     _keep_freed_memory()
-    torch.set_num_threads(config.engine.threads)
+    torch.set_num_threads(threads_per_rank(config.engine))
     runner, pool = load_runner(plan, config, ranks, progress)
     if plan.device.type == "cuda":
         progress("kernels", 0, 1)

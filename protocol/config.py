@@ -70,7 +70,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel: Annotated[
         int, says("number of ranks over which one node splits the model", ge=1)
     ] = 1
-    threads: Annotated[int, says("number of CPU threads that compute one rank", ge=1)] = 1
+    threads: Annotated[
+        int,
+        says(
+            "number of CPU threads that compute one rank; 0 divides the CPUs that may be used here "
+            "among the nodes that are started together and their ranks",
+            ge=0,
+        ),
+    ] = 0
     workers: Annotated[
         bool, says("run a single rank in a process of its own too; several ranks always do")
     ] = False

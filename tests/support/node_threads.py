@@ -26,6 +26,7 @@ from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import Role
+from baton.runtime.cpus import threads_per_rank
 
 START_TIMEOUT_S = 60.0
 
@@ -74,6 +75,10 @@ class NodeThreads:
         control = f"ipc://{folder}/control"
         self.config = msgspec.structs.replace(
             config,
+            engine=msgspec.structs.replace(
+                config.engine,
+                threads=threads_per_rank(config.engine, config.prefill + config.decode),
+            ),
             router=msgspec.structs.replace(config.router, control=control, port=0),
             node=msgspec.structs.replace(
                 config.node, routers=(control,), bind=f"ipc://{folder}/peers"
