@@ -57,6 +57,8 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
+    # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
+    reaches: tuple[str, ...] = ()
 
 
 # --- router to node ---------------------------------------------------------------------------
