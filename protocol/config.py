@@ -102,6 +102,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Annotated[
         int, says("most requests that wait for a node; further ones get 429", ge=0)
     ] = 1024
+    max_queued_mib: Annotated[
+        int, says("most memory for the prompts of requests that wait for a node", "MiB", ge=1)
+    ] = 256
+    max_queued_s: Annotated[
+        float, says("longest wait of a request for a node; then it gets 503", "s", gt=0)
+    ] = 30.0
+    max_resume_wait_s: Annotated[
+        float, says("longest wait of a stream that lost its node for another one", "s", gt=0)
+    ] = 300.0
     max_inflight: Annotated[int, says("most requests that the nodes work on at once", ge=1)] = 1024
     local_prefill: Annotated[
         LocalPrefill, says("which prompts decode nodes compute themselves: short ones, none or all")
@@ -109,7 +118,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_prefill_tokens: Annotated[
         int, says("longest prompt that auto lets decode nodes compute", "tokens", ge=0)
     ] = 32
-    max_attempts: Annotated[int, says("most attempts of a request when nodes are lost", ge=1)] = 3
+    max_attempts: Annotated[
+        int, says("most attempts in a row that bring a request no token", ge=1)
+    ] = 3
     max_body_mib: Annotated[int, says("largest body of an HTTP request", "MiB", ge=1)] = 16
     max_connections: Annotated[
         int,

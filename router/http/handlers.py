@@ -218,10 +218,15 @@ class Handlers:
         self, request: web.Request, work: Work, streams: list[RequestStream]
     ) -> web.StreamResponse:
         # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
-        # delta; but not so long that the client is left in silence.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._silence_s):
-                await streams[0].changed()
+        # delta; but not so long that the client is left in silence, unless the request still waits
+        # for a node: then it may get 503.
+        has_nodes = False
+        while not has_nodes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._silence_s):
+                    await streams[0].changed()
+                break
+            has_nodes = streams[0].metrics.num_attempts > 0
         headers = _headers(work, streams)
         events = EventStream(request, work.answer.id, headers, self._silence_s)
         relay = Relay(events, work.answer, work.ask.params.n, work.echoes, self._metrics)

@@ -13,7 +13,8 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.registry import SILENCE_S, Charge, Differs, Entered, Left, Refuse, Registry
+from baton.router.changes import Differs, Entered, Left, Refuse
+from baton.router.registry import SILENCE_S, Charge, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
