@@ -40,7 +40,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import boottime
 
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -148,7 +148,7 @@ def load_runner(
     progress("kv pool", 1, 1)
     backend = _backend(plan, cache, ranks.size, progress)
     sampler = Sampler(plan.decoder.eos_token_ids)
-    return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+    return Runner(decoder, backend, cache, sampler, plan.device, boottime), pool
 
 
 def is_batch_invariant(runner: Runner) -> bool:
