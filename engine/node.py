@@ -30,7 +30,7 @@ from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
@@ -52,7 +52,7 @@ class NodeObserver:
         self._vitals = vitals
         self._records = records
         self._stats_s = stats_s
-        self._next_stats_s = monotonic() + stats_s
+        self._next_stats_s = boottime() + stats_s
         self._last = (0, 0, 0)
         self._load = Load()
 
@@ -67,11 +67,13 @@ class NodeObserver:
         self._records.read(rank, event)
 
     def set_load(self, load: Load) -> None:
+        now_s = boottime()
+        self._vitals.turned(now_s)
         if load != self._load:
             self._load = load
             self._vitals.set_load(load)
-        if self._stats_s and monotonic() >= self._next_stats_s:
-            self._next_stats_s = monotonic() + self._stats_s
+        if self._stats_s and now_s >= self._next_stats_s:
+            self._next_stats_s = now_s + self._stats_s
             self._log_stats(load)
 
     def _log_stats(self, load: Load) -> None:
@@ -133,7 +135,7 @@ class EngineNode:
         """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
         keys = load_keys(self.config.keys)
         beats = BeatThread(
-            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic, keys
+            self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
@@ -175,7 +177,7 @@ class EngineNode:
             NodeConnector(node, self.config.transfer),
             sockets,
             NodeObserver(self._vitals, records, self.config.log.stats_s),
-            monotonic,
+            boottime,
         )
         self._vitals.set_ready()
         sockets.ready(node)

@@ -43,7 +43,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.network_devices import devices_for
 
@@ -157,7 +157,7 @@ def load_runner(
         library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
     backend = _backend(plan, cache, ranks.size, library)
     sampler = Sampler(plan.decoder.eos_token_ids, CpuSampler(library) if library else None)
-    return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+    return Runner(decoder, backend, cache, sampler, plan.device, boottime), pool
 
 
 def is_batch_invariant(runner: Runner) -> bool:

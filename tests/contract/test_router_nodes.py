@@ -1,5 +1,6 @@
 """Nodes that come, go, pause and do not fit, as the router sees them over real sockets."""
 
+import asyncio
 import time
 
 import pytest
@@ -176,7 +177,7 @@ async def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(bench: Router
     prefill.die()
     decode.die()
     await bench.until(lambda: bench.core.health().num_queued == 3)
-    late = await bench.llm.submit(PROMPT, GREEDY)
+    late = await bench.router.submit(PROMPT, GREEDY)
     # A stream that began waits longer than a request that never had a node.
     for waiters, seconds in (([late], 30.0), (streams, 270.0)):
         bench.clock.advance(seconds)
@@ -202,9 +203,9 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
         prefill.beat()
         small.beat()
         await asyncio.sleep(0.05)
-    head = await bench.llm.submit([1] * 100, GREEDY)
+    head = await bench.router.submit([1] * 100, GREEDY)
     for _ in range(3):
-        assert (await whole(bench.llm)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+        assert (await whole(bench.router)).outputs[0].token_ids == toy_answer(PROMPT, 8)
     assert bench.core.health().num_queued == 1
     large = await bench.toy(node_info("d2", "decode"))
     assert (await collected(head)).outputs[0].token_ids == toy_answer([1] * 100, 8)
@@ -219,7 +220,7 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
     prefill, decode = await bench.pair()
     good = await bench.scripted(node_info("p1", "prefill"))
     for number in range(3):
-        stream = await bench.llm.submit(PROMPT, GREEDY)
+        stream = await bench.router.submit(PROMPT, GREEDY)
         node = good
         if number == 0:
             refused = await prefill.hear(Prefill)

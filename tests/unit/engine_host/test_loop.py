@@ -11,9 +11,9 @@ from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
-from baton.engine.loop import MAX_LAUNCHED, EngineLoop
+from baton.engine.loop import COLD_STEP_S, MAX_LAUNCHED, EngineLoop, StepForecast
 from baton.engine.outputs import Origin
-from baton.engine.plan import StepPlan, StepResult
+from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduler import NodeLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
@@ -46,7 +46,7 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from tests.support.connectors import node
-from tests.support.drive import handed, key, local
+from tests.support.drive import handed, key, local, sampling
 from tests.support.toy_executor import ToyExecutor, continuation
 
 NUM_BLOCKS, BLOCK = 40, 4
@@ -218,6 +218,35 @@ def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
     )
     assert [part.key for plan in bench.executor.submitted for part in plan.slices] == [key("a")] * 2
     assert [m for m in bench.wire.to_peers if isinstance(m, ToPeer)][-1].message == Done(key("a"))
+
+
+def step(num_tokens: int, took_s: float) -> tuple[StepPlan, StepResult]:
+    slices = (Slice(key("r"), 0, num_tokens, (), (), (), sampling(4), num_tokens),)
+    return StepPlan(1, slices), StepResult(1, ((),), 100.0, 100.0 + took_s)
+
+
+def test_no_step_of_20_s_is_taken_for_one_that_hangs() -> None:
+    """A router calls a step stuck after ten seconds, or eight times what was predicted."""
+    forecast = StepForecast()
+    for num_tokens in (512, 512, 1, 512, 64, 1):
+        plan, result = step(num_tokens, 20.0)
+        assert max(10.0, 8 * forecast.predict(plan)) > 20.0
+        forecast.learn(plan, result)
+
+
+def test_a_forecast_follows_what_steps_of_that_size_take() -> None:
+    forecast = StepForecast()
+    for _ in range(3):
+        forecast.learn(*step(1, 0.05))
+    assert forecast.predict(step(1, 0)[0]) == pytest.approx(0.05)
+    assert forecast.predict(step(512, 0)[0]) == COLD_STEP_S  # nothing like it was seen
+    forecast.learn(*step(512, 0.4))
+    assert forecast.predict(step(600, 0)[0]) == pytest.approx(0.4)
+    forecast.learn(*step(512, 4.0))
+    assert forecast.predict(step(512, 0)[0]) == pytest.approx(4.0)
+    forecast.learn(*step(512, 0.4))
+    assert 3.0 < forecast.predict(step(512, 0)[0]) < 4.0
+    assert forecast.predict(step(1, 0)[0]) == pytest.approx(0.05)
 
 
 def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
