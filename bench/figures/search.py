@@ -227,34 +227,31 @@ class RateSearch:
     def _line(self, low: float | None, high: float | None) -> str:
         goal = f"attainment of {self.options.attainment:.0%}"
         held = "no rate" if low is None else f"{low:g}/s"
-        best = f"{held} is the best that was seen, unconfirmed"
+        above = "" if high is None else f"{high:g}/s"
+        failed = [f"{rate:g}/s" for rate in sorted(self._known) if self._has_failed(rate)]
         match self._ending:
             case Ending.FOUND:
                 runs = f"confirmed by {self.options.confirmations} runs"
-                return f"{held} holds an {goal}, {runs}; {high:g}/s does not"
+                return f"{held} holds an {goal}, {runs}; {above} does not"
             case Ending.NEVER_ATTAINED if all(probe.is_broken for probe in self.probes):
-                return f"no run was valid, down to {high:g}/s, and that is the server's fault"
+                return f"no run was valid, down to {above}, and that is the server's fault"
             case Ending.NEVER_ATTAINED:
-                return f"not even {high:g}/s holds an {goal}: the bounds are out of reach"
+                return f"not even {above} holds an {goal}: the bounds are out of reach"
             case Ending.CLIENT_LIMIT:
                 return (
-                    f"{held} holds an {goal}, and this client cannot send {high:g}/s: the server's "
+                    f"{held} holds an {goal}, and this client cannot send {above}: the server's "
                     "limit is higher; give the client more processes or a machine of its own"
                 )
             case Ending.RATE_LIMIT:
                 return f"{held}, the largest rate allowed, holds an {goal}: the limit is higher"
+            case Ending.NO_VALID_RUN if failed:
+                return f"no run at {above} was valid, and {failed[0]} does not hold an {goal}"
             case Ending.NO_VALID_RUN:
-                failed = [rate for rate in self._known if self._has_failed(rate)]
-                if failed:
-                    return (
-                        f"no run at {high:g}/s was valid, and {min(failed):g}/s does not hold an "
-                        f"{goal}"
-                    )
-                return f"no run was valid, down to {high:g}/s: the client cannot measure here"
-            case Ending.PROBES_SPENT:
-                return f"no result within {self.options.max_probes} runs; {best}"
-            case Ending.RUNNING:
-                return f"the search has not ended; {best}"
+                return f"no run was valid, down to {above}: the client cannot measure here"
+            case Ending.PROBES_SPENT | Ending.RUNNING:
+                spent = f"no result within {self.options.max_probes} runs"
+                why = spent if self._ending is Ending.PROBES_SPENT else "the search has not ended"
+                return f"{why}; {held} is the best that was seen, unconfirmed"
             case _:
                 assert_never(self._ending)
 

@@ -135,10 +135,10 @@ def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(
     ("content", "said"),
     [
         ('{"schema": "baton.bench/99"}', "has schema 'baton.bench/99'; this baton reads"),
-        ('{"rows": []}', "has no schema; this baton reads 'baton.bench/1'"),
-        ("not json", "is not a report of baton bench"),
-        ('{"schema": "baton.bench/1"}', "is a damaged report: Object missing required field"),
-        ("[1, 2]", "is not a report of baton bench"),
+        ('{"rows": []}', "has schema ''; this baton reads 'baton.bench/1'"),
+        ("not json", "is no report of baton bench, or damaged"),
+        ('{"schema": "baton.bench/1"}', "or damaged: Object missing required field"),
+        ("[1, 2]", "is no report of baton bench, or damaged"),
         (None, "none.json: No such file"),
     ],
 )
