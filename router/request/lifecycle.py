@@ -113,6 +113,11 @@ class Lifecycle:
             self._out.append(Closed())
         return self._out
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a node has yet to confirm a cancel, for which it has a few seconds."""
+        return any(leg.state is LegState.LEAVING for leg in self._legs)
+
     # --- what nodes say -------------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
