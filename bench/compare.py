@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.client.probe import EXTENSIONS
+from baton.bench.client.probe import EXTENSIONS, pages_of
 from baton.bench.client.target import Place, Target, place_of
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import Distribution, Summary
@@ -47,7 +47,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
         experiment.note_repeated_prompts()
         report.notes += same_servers(arms)
-        said = {name: facts_said(server.target) for name, server in servers.items()}
+        said = {name: facts_said(pages_of(server.target)) for name, server in servers.items()}
         report.parity = parity(flags, said)
         report.notes += warnings(report.parity)
         dice = random.Random(settings.workload.seed)

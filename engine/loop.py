@@ -24,8 +24,9 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     ToRank,
 )
+from baton.protocol.codec import Unreadable
 from baton.protocol.errors import InvariantBroken, NodeError
-from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, ToNode
+from baton.protocol.messages import Cancel, Decode, Failed, Load, Peers, Prefill, Refused, ToNode
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25
@@ -120,8 +121,10 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _hear_router(self, now_s: float, origin: Origin, message: ToNode) -> None:
+    def _hear_router(self, now_s: float, origin: Origin, message: ToNode | Unreadable) -> None:
         match message:
+            case Unreadable(key=key, failure=failure):
+                self.scheduler.outputs.say(origin, Failed(key, failure))
             case Prefill() | Decode():
                 self.scheduler.add(now_s, origin, message)
             case Cancel(keys=keys):

@@ -8,13 +8,12 @@ non-zero exit.
 import os
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
+from baton.engine.event_ring import folder_for_dumps
 from baton.engine.executor import Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.loop import EngineLoop
@@ -25,12 +24,14 @@ from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
+from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import monotonic
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
@@ -42,7 +43,10 @@ log = logger("node")
 
 
 class NodeObserver:
-    """The observer that passes the loop's reports to the beat thread, records and stats line."""
+    """The observer that passes the loop's reports to the beat thread, records and stats line.
+
+    There is no stats line for an interval in which the node did nothing.
+    """
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
         self._vitals = vitals
@@ -75,6 +79,8 @@ class NodeObserver:
         now = (c.num_prompt_tokens, c.num_output_tokens, c.num_bytes_read)
         prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
+        if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
+            return
         log.info(
             "stats",
             running=load.num_running,
@@ -150,6 +156,7 @@ class EngineNode:
             epoch=self.epoch,
             role=self.role,
             control_endpoint=endpoint,
+            reaches=reaches_of(info.ranks, self.config.transfer),
             **{name: getattr(info, name) for name in info.__struct_fields__},
         )
         pool = BlockPool(
@@ -177,6 +184,7 @@ class EngineNode:
             role=self.role,
             blocks=info.num_blocks,
             max_len=info.max_model_len,
+            threads=threads_per_rank(self.config.engine),
             batch_invariant=info.batch_invariant,
             compute=info.compute,
         )
@@ -184,10 +192,13 @@ class EngineNode:
             while not self._stopping.is_set():
                 loop.turn()
         except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
-            path = Path(self.config.log.records or tempfile.gettempdir())
+            path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
-            log.error("an invariant broke; the events before it were written", file=str(path))
+            log.error(
+                "an invariant broke; the events before it, with prompts, are in a private file",
+                file=str(path),
+            )
             raise
 
     def _start(self, executor: Executor) -> ExecutorInfo:

@@ -65,8 +65,9 @@ class Runner:
         )
         # One row per draw: choices of one prompt share its logits.
         draws = [row for row, i in enumerate(drawing) for _ in slices[i].draws]
-        chosen = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
-        tokens = iter(self.sampler.sample(chosen, list(_sample_rows(slices))))
+        if len(draws) > len(drawing):
+            logits = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
+        tokens = iter(self.sampler.sample(logits, list(_sample_rows(slices))))
         drawn = tuple(tuple(next(tokens) for _ in part.draws) for part in slices)
         self._remember(slices, drawn)
         return drawn

@@ -14,8 +14,9 @@ from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.outputs import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
+    NodeInbox,
+    Unreadable,
     to_decode_codec,
-    to_node_codec,
     to_prefill_codec,
     to_router_codec,
 )
@@ -66,11 +67,11 @@ class EngineSockets:
         self._ready: Ready | None = None
         self._epoll = select.epoll()
         self._routers = [
-            Dialer[ToRouter, ToNode](
+            Dialer[ToRouter, ToNode | Unreadable](
                 endpoint,
                 str(hello.node_id).encode(),
                 to_router_codec(),
-                to_node_codec(),
+                NodeInbox(),
                 self._context,
                 keys,
             )
@@ -147,12 +148,12 @@ class EngineSockets:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _introduce(self, dialer: Dialer[ToRouter, ToNode]) -> None:
+    def _introduce(self, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
         dialer.send(self._hello)
         if self._ready is not None:
             dialer.send(self._ready)
 
-    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode]) -> None:
+    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
         """Log a refusal once, not once per try."""
         if dialer.connected:
             self._refusing.discard(origin)

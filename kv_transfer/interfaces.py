@@ -131,6 +131,7 @@ class Transport(Protocol):
     """
 
     name: str
+    connect_s: float  # a peer that is not connected for so long is given up
 
     def address(self) -> bytes:
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""

@@ -1,19 +1,31 @@
-"""Whether two nodes can exchange KV blocks, by what they publish about themselves.
+"""Whether blocks can travel from one node to another, as far as both have said. Pure.
 
-Pure. Nodes and routers call it, so that both come to the same answer.
+Routers ask before they choose a pair, and nodes before they connect. An older node does not say in
+which ways its pool can be read; then the two may try.
 """
 
 from baton.protocol.messages import NodeInfo
 
 
 def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    """Return why `decode` can never read the blocks of `prefill`; None if it may.
+    """Return in a phrase why `decode` can never read from `prefill`; None if it may."""
+    return degree_problem(prefill, decode) or transport_problem(prefill, decode)
 
-    A node that does not say how its pool can be reached is given the benefit of the doubt.
-    """
-    if len(prefill.ranks) != len(decode.ranks):
-        return f"prefill has {len(prefill.ranks)} ranks, decode {len(decode.ranks)}"
-    if prefill.reaches and decode.reaches and not set(prefill.reaches) & set(decode.reaches):
-        ways = (", ".join(sorted(node.reaches)) for node in (prefill, decode))
-        return "no common transport: prefill offers {}, decode {}".format(*ways)
-    return None
+
+def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
+    if len(prefill.ranks) == len(decode.ranks):
+        return None
+    return (
+        f"prefill with {len(prefill.ranks)} ranks cannot feed decode with {len(decode.ranks)}: "
+        "reads of part of a block are not supported yet; give both nodes the same tensor_parallel"
+    )
+
+
+def transport_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
+    if not prefill.reaches or not decode.reaches or {*prefill.reaches} & {*decode.reaches}:
+        return None
+    return (
+        f"no common transport: {prefill.node_id} has {', '.join(prefill.reaches)}, "
+        f"{decode.node_id} has {', '.join(decode.reaches)}; between hosts, set transfer.device "
+        "of both nodes to their network device"
+    )

@@ -1,6 +1,6 @@
 """The router without text: it takes requests as token ids and returns the tokens of every choice.
 
-`AsyncLLM` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
+`TextRouter` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
 `registry`, `policy`, `admission`) with the socket of the nodes and the streams of the callers. It
 decides nothing that those parts can decide, it never blocks, and an error of one request must not
 end another.
@@ -36,7 +36,7 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from baton.protocol.sampling import SEED_BITS
-from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.admission import Admission, Limits, fit, sampling_of
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.node_listener import NodeListener
@@ -117,13 +117,9 @@ class RouterCore:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
-    def check(self, token_ids: list[int]) -> None:
-        """Raise `RequestError` or `Overloaded` if `submit` would refuse this prompt."""
-        check_prompt(token_ids, self._limits())
-
     def submit(self, stream: RequestStream) -> RequestId:
         """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
-        limits = self._limits()
+        limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         could_place = can_serve(self.registry, self._config.local_prefill)
@@ -347,7 +343,7 @@ class RouterCore:
             log.warning("a pair of nodes is avoided: a handoff failed", **names,
                         code=failure.code, reason=failure.message)  # fmt: skip
 
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
         """Return what a request must fit; raises if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)

@@ -1,7 +1,7 @@
 """What a caller of the router gets back: the output of each choice, and how the request went.
 
-`stream` makes these, and `async_llm`, `llm` and the HTTP handlers pass them on. They are plain
-data: nothing here knows about nodes, sockets or tokenizers.
+`stream` makes these, and the HTTP handlers and `baton.AsyncLLM` pass them on. They are plain data:
+nothing here knows about nodes, sockets or tokenizers.
 """
 
 from dataclasses import dataclass, field

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Meta
 
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
+from baton.runtime.fields import about
 
 Api = Literal["completions", "chat"]
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
@@ -32,44 +32,34 @@ class Target(msgspec.Struct, frozen=True):
     sets the last two fields; the user has no flags for them.
     """
 
-    url: Annotated[str, Meta(description="address of the server, without /v1")] = (
-        "http://127.0.0.1:8000"
-    )
+    url: Annotated[str, about("address of the server, without /v1")] = "http://127.0.0.1:8000"
     model: Annotated[
-        str, Meta(description="name of the model in the API; not needed if the server has only one")
+        str, about("name of the model in the API; not needed if the server has only one")
     ] = ""
     api: Annotated[
         Literal["auto", "completions", "chat"],
-        Meta(description="endpoint to ask; auto takes chat for messages, else completions"),
+        about("endpoint to ask; auto takes chat for messages, else completions"),
     ] = "auto"
     api_key: Annotated[
-        str,
-        Meta(description=f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported"),
+        str, about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported")
     ] = ""
     ca_file: Annotated[
-        str, Meta(description="PEM file of the authority that signed the server's certificate")
+        str, about("PEM file of the authority that signed the server's certificate")
     ] = ""
     insecure: Annotated[
-        bool, Meta(description="trust any certificate of an https server, as curl --insecure does")
+        bool, about("trust any certificate of an https server, as curl --insecure does")
     ] = False
     timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0, description="time after which an answer counts as timed_out", extra={"unit": "s"}
-        ),
+        float, about("time after which an answer counts as timed_out", "s", gt=0)
     ] = 300.0
-    extra_body: Annotated[
-        str, Meta(description="JSON object that is merged into every request")
-    ] = ""
-    ignore_eos: Annotated[
-        bool, Meta(description="ask the server to go on up to the full output length")
-    ] = True
+    extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
+    ignore_eos: Annotated[bool, about("ask the server to go on up to the full output length")] = (
+        True
+    )
     timeline: Annotated[
-        bool, Meta(description="ask for the stages of a request, if the server tells them")
+        bool, about("ask for the stages of a request, if the server tells them")
     ] = True
-    token_ids: Annotated[
-        bool, Meta(description="ask for token ids, if the server returns them")
-    ] = True
+    token_ids: Annotated[bool, about("ask for token ids, if the server returns them")] = True
     usage: bool = True
     continuous_usage: bool = False
 

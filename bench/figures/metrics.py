@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from baton.bench.figures.paired import Floats, Interval, batch_means, nearest_rank, share_interval
+from baton.bench.figures.paired import Floats, Interval, nearest_rank, share_interval
 from baton.bench.records import LoadResult, Outcome, Record
 from baton.protocol.errors import BatonError
 
@@ -141,7 +141,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     e2e_from_sent: Distribution | None
     ntpot: Distribution | None
     lag: Distribution
-    ttft_mean: Interval | None  # None: too few samples for an interval
     bounds: Bounds | None
     attainment: float | None  # None without bounds, as the next two
     attainment_interval: Interval | None
@@ -210,9 +209,9 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
     if not len(samples_ms):
         return None
     ordered = np.sort(np.asarray(samples_ms, np.float64))
-    p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
-    mean, smallest, largest = float(ordered.mean()), float(ordered[0]), float(ordered[-1])
-    return Distribution(len(ordered), mean, p50, p90, p95, p99, largest, smallest)
+    ranks = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
+    ends = float(ordered[-1]), float(ordered[0])
+    return Distribution(len(ordered), float(ordered.mean()), *ranks, *ends)
 
 
 def summarise(
@@ -242,7 +241,7 @@ def summarise(
     offered_rate = _per_s(len(records), arrived) or None
     every = counted(result.records, None)
     met = [meets(record, bounds) for record in records] if bounds is not None else []
-    chunk_ms, itl_ms, num_chunks = _gaps_ms(good)
+    chunk_ms, itl_ms, num_chunks = gaps_ms(good)
     num_tokens = sum(timing.num_tokens for timing in answered)
     prompts = [record.prompt_tokens for record in good if record.prompt_tokens is not None]
     return Summary(
@@ -258,7 +257,6 @@ def summarise(
         itl=distribution(itl_ms),
         chunk_gap=distribution(chunk_ms),
         lag=lag,
-        ttft_mean=batch_means([t.ttft_ms for t in answered if t.ttft_ms is not None]),
         bounds=bounds,
         attainment=_share(met),
         attainment_interval=share_interval(met) if met else None,
@@ -281,7 +279,7 @@ def _outcomes(records: Sequence[Record]) -> dict[str, int]:
     return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
 
-def _gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
+def gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
     """Return all gaps between chunks, the same per token, and the number of chunks."""
     chunks, per_token, num_chunks = [np.zeros(0)], [np.zeros(0)], 0
     for record in answered:

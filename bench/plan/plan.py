@@ -18,17 +18,14 @@ import numpy as np
 from baton.bench.plan.arrivals import (
     ArrivalProcess,
     Gaps,
-    Ramp,
     Realised,
     Recorded,
     at_rate,
-    mean_rate,
     realised,
-    text_of,
     times,
 )
 from baton.bench.plan.prompts import DrawnSource, Draws
-from baton.bench.plan.traces import FileSource, TraceSource
+from baton.bench.plan.replay import FileSource, TraceSource
 from baton.bench.plan.workload import Workload
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
@@ -147,23 +144,20 @@ def _closed(count: int | None) -> _Schedule:
 
 
 def _drawn(
-    arrivals: Gaps | Ramp, workload: Workload, count: int | None, duration_s: float | None
+    arrivals: Gaps, workload: Workload, count: int | None, duration_s: float | None
 ) -> _Schedule:
     """Draw times. A conversation is as many requests as it has turns, so they begin that slower."""
     if count is None and duration_s is None:
         raise ConfigError("say how long: --requests N, --duration-s S, or both")
-    rate, starts, what = mean_rate(arrivals), arrivals, text_of(arrivals)
-    assert rate is not None, "only recorded arrivals have none of their own"
+    starts, what = arrivals, str(arrivals)
     if (turns := workload.num_turns) > 1:
-        starts = at_rate(arrivals, rate / turns)
-        what += f" of requests, {text_of(starts)} of conversations"
+        starts = at_rate(arrivals, arrivals.rate / turns)
+        what += f" of requests, {starts} of conversations"
     at = times(starts, duration_s=duration_s, count=count, seed=workload.seed)
     if not at:
         raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
     reality = realised(at)
-    notes = [f"{what}: {reality}"]
-    is_cut = isinstance(arrivals, Ramp) and len(at) == count  # the mean is that of a whole one
-    return _Schedule(at, notes, reality, None if is_cut else rate, duration_s or at[-1])
+    return _Schedule(at, [f"{what}: {reality}"], reality, arrivals.rate, duration_s or at[-1])
 
 
 def _recorded(

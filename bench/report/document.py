@@ -1,9 +1,9 @@
-"""What a benchmark has to say, as one versioned document: raw records, summaries, provenance.
+"""The result of a benchmark as one versioned document: raw records, summaries, provenance.
 
-The experiments fill a `Report`, the other files of this folder show it, and `read_json` brings an
-old one back. The document holds everything that the pages show, so each page can be made again
-from the JSON alone. Field names are promised: a new field gets a default, and any other change of
-meaning needs a new schema. A report never holds a secret: call `withhold` before writing it.
+The experiments fill a `Report`, the other files of this folder show it, and `read_json` reads an
+old one. The document holds everything that the page shows, so the page can be made again from the
+JSON alone. Field names are promised: a new field gets a default, and any other change of meaning
+needs a new schema. A report never holds a secret: call `withhold` before writing it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from baton.bench.report.redaction import clean, clean_text, cut
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
-NARROW = 18  # characters of a cell that still reads as a number
+NARROW = 24  # characters of a cell that still reads as a number
 
 Settings = dict[str, str]
 
@@ -42,7 +42,6 @@ class Run(msgspec.Struct, kw_only=True):
     rate: float | None = None  # the rate that was asked for; None in a closed loop
     started_at: str = ""
     wall_s: float = 0.0
-    settings: Settings = {}  # where they differ from the report's
     notes: list[str] = []  # scale factors, clamps, realised rate
     problems: list[Problem] = []
     clients: list[ClientProcess] = []
@@ -89,7 +88,7 @@ class Parity(msgspec.Struct):
 
 
 class Table(msgspec.Struct):
-    """Rows of text under named columns, as every page and the terminal show them."""
+    """Rows of text under named columns, as the page and the terminal show them."""
 
     title: str
     columns: list[str]
@@ -100,11 +99,6 @@ class Table(msgspec.Struct):
     def is_pairs(self) -> bool:
         """Whether each row is a name and its value: the second column has no name then."""
         return self.columns[1:] == [""]
-
-    @property
-    def is_small(self) -> bool:
-        """Whether two such tables fit beside each other."""
-        return bool(self.title) and len(self.columns) <= 5
 
     @property
     def is_narrow(self) -> bool:
@@ -125,7 +119,7 @@ class Report(msgspec.Struct, kw_only=True):
     definitions: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFINITIONS))
     settings: Settings = {}
     bounds: Bounds | None = None
-    target: float = 0.9  # attainment that counts as good enough
+    target: float | None = None  # the attainment that a search asked for
     runs: list[Run] = []
     search: Found | None = None
     comparison: list[Compared] = []

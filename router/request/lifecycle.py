@@ -114,8 +114,7 @@ class Lifecycle:
         return self._out
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether a node has yet to confirm a cancel, for which it has a few seconds."""
+    def is_leaving(self) -> bool:  # a node has yet to confirm a cancel, within seconds
         return any(leg.state is LegState.LEAVING for leg in self._legs)
 
     # --- what nodes say -------------------------------------------------------------------------

@@ -8,16 +8,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from baton.async_llm import AsyncLLM
+    from baton.llm import LLM
     from baton.protocol.sampling import SamplingParams
-    from baton.router.async_llm import AsyncLLM
-    from baton.router.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": "baton.router.llm",
-    "AsyncLLM": "baton.router.async_llm",
+    "LLM": "baton.llm",
+    "AsyncLLM": "baton.async_llm",
     "SamplingParams": "baton.protocol.sampling",
 }
 

@@ -1,25 +1,30 @@
-"""`LLM` as a script uses it, over toy nodes that live on its own event loop."""
+"""`LLM` and `AsyncLLM` as scripts use them, over toy nodes that live on their own event loop."""
 
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from baton import LLM, SamplingParams
-from baton.protocol.config import CacheConfig, ClusterConfig
-from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
-from baton.router.async_llm import AsyncLLM
+from baton import LLM, AsyncLLM, SamplingParams
+from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
+from baton.protocol.errors import BatonError, Cancelled, ConfigError, NodeError, RequestError
 from baton.runtime.process import Exit
+from baton.started_nodes import Launcher
 from tests.support.scripted_nodes import VOCAB_SIZE, ToyNode, node_info, toy_answer
-from tests.support.small_tokenizers import write_tokenizer
+from tests.support.small_tokenizers import Family, write_tokenizer
 
+READY_S = 60.0
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
 class ToyCluster:
-    """What `deploy.local` is to processes."""
+    """What `LocalCluster` is to processes."""
+
+    max_steps: int | None = None  # of the decode nodes
 
     def __init__(self, config: ClusterConfig, endpoint: str) -> None:
         self._config = config
@@ -28,9 +33,10 @@ class ToyCluster:
         self._nodes: list[ToyNode] = []
 
     def start(self) -> None:
-        infos = [node_info(f"p{i}", "prefill") for i in range(self._config.prefill)]
-        infos += [node_info(f"d{i}", "decode") for i in range(self._config.decode)]
-        self._nodes = [ToyNode(self._endpoint, info) for info in infos]
+        prefills = [node_info(f"p{i}", "prefill") for i in range(self._config.prefill)]
+        decodes = [node_info(f"d{i}", "decode") for i in range(self._config.decode)]
+        self._nodes = [ToyNode(self._endpoint, info) for info in prefills]
+        self._nodes += [ToyNode(self._endpoint, info, self.max_steps) for info in decodes]
         for node in self._nodes:
             node.join()
 
@@ -50,6 +56,23 @@ class ToyCluster:
 class BrokenCluster(ToyCluster):
     def start(self) -> None:
         raise NodeError("cannot start")
+
+
+class StalledCluster(ToyCluster):
+    """Each decode node stops after two steps."""
+
+    max_steps = 2
+
+
+class StillbornCluster(ToyCluster):
+    """One of the nodes ends at once."""
+
+    def start(self) -> None:
+        self._exits = [Exit("decode-0", 1, ("no such model",), 1, 0.5)]
+
+    def poll(self) -> list[Exit]:
+        exits, self._exits = self._exits, []
+        return exits
 
 
 def toy_llm(folder: Path, **settings: object) -> LLM:
@@ -141,6 +164,75 @@ def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path)
         pass
     with pytest.raises(BatonError, match="shut down"):
         llm.generate("xyz", GREEDY, use_tqdm=False)
+
+
+@asynccontextmanager
+async def toy_async_llm(
+    folder: Path, launcher: Launcher = ToyCluster, family: Family = "byte_level"
+) -> AsyncIterator[AsyncLLM]:
+    model = ModelConfig(path=write_tokenizer(folder / "model", family))
+    llm = AsyncLLM.from_config(ClusterConfig(model=model), launcher=launcher)
+    await llm.start()
+    try:
+        await llm.ready(READY_S)
+        assert llm.is_running
+        yield llm
+    finally:
+        await llm.shutdown()
+        assert not llm.is_running
+        assert not llm.errored
+
+
+def test_an_abort_by_name_ends_the_reader_and_frees_the_name(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with toy_async_llm(tmp_path, StalledCluster) as llm:
+            reader = llm.generate([1, 2], GREEDY, request_id="mine")
+            await anext(reader)
+            with pytest.raises(RequestError, match="in use"):
+                await anext(llm.generate([1, 2], GREEDY, request_id="mine"))
+            await llm.abort("mine")
+            with pytest.raises(Cancelled):
+                async for _ in reader:
+                    pass
+            await llm.abort("mine")
+            again = llm.generate([1, 2], GREEDY, request_id="mine")
+            output = await anext(again)
+            assert output.request_id == "mine"
+            assert output.outputs[0].token_ids[:1] == toy_answer([1, 2], 1)
+            await again.aclose()
+
+    asyncio.run(use())
+
+
+def test_an_abort_while_the_prompt_is_tokenized_is_not_forgotten(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with toy_async_llm(tmp_path, family="word_piece") as llm:
+            # So long that another thread encodes it, but few tokens.
+            reader = llm.generate("hello world " * 20, GREEDY, request_id="mine")
+            first = asyncio.ensure_future(anext(reader))
+            await asyncio.sleep(0)  # the reader waits for a thread of the tokenizer now
+            await llm.abort("mine")
+            with pytest.raises(Cancelled):
+                await first
+
+    asyncio.run(use())
+
+
+def test_nodes_that_die_at_their_start_are_told_to_all_who_wait(tmp_path: Path) -> None:
+    async def use() -> None:
+        model = ModelConfig(path=write_tokenizer(tmp_path / "model"))
+        llm = AsyncLLM.from_config(ClusterConfig(model=model), launcher=StillbornCluster)
+        await llm.start()
+        try:
+            with pytest.raises(NodeError, match="no such model"):
+                await llm.ready(READY_S)
+            assert llm.errored
+            with pytest.raises(NodeError, match="no such model"):
+                await anext(llm.generate([1, 2], GREEDY))
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(use())
 
 
 def test_importing_baton_loads_no_torch_and_names_its_public_classes() -> None:

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import NodeError, Overloaded, TransferError
+from baton.protocol.errors import Overloaded, TransferError
 from baton.protocol.messages import (
     Cancel,
     Decode,
@@ -19,13 +18,9 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
-from baton.router.core import RouterCore
 from baton.router.outputs import RequestOutput
-from baton.runtime.process import Exit
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
 from tests.support.scripted_nodes import ScriptedNode, computing, node_info, toy_answer
-from tests.support.small_tokenizers import small_text
 
 
 @routed()
@@ -35,7 +30,8 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterB
     other = await bench.toy(node_info("d1", "decode"))
     params = SamplingParams(n=2, max_tokens=10, seed=3)
     outputs: list[RequestOutput] = []
-    async for output in bench.llm.generate(PROMPT, params):
+    stream = await bench.router.submit(PROMPT, params)
+    async for output in stream.outputs():
         outputs.append(output)
         if dying.is_open and all(len(o.token_ids) == 3 for o in output.outputs):
             dying.die()
@@ -52,7 +48,7 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterB
 async def test_load_is_spread_over_two_by_two_nodes(bench: RouterBench) -> None:
     prefills = [await bench.toy(node_info(f"p{i}", "prefill")) for i in range(2)]
     decodes = [await bench.toy(node_info(f"d{i}", "decode"), 1) for i in range(2)]
-    streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(6)]
+    streams = [await bench.router.submit(PROMPT, GREEDY) for _ in range(6)]
     nodes = [*prefills, *decodes]
     await bench.until(lambda: sum(len(node.orders) for node in nodes) == 12)
     assert [len(node.orders) for node in decodes] == [3, 3]
@@ -100,7 +96,7 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
     bench.nodes.append(twin)
     twin.join()
     assert (await twin.hear(Refused)).failure.code == "duplicate_node"
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     assert (await decode.hear(Decode)).key.attempt == 0
     stream.close()
     decode.die()
@@ -141,7 +137,7 @@ async def test_the_router_says_once_which_nodes_compute_other_bits(
 async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
     other = await bench.scripted(node_info("d1", "decode"))
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     first = await decode.hear(Decode)
 
     def ages() -> list[float]:
@@ -175,13 +171,13 @@ async def test_a_stuck_node_is_out_of_service_until_its_step_ends(bench: RouterB
 async def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
     decode.max_steps = 2
-    streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(3)]
+    streams = [await bench.router.submit(PROMPT, GREEDY) for _ in range(3)]
     for stream in streams:
         await stream.changed()
     prefill.die()
     decode.die()
     await bench.until(lambda: bench.core.health().num_queued == 3)
-    late = await bench.llm.submit(PROMPT, GREEDY)
+    late = await bench.router.submit(PROMPT, GREEDY)
     # A stream that began waits longer than a request that never had a node.
     for waiters, seconds in (([late], 30.0), (streams, 270.0)):
         bench.clock.advance(seconds)
@@ -207,9 +203,9 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
         prefill.beat()
         small.beat()
         await asyncio.sleep(0.05)
-    head = await bench.llm.submit([1] * 100, GREEDY)
+    head = await bench.router.submit([1] * 100, GREEDY)
     for _ in range(3):
-        assert (await whole(bench.llm)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+        assert (await whole(bench.router)).outputs[0].token_ids == toy_answer(PROMPT, 8)
     assert bench.core.health().num_queued == 1
     large = await bench.toy(node_info("d2", "decode"))
     assert (await collected(head)).outputs[0].token_ids == toy_answer([1] * 100, 8)
@@ -224,7 +220,7 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
     prefill, decode = await bench.pair()
     good = await bench.scripted(node_info("p1", "prefill"))
     for number in range(3):
-        stream = await bench.llm.submit(PROMPT, GREEDY)
+        stream = await bench.router.submit(PROMPT, GREEDY)
         node = good
         if number == 0:
             refused = await prefill.hear(Prefill)
@@ -246,45 +242,9 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
 async def test_shutdown_ends_every_reader(bench: RouterBench) -> None:
     _, decode = await bench.toy_pair()
     decode.max_steps = 2
-    stream = await bench.llm.submit(PROMPT, GREEDY)
-    assert bench.llm.is_running
-    await bench.llm.shutdown()
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    bench.router.close()
     with pytest.raises(Overloaded) as error:
         await stream.ended()
     assert error.value.code == "shutting_down"
-    assert not bench.llm.is_running
-    assert not bench.llm.errored
-
-
-class Stillborn:
-    """Nodes of which one ends at once."""
-
-    def __init__(self, config: ClusterConfig, endpoint: str) -> None:
-        self._exits = [Exit("decode-0", 1, ("no such model",), 1, 0.5)]
-
-    def start(self) -> None:
-        pass
-
-    def poll(self) -> list[Exit]:
-        exits, self._exits = self._exits, []
-        return exits
-
-    def stop(self) -> None:
-        pass
-
-
-def test_nodes_that_die_at_their_start_are_told_to_whoever_waits() -> None:
-    async def use() -> None:
-        config = ClusterConfig()
-        llm = AsyncLLM(config, RouterCore(config), small_text(), Stillborn)
-        await llm.start()
-        try:
-            with pytest.raises(NodeError, match="no such model"):
-                await llm.ready(20.0)
-            assert llm.errored
-            with pytest.raises(NodeError):
-                await llm.submit(PROMPT, GREEDY)
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(use())
+    assert not bench.router.errored

@@ -1,8 +1,13 @@
 """What every transport must do, with a process at either end; nixl with CMA and over TCP alone."""
 
+import contextlib
 import itertools
 import os
 import random
+import resource
+import select
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -19,8 +24,12 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
+from baton.kv_transfer.transports.fence import make_fence, membarrier_fence
 from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.kv_transfer.transports.pool_lender import MAX_UNPROVEN, unix_socket
+from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.config import TransportChoice
+from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.faulty_transport import Faults
@@ -207,20 +216,27 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
     reader, owner = pair
     good = reader.add(owner)
     (name, data), dice = next(iter(owner.address.metadata.items())), random.Random(0)
+    other = Epoch("someone-else")
     damaged = [b"", data[:-1], data[: len(data) // 2], data + b"x", dice.randbytes(300)]
+    if name == "shm":
+        where = msgspec.structs.replace(ShmAddress.decode(data), epoch=other)
+        damaged.append(msgspec.structs.replace(where, nonce=bytes(16)).encode())
+        damaged.append(msgspec.structs.replace(where, host="elsewhere").encode())
     for _ in range(8):
         wrong = bytearray(data)
         wrong[dice.randrange(8, 16)] ^= 1 << dice.randrange(8)
         damaged.append(bytes(wrong))
-    other = Epoch("someone-else")
     bad = [AddPeer(other, name, RankAddress({name: d}), NUM_BLOCKS, 64 << 10) for d in damaged]
     bad.append(msgspec.structs.replace(good, peer=other))
     bad.append(msgspec.structs.replace(good, peer=other, block_bytes=4096))
     bad.append(msgspec.structs.replace(good, peer=other, transport="pigeon"))
+    reasons = []
     for command in bad:
         reader.send(command)
         (event,) = reader.wait(1)
         assert isinstance(event, PeerDown), command
+        reasons.append(event.failure.message)
+    assert ("the pool is on another host" in reasons) == (name == "shm")
     (end,) = run(reader, read(owner, [4], [4]))
     assert end.failure is None
 
@@ -273,7 +289,9 @@ def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(peers: Peers) -> None:
 
 
 def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: Peers) -> None:
-    limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+    # shm copies without the peer, so there the deadline is never met.
+    deadline_s = 0.3 if peers.mode.startswith("nixl") else 30.0
+    limits = AgentLimits(slice_bytes=256 << 10, read_s=deadline_s, quiet_s=deadline_s)
     reader, owner = peers.pair(limits, block_bytes=1 << 20)
     owner.ask(fill=10)
     expected = owner.digests(tuple(range(NUM_BLOCKS)))
@@ -284,12 +302,12 @@ def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: 
         assert end.failure is not None
         assert not end.quiet
     elif peers.mode != "nixl":  # with CMA it depends on what was on its way when it stopped
-        assert end.quiet
+        assert (end.failure, end.quiet) == (None, True)
     owner.resume()
-    ends = [run(reader, read(owner, [block], [40 + block]))[0] for block in range(4)]
-    done = [block for block, end in enumerate(ends) if end.failure is None]
-    assert done
-    assert reader.digests(tuple(40 + b for b in done)) == tuple(expected[b] for b in done)
+    # Its deadline holds for each read, and this machine may be slow: some read is in time.
+    while run(reader, read(owner, [7], [40]))[0].failure is not None:
+        pass
+    assert reader.digests((40,)) == (expected[7],)
 
 
 @needs_nixl
@@ -313,6 +331,18 @@ def test_a_cancelled_read_in_flight_is_not_quiet_until_it_has_ended() -> None:
         peers.close()
 
 
+def test_a_machine_that_reorders_loads_gets_a_fence_or_no_shm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    try:
+        membarrier_fence()()
+    except ConfigError:
+        pytest.skip("this kernel does not allow membarrier")
+    monkeypatch.setattr("platform.machine", lambda: "alpha")
+    with pytest.raises(ConfigError, match=r"set transfer\.transport to nixl"):
+        make_fence()
+
+
 @pytest.mark.parametrize("mode", ["shm", "faulty"])
 def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
     peers = Peers(mode)
@@ -328,3 +358,83 @@ def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
         assert run(reader, now)[0].failure is None
     finally:
         peers.close()
+
+
+def connect_idle(owner: TransferPeer, count: int, stack: ExitStack) -> list[socket.socket]:
+    """Connections to the owner's socket that say nothing, made as fast as it takes them."""
+    name = "\0" + ShmAddress.decode(owner.address.metadata["shm"]).socket
+    links = []
+    for _ in range(count):
+        link = stack.enter_context(unix_socket())
+        while True:
+            with contextlib.suppress(BlockingIOError):  # its queue is full for a moment
+                link.connect(name)
+                break
+        links.append(link)
+    return links
+
+
+def test_idle_connections_keep_no_reader_out() -> None:
+    """Any process of this user can make them. Once, 1,024 stopped all transfers for good."""
+    peers = Peers("shm")
+    with ExitStack() as stack:
+        stack.callback(peers.close)
+        reader, owner = peers.start(), peers.start()
+        files = owner.ask().open_files
+        links = connect_idle(owner, 2000, stack)
+        connect(reader, owner)
+        (end,) = run(reader, read(owner, [1], [1]))
+        assert end.failure is None
+        assert owner.ask().open_files < files + MAX_UNPROVEN + 3
+        # The last ones are closed too, when they have proved nothing for long enough.
+        for link in links:
+            link.settimeout(60.0)
+            assert link.recv(1) == b""
+        assert owner.ask().open_files <= files + 2
+        (end,) = run(reader, read(owner, [2], [2]))
+        assert end.failure is None
+
+
+def test_an_owner_without_descriptors_waits_for_some_without_spinning() -> None:
+    peers = Peers("shm")
+    with ExitStack() as stack:
+        stack.callback(peers.close)
+        reader, owner = peers.start(), peers.start()
+        now = owner.ask().open_files
+        resource.prlimit(owner.pid, resource.RLIMIT_NOFILE, (now - 1, 4096))
+        connect_idle(owner, 40, stack)
+        ticks = [cpu_ticks(owner.pid)]
+        time.sleep(1.0)
+        ticks.append(cpu_ticks(owner.pid))
+        assert ticks[1] - ticks[0] < 0.5 * os.sysconf("SC_CLK_TCK"), ticks
+        resource.prlimit(owner.pid, resource.RLIMIT_NOFILE, (4096, 4096))
+        connect(reader, owner)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_gets_no_pool_even_with_the_nonce() -> None:
+    peers = Peers("shm")
+    with ExitStack() as stack:
+        stack.callback(peers.close)
+        reader, owner = peers.start(), peers.start()
+        nonce = ShmAddress.decode(owner.address.metadata["shm"]).nonce
+        stack.callback(os.seteuid, 0)
+        for user, found in ((0, 1), (65534, 0)):
+            os.seteuid(user)
+            (link,) = connect_idle(owner, 1, stack)
+            with contextlib.suppress(OSError):
+                link.send(nonce)
+            os.seteuid(0)
+            assert select.select([link], [], [], 30.0)[0]
+            descriptors: list[int] = []
+            with contextlib.suppress(ConnectionResetError):  # closed without a look at the nonce
+                _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            assert len(descriptors) == found
+        connect(reader, owner)
+
+
+def cpu_ticks(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        return sum(int(field) for field in file.read().rpartition(")")[2].split()[11:13])

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
 from baton.bench.records import LoadResult, Message, Outcome, Planned
-from baton.bench.selftest.answers import DONE, error, token, usage
+from baton.bench.selftest.answers import DONE, answer_ids, error, token, usage
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer, Stage
-from baton.bench.selftest.scripts import answer_ids
 from baton.bench.verify import MismatchKind, compare_outputs, reference
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from baton.bench.client.probe import Probed, probe
+from baton.bench.client.probe import Probed, pages_of, probe
 from baton.bench.client.target import Target
+from baton.bench.parity import facts_said
 from baton.bench.selftest.answers import DONE, error, event, token, usage, usage_body
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
 from baton.protocol.errors import BatonError, ConfigError
@@ -79,14 +80,14 @@ def test_what_a_server_does_not_know_is_not_asked_for(
 
 def test_a_model_that_is_not_served_is_refused_with_those_that_are() -> None:
     with (
-        ScriptedServer(models=TWO_MODELS) as server,
+        ScriptedServer(pages={"/v1/models": TWO_MODELS}) as server,
         pytest.raises(ConfigError, match=r"does not serve the model 'three'; it serves one, two"),
     ):
         probe(Target(server.url, "three"))
 
 
 def test_one_of_several_models_has_to_be_named() -> None:
-    with ScriptedServer(models=TWO_MODELS) as server:
+    with ScriptedServer(pages={"/v1/models": TWO_MODELS}) as server:
         with pytest.raises(ConfigError, match=r"serves one, two: name one with --model"):
             probe(Target(server.url))
         assert probe(Target(server.url, "two")).model == "two"
@@ -116,7 +117,7 @@ def test_one_of_several_models_has_to_be_named() -> None:
 def test_a_list_of_models_that_is_none_is_told(
     models: object, kind: type[BatonError], words: str
 ) -> None:
-    with ScriptedServer(models=models) as server, pytest.raises(kind, match=words):
+    with ScriptedServer(pages={"/v1/models": models}) as server, pytest.raises(kind, match=words):
         probe(Target(server.url))
 
 
@@ -179,6 +180,29 @@ def test_a_probe_ends_when_it_is_told_to() -> None:
             probe(Target(url), read_end)
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> None:
+    asked: list[str] = []
+
+    async def version(call: Call) -> None:
+        asked.append(call.headers["Authorization"])
+        await call.reply(200, b'{"version": "1.2"}')
+
+    async def metrics(call: Call) -> None:
+        await call.reply(200, b"# HELP x\n", "text/plain")
+
+    with ScriptedServer() as other:
+
+        async def moved(call: Call) -> None:
+            await call.reply(302, b"{}", Location=f"{other.url}/version")
+
+        pages = {"/version": version, "/server_info": moved, "/metrics": metrics}
+        with ScriptedServer(pages=pages) as server:
+            found = pages_of(Target(server.url, MODEL, api_key="secret"))
+        assert (asked, other.num_calls) == (["Bearer secret"], 0)
+    assert found == {"/version": '{"version": "1.2"}', "/metrics": "# HELP x\n"}
+    assert facts_said(found) == {"version": "1.2"}
 
 
 def test_chats_are_probed_as_chats() -> None:

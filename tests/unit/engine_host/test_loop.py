@@ -26,6 +26,7 @@ from baton.kv_transfer.interfaces import (
     ToPeer,
     TransferPort,
 )
+from baton.protocol.codec import Unreadable
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import (
@@ -33,6 +34,7 @@ from baton.protocol.messages import (
     CancelDone,
     Done,
     End,
+    Failed,
     FirstToken,
     Load,
     Offered,
@@ -185,6 +187,12 @@ def test_a_cancel_is_answered_while_a_step_runs() -> None:
     assert bench.wire.said[-1] == CancelDone((key("r"), key("unknown")))
     bench.run()
     assert bench.pool.num_free == NUM_BLOCKS
+
+
+def test_a_request_that_cannot_be_read_fails_once() -> None:
+    bench, failure = Bench(), Failure("malformed_message", "max_tokens is no integer")
+    bench.hear(FromRouter(0, Unreadable(key("r"), failure)))
+    assert bench.wire.said == [Failed(key("r"), failure)]
 
 
 def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:

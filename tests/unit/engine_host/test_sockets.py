@@ -5,13 +5,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from baton.engine.links import LinkEvent
 from baton.engine.sockets import EngineSockets
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
+from baton.protocol.codec import Codec, Unreadable, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
+    Cancel,
     Done,
     Hello,
     NodeInfo,
@@ -19,10 +22,12 @@ from baton.protocol.messages import (
     PeerHello,
     Renew,
     Role,
+    ToRouter,
 )
+from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
 from tests.support.connectors import node
-from tests.support.drive import key
+from tests.support.drive import key, local
 
 DEADLINE_S = 20.0
 DECODE = (NodeId("d0"), Epoch("d0-1"))
@@ -93,6 +98,41 @@ def test_a_peer_that_nobody_can_dial_is_lost_and_nothing_else(make: Make, endpoi
     tell(prefill, hello("p0"))
     assert hear(prefill, 1) == [PeerLost(*DECODE)]
     assert prefill.receive() == []
+
+
+class Bytes(Codec[bytes]):
+    """Sends what no encoder would."""
+
+    def __init__(self) -> None: ...
+
+    def encode(self, message: bytes) -> bytes:
+        return message
+
+
+def test_a_request_that_cannot_be_read_is_answered_and_other_garbage_is_counted(
+    tmp_path: Path,
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = Listener[bytes, ToRouter](
+        f"ipc://{tmp_path}/router", Bytes(), to_router_codec(), context
+    )
+    introduction = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
+    sockets = EngineSockets((router.endpoint,), introduction)
+    try:
+        while (greeting := router.receive()) is None:
+            sockets.wait(0.01)
+        request = msgspec.to_builtins(local("r", [1, 2, 3]))
+        request["sampling"]["max_tokens"] = 1 << 64 - 1
+        for data in (b"garbage", {**request, "key": "r"}, request, {"type": "Cancel", "keys": []}):
+            router.send(greeting.peer, msgspec.msgpack.encode(data))
+        unreadable, cancel = (event.message for event in hear(sockets, 2))  # type: ignore[union-attr]
+        assert isinstance(unreadable, Unreadable)
+        assert unreadable.key == key("r")
+        assert cancel == Cancel(())
+    finally:
+        sockets.close()
+        router.close()
+        context.term()
 
 
 def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:

@@ -187,6 +187,28 @@ def test_output_is_cut_to_the_room_there_is(
     assert fit(num_prompt, params, limits) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1.0),
+        ("n", True),
+        ("max_tokens", 2.5),
+        ("min_tokens", "1"),
+        ("min_tokens", 1 << 31),
+        ("seed", 0.5),
+        ("top_k", 1 << 40),
+        ("temperature", "hot"),
+        ("top_p", None),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.5]),
+    ],
+)
+def test_what_no_node_could_read_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=name) as error:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert error.value.param == name
+
+
 def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can() -> None:
     with pytest.raises(RequestError, match="at most 40 tokens") as error:
         fit(40, SamplingParams(max_tokens=41), LIMITS)

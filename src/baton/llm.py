@@ -15,13 +15,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from baton.async_llm import AsyncLLM, Prompt
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM, Launcher, Prompt
-from baton.router.outputs import Merged, RequestOutput
+from baton.router.outputs import RequestOutput
 from baton.router.registry import ServedModel
 from baton.router.text.text import Text
+from baton.started_nodes import Launcher
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -143,14 +144,8 @@ class LLM:
 
         async def one(prompt: Prompt, wanted: SamplingParams) -> RequestOutput:
             async with room:
-                stream = await self._llm.submit(prompt, wanted)
-                merged = Merged(wanted.n)
-                stream.send_to(merged.add)
-                try:
-                    await stream.ended()
-                finally:
-                    stream.close()
-            output = stream.output(merged.outputs())
+                final = msgspec.structs.replace(wanted, output_kind="final")
+                (output,) = [output async for output in self._llm.generate(prompt, final)]
             ended(output)
             return output
 
