@@ -71,6 +71,7 @@ from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
 TICK_S = 0.25
+ROUND_S = 10.0  # between two looks at every request
 
 log = logger("router")
 
@@ -101,7 +102,7 @@ class RouterCore:
         self._num_requests = 0
         self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
-        self._now_s = clock()
+        self._now_s = self._next_round_s = clock()
         self._failure: Failure | None = None
         self._sockets: NodeListener | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -385,6 +386,10 @@ class RouterCore:
         for key, failure in self._admission.take_overdue(now_s):
             if key.request_id in self._active:
                 self._turn_away(key, failure)
-        for active in list(self._active.values()):
+        # The silence of a request is measured in minutes, so most need not be looked at each time.
+        is_round = now_s >= self._next_round_s
+        if is_round:
+            self._next_round_s = now_s + ROUND_S
+        for active in [a for a in self._active.values() if is_round or a.lifecycle.is_leaving]:
             self._feed(active, Tick())
         self._place_waiting()

@@ -113,6 +113,10 @@ class Lifecycle:
             self._out.append(Closed())
         return self._out
 
+    @property
+    def is_leaving(self) -> bool:  # a node has yet to confirm a cancel, within seconds
+        return any(leg.state is LegState.LEAVING for leg in self._legs)
+
     # --- what nodes say -------------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
