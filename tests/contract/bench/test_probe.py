@@ -9,9 +9,9 @@ import pytest
 
 from baton.bench.client.probe import Probed, pages_of, probe
 from baton.bench.client.target import Target
+from baton.bench.parity import facts_said
 from baton.bench.selftest.answers import DONE, error, event, token, usage, usage_body
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
-from baton.bench.parity import facts_said
 from baton.protocol.errors import BatonError, ConfigError
 
 TWO_MODELS = {"data": [{"id": "one"}, {"id": "two"}]}
