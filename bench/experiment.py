@@ -137,7 +137,7 @@ class Experiment:
             self._newest = workload, arrivals, plan
         return self._newest[2]
 
-    def put(self, case: Case, on_start: OnStart | None = None) -> Run | None:
+    def put(self, case: Case, on_start: OnStart = lambda _: None) -> Run | None:
         """Run a load and report it.
 
         Returns None if Ctrl-C came before anything of it had ended: then the report has the loads
@@ -152,7 +152,7 @@ class Experiment:
         self.report.runs.append(run)
         return run
 
-    def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
+    def measure(self, case: Case, on_start: OnStart = lambda _: None) -> Run:
         """Raises `ConfigError` for outputs that are to be verified and cannot be."""
         if self._verify:
             check_greedy(case.target)
