@@ -89,7 +89,7 @@ class EventParser:
         return bool(self._rest.strip(b"\r\n"))
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that became complete; raises `ValueError` for an endless one."""
+        """Return the data of the events that became complete; `ValueError` for an endless one."""
         *blocks, self._rest = _BLANK_LINE.split(self._rest + data)
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
