@@ -8,7 +8,6 @@ with a pool. `ask` never raises for the behaviour of a server: that is an `Outco
 import asyncio
 import re
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from baton.bench.client.answer_reader import Problem
@@ -48,12 +47,7 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self.stop()
         for connection in self._connections:
             connection.close()
