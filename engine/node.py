@@ -11,6 +11,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
 from baton.engine.event_ring import folder_for_dumps
@@ -34,6 +36,7 @@ from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
+from baton.runtime.network_devices import devices_for
 from baton.runtime.process import die_with_parent
 
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
@@ -105,7 +108,9 @@ class EngineNode:
         make_scheduler: MakeScheduler,
         make_executor: MakeExecutor | None = None,
     ) -> None:
-        self.config = config
+        device = config.transfer.device or devices_for(config.node)
+        transfer = msgspec.structs.replace(config.transfer, device=device)
+        self.config = msgspec.structs.replace(config, transfer=transfer)
         self.role = role
         self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
         self.epoch = Epoch(secrets.token_hex(8))
