@@ -76,7 +76,8 @@ def _outside(num_rounds: int) -> int:
     show heads; on either side that may be once in 40 times.
     """
     chances = accumulate(math.comb(num_rounds, heads) for heads in range(num_rounds + 1))
-    return max(0, sum(40 * count <= 1 << num_rounds for count in chances) - 1)
+    rare = [count for count in chances if 40 * count <= 1 << num_rounds]
+    return max(0, len(rare) - 1)
 
 
 def batch_means(samples: Sequence[float]) -> Interval | None:

@@ -55,7 +55,11 @@ class Purpose(StrEnum):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A run of the search. The `attainment` of an invalid run means nothing."""
+    """A run of the search. The `attainment` of an invalid run means nothing.
+
+    Saturated: the queue grew throughout, so that a longer run would attain less. Broken: its
+    figures must not be used, by the server's fault. Neither attains, even with a good attainment.
+    """
 
     rate: float
     attainment: float
@@ -140,26 +144,25 @@ class RateSearch:
     ) -> None:
         """Take the result of the run at `next_rate()`.
 
-        `saturated`: the queue grew throughout, so that a longer run would attain less. `broken`:
-        its figures must not be used, by the server's fault. Neither counts as attained, even with
-        a good attainment. `alone`: hardly any two requests were in flight at the same time, so that
-        a lower rate would attain no more.
+        `saturated` and `broken` are those of `Probe`. `alone`: hardly any two requests were in
+        flight at the same time, so that a lower rate would attain no more.
         """
         assert self._next is not None, "the search has ended"
         assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"
         purpose = self._next[1]
         self.probes.append(Probe(rate, attainment, valid, purpose, saturated, broken))
         known = self._known.setdefault(rate, _Rate())
+        known.num_invalid = 0 if valid else known.num_invalid + 1
         if valid:
-            is_attained = attainment >= self.options.attainment
-            self._judge(known, purpose, is_attained and not saturated and not broken)
-            known.num_invalid, known.is_alone = 0, alone
-        else:
-            known.num_invalid += 1
-            if known.num_invalid >= MAX_INVALID:
-                known.is_rechecked = True
-                if known.verdict != "failed":
-                    known.verdict = "unreachable"
+            is_good = attainment >= self.options.attainment and not saturated and not broken
+            # If the rate attained before, a failure is the second opinion already.
+            was_held = known.verdict == "held"
+            known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_good)
+            known.verdict, known.is_alone = "held" if is_good else "failed", alone
+            known.num_confirmed += is_good and purpose is Purpose.CONFIRM
+        elif known.num_invalid >= MAX_INVALID:
+            known.is_rechecked = True
+            known.verdict = "failed" if known.verdict == "failed" else "unreachable"
         if valid or known.num_invalid >= MAX_INVALID:
             self._next = self._choose()
         if self._next is not None and len(self.probes) >= self.options.max_probes:
@@ -177,13 +180,6 @@ class RateSearch:
             line=self._line(low, high),
             probes=list(self.probes),
         )
-
-    def _judge(self, known: _Rate, purpose: Purpose, is_attained: bool) -> None:
-        # If the rate attained before, a failure is the second opinion already.
-        was_held = known.verdict == "held"
-        known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_attained)
-        known.verdict = "held" if is_attained else "failed"
-        known.num_confirmed += is_attained and purpose is Purpose.CONFIRM
 
     def _choose(self) -> tuple[float, Purpose] | None:
         low, high, limit = self._low(), self._high(), self.options.max_rate or math.inf

@@ -25,8 +25,6 @@ from baton.protocol.errors import ConfigError
 SCHEMA = "baton.bench/1"
 NARROW = 24  # characters of a cell that still reads as a number
 
-Settings = dict[str, str]
-
 
 class Run(msgspec.Struct, kw_only=True):
     """One load against one server; a comparison has one per `arm` and `round`.
@@ -66,7 +64,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 class Compared(msgspec.Struct):
-    """One figure of all arms; `ratios` are each other arm over the first, paired by round."""
+    """One figure of all arms; `ratios` are the other arms over the first, paired by round."""
 
     name: str
     unit: str
@@ -116,7 +114,7 @@ class Report(msgspec.Struct, kw_only=True):
     title: str
     provenance: Provenance
     definitions: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFINITIONS))
-    settings: Settings = {}
+    settings: dict[str, str] = {}
     bounds: Bounds | None = None
     target: float | None = None  # the attainment that a search asked for
     runs: list[Run] = []
@@ -170,7 +168,7 @@ def read_json(path: Path) -> Report:
     raise ConfigError(f"{path} has schema {schema!r}; this baton reads {SCHEMA!r}")
 
 
-def flat_settings(settings: object, secrets: Sequence[str] = ()) -> Settings:
+def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, str]:
     """Return a Struct or plain data as `section.name` -> text, in order and without secrets."""
 
     def flatten(name: str, value: object) -> Iterator[tuple[str, str]]:

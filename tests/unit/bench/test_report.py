@@ -288,7 +288,7 @@ def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
         write_again(again, [str(tmp_path / "second.json")])
     assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
     assert read_json(tmp_path / "report.json").title == "a better title"
-    with pytest.raises(ConfigError, match="is a file: name a folder"):
+    with pytest.raises(ConfigError, match="it is a file: name a folder"):
         begin("run", RunSettings(), ReportSettings(out=str(tmp_path / "report.json")))
 
 
