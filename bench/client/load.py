@@ -15,8 +15,7 @@ from typing import Self, assert_never
 import msgspec
 
 from baton.bench.client.ask import LEAD_S
-from baton.bench.client.connection import tls_of
-from baton.bench.client.target import Target, check, place_of
+from baton.bench.client.target import Target, check, place_of, tls_of
 from baton.bench.client.turns import units_of
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError

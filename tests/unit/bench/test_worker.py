@@ -12,7 +12,7 @@ from baton.bench.client.ask import Session
 from baton.bench.client.target import Target
 from baton.bench.client.turns import lost_turn, next_turn, units_of
 from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Strain, new_loop, pause_s
-from baton.bench.records import Arrival, Message, Outcome, Planned, Record
+from baton.bench.records import Arrival, Outcome, Planned, Record
 
 T = TypeVar("T")
 
@@ -97,14 +97,7 @@ def test_turns_of_a_conversation_stay_together_in_order() -> None:
     assert found == [[0, 3, 2], [1], [4]]
 
 
-def test_a_conversation_goes_on_with_what_was_said() -> None:
-    asked, more = (Message("user", "hi"),), (Message("user", "go on"),)
-    chat = next_turn(planned(1, messages=more), planned(0, messages=asked), answer(text="hello"))
-    said = [(message.role, message.content) for message in chat.messages]
-    assert said == [("user", "hi"), ("assistant", "hello"), ("user", "go on")]
-    ids = planned(0, prompt_ids=[1, 2])
-    found = next_turn(planned(1, prompt_ids=[5]), ids, answer(token_ids=[3, 4]))
-    assert found.prompt_ids == (1, 2, 3, 4, 5)
+def test_a_prompt_of_text_goes_on_with_what_was_said() -> None:
     found = next_turn(planned(1, prompt=" c"), planned(0, prompt="a"), answer(text=" b"))
     assert found.prompt == "a b c"
 
