@@ -34,8 +34,8 @@ def with_model(config: ClusterConfig) -> ClusterConfig:
 def _check(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
-            f"model {folder} does not exist: name a Hugging Face folder on this host with --model, "
-            "or leave --model out for the demo model"
+            f"model {folder} does not exist: name a Hugging Face folder on this host, or leave the "
+            "model out for the demo model"
         )
     config = folder / "config.json"
     if not config.is_file():

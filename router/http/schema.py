@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import NEUTRAL, SamplingParams
 
 MAX_PROMPTS = 512
 MAX_TOTAL_CHOICES = 1024
@@ -260,8 +260,9 @@ def _sampling_of(body: GenerationBody, limit_name: str) -> SamplingParams:
         raise RequestError(text, param=limit_name) from None
 
 
+# `_check` has seen to it that the fields of `NEUTRAL` ask for nothing.
 _SAMPLING_FIELDS = sorted(
-    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__)
+    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
 )
 
 

@@ -190,7 +190,7 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
 
     async def use() -> None:
         nodes = Nodes()
-        llm = AsyncLLM.from_config(settings(), launcher=nodes.launcher)
+        llm = AsyncLLM(config=settings(), launcher=nodes.launcher)
         await llm.start()
         try:
             await llm.ready(START_TIMEOUT_S)
@@ -215,7 +215,7 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
 def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
     async def use() -> None:
         # Room for all four long requests on one node.
-        llm = AsyncLLM.from_config(settings(num_blocks=1000, prefill=2, decode=2))
+        llm = AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2))
         await llm.start()
         try:
             await llm.ready(START_TIMEOUT_S)
