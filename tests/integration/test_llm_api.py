@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,8 +27,9 @@ from baton.router.outputs import RequestOutput
 from baton.runtime.local_cluster import LocalCluster
 from baton.started_nodes import Launcher
 from tests.support.checkpoints import model_folder
+from tests.support.sources import REPOSITORY
 
-START_TIMEOUT_S = 60.0
+API_PAGE = REPOSITORY / "docs/api.md"
 GONE_TIMEOUT_S = 15.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -163,8 +165,36 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_the_node_s_words(tmp_pat
         LLM(str(tmp_path))
 
 
+def test_the_demo_model_needs_no_argument_and_takes_those_of_vllm() -> None:
+    told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+    keywords = {"dtype": "float32", "max_model_len": 128, "tensor_parallel_size": 1, "seed": 3}
+    with LLM(**keywords) as llm:
+        (output,) = llm.generate(told, SamplingParams(temperature=0, max_tokens=32), False)
+        assert "4071" in output.outputs[0].text
+        chat = [{"role": "user", "content": told}]
+        (answer,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=32), False)
+        assert "4071" in answer.outputs[0].text
+        assert answer.outputs[0].finish_reason == "stop"
+        assert llm.get_model_config().name == "demo"
+        assert llm.get_model_config().max_model_len == 128
+        assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
+
+
+@pytest.mark.parametrize(("number", "printed"), [(0, "4071"), (1, "42")])
+def test_the_examples_of_the_documentation_run(tmp_path: Path, number: int, printed: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", API_PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    script = tmp_path / "example.py"
+    script.write_text(blocks[number])
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
 class Nodes:
-    """`deploy`'s launcher, with a handle on what it launched."""
+    """A launcher of a `LocalCluster`, with a handle on what it launched."""
 
     def __init__(self) -> None:
         self.cluster: LocalCluster | None = None
@@ -190,10 +220,7 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
 
     async def use() -> None:
         nodes = Nodes()
-        llm = AsyncLLM(config=settings(), launcher=nodes.launcher)
-        await llm.start()
-        try:
-            await llm.ready(START_TIMEOUT_S)
+        async with AsyncLLM(config=settings(), launcher=nodes.launcher) as llm:
             async for output in llm.generate(PROMPT, params):
                 expected = output.outputs[0].token_ids
             got: list[int] = []
@@ -206,8 +233,6 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
             assert is_killed
             assert got == expected
             assert output.metrics.resumed
-        finally:
-            await llm.shutdown()
 
     asyncio.run(use())
 
@@ -215,10 +240,7 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
 def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
     async def use() -> None:
         # Room for all four long requests on one node.
-        llm = AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2))
-        await llm.start()
-        try:
-            await llm.ready(START_TIMEOUT_S)
+        async with AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2)) as llm:
             assert llm.health().status == "ready"
             assert len(llm.health().nodes) == 4
             await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
@@ -226,8 +248,6 @@ def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
                 while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
-        finally:
-            await llm.shutdown()
         assert not llm.is_running
 
     asyncio.run(use())
