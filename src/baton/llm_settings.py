@@ -26,6 +26,7 @@ SAME = {
     "block_size": "cache.block_size",
     "num_gpu_blocks_override": "cache.num_blocks",
     "enable_prefix_caching": "cache.prefix",
+    "device": "engine.device",
     "tensor_parallel_size": "engine.tensor_parallel",
     "max_num_seqs": "engine.max_num_seqs",
     "max_num_batched_tokens": "engine.chunk_tokens",

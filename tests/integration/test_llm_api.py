@@ -24,9 +24,8 @@ from baton.protocol.config import (
 )
 from baton.protocol.errors import Cancelled, NodeError
 from baton.router.outputs import RequestOutput
-from baton.runtime.local_cluster import LocalCluster
-from baton.started_nodes import Launcher
 from tests.support.checkpoints import model_folder
+from tests.support.own_children import node_pid
 from tests.support.sources import REPOSITORY
 
 API_PAGE = REPOSITORY / "docs/api.md"
@@ -193,34 +192,12 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path, number: int, prin
     assert printed in done.stdout
 
 
-class Nodes:
-    """A launcher of a `LocalCluster`, with a handle on what it launched."""
-
-    def __init__(self) -> None:
-        self.cluster: LocalCluster | None = None
-
-    @property
-    def launcher(self) -> Launcher:
-        def launch(config: ClusterConfig, endpoint: str) -> LocalCluster:
-            self.cluster = LocalCluster(config, endpoint)
-            return self.cluster
-
-        return launch
-
-    def kill(self, name: str) -> None:
-        assert self.cluster is not None
-        pid = self.cluster.pid_of(name)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
     # So many steps that the request is still running when the node is killed.
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 
     async def use() -> None:
-        nodes = Nodes()
-        async with AsyncLLM(config=settings(), launcher=nodes.launcher) as llm:
+        async with AsyncLLM(config=settings()) as llm:
             async for output in llm.generate(PROMPT, params):
                 expected = output.outputs[0].token_ids
             got: list[int] = []
@@ -229,7 +206,9 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
                 got = output.outputs[0].token_ids
                 if len(got) >= 5 and not is_killed:
                     is_killed = True
-                    nodes.kill("decode-0")
+                    node = node_pid("decode-0")
+                    assert node is not None
+                    os.kill(node, signal.SIGKILL)
             assert is_killed
             assert got == expected
             assert output.metrics.resumed

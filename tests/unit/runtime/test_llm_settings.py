@@ -23,6 +23,7 @@ MAPPED: list[tuple[str, object, object]] = [
     ("block_size", 32, 32),
     ("num_gpu_blocks_override", 77, 77),
     ("enable_prefix_caching", False, False),
+    ("device", "cpu", "cpu"),
     ("tensor_parallel_size", 2, 2),
     ("max_num_seqs", 8, 8),
     ("max_num_batched_tokens", 256, 256),
