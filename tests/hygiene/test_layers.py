@@ -50,6 +50,9 @@ DOORS = {
     ),
     "llm.py": ("protocol", "router"),
     "async_llm.py": ("protocol", "runtime", "router"),
+    "llm_settings.py": ("protocol", "runtime", "deploy"),
+    "prompts.py": ("protocol",),
+    "tokenizer.py": ("protocol", "router"),
     "started_nodes.py": ("protocol", "runtime", "router"),
 }  # fmt: skip
 VERSION_READER = "bench/report/provenance.py"
