@@ -35,6 +35,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Change, Differs, Entered, Health, Left, Refuse, Registry, Status
@@ -168,6 +169,9 @@ class RouterCore:
         """Stop serving: every request that is running or still comes fails with this reason."""
         self._failure = failure
         self._changed.set()
+        self._end_all(failure)
+
+    def _end_all(self, failure: Failure) -> None:
         for active in list(self._active.values()):
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
@@ -232,9 +236,12 @@ class RouterCore:
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
             match change:
-                case Refuse(node=node, failure=failure):
-                    log.warning("node refused", node=node, reason=failure.message)
+                case Refuse(node=node, failure=failure, is_new=is_new):
+                    if is_new:
+                        log.warning("node refused", node=node, reason=failure.message)
                     self._send(node, Refused(failure))
+                case Replaced():
+                    self._end_all(change.failure)
                 case Entered(info=info):
                     log.info("node in service", node=info.node_id, role=info.role)
                     self._introduce(info.role)
@@ -332,13 +339,8 @@ class RouterCore:
         model = self.registry.model
         if model is None or self._sockets is None:
             raise Overloaded("no node is ready yet", code="not_ready", retry_after_s=1.0)
-        return Limits(
-            model.max_model_len,
-            model.vocab_size,
-            model.layout.block_size,
-            self.registry.largest_pool("prefill"),
-            self.registry.largest_pool("decode"),
-        )
+        sizes = (model.max_model_len, model.vocab_size, model.layout.block_size)
+        return Limits(*sizes, *map(self.registry.largest_pool, ("prefill", "decode")))
 
     # --- placing and time -----------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
+from baton.router.membership import Membership, Replaced
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
@@ -106,6 +107,7 @@ class Refuse(msgspec.Struct, frozen=True):
 
     node: NodeId
     failure: Failure
+    is_new: bool = True  # it was not told the same when it asked last
 
 
 class Entered(msgspec.Struct, frozen=True):
@@ -136,13 +138,14 @@ class Differs(msgspec.Struct, frozen=True):
         )
 
 
-Change = Refuse | Entered | Left | Differs
+Change = Refuse | Replaced | Entered | Left | Differs
 
 
 class Registry:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
-        self._model: NodeInfo | None = None
+        self._membership = Membership()
+        self._refused: dict[NodeId, Failure] = {}  # what each was told last; they ask again
         # Every request asks for these, so they are kept until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
         self._largest_pool: dict[Role, int | None] = {}
@@ -172,16 +175,26 @@ class Registry:
         if node is None or info.node_id != peer or info.role != node.role:
             text = "a Ready came without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
-        if (failure := self._stranger(info)) is not None:
-            del self._nodes[peer]
-            self._changed()
-            return [Refuse(peer, failure)]
-        if self._model is None or not self._serves_any():
-            self._model = info
+        if (failure := _impossible(info)) is not None:
+            self.gone(peer)
+            return [self._refuse(peer, failure)]
+        before = self.model
+        verdict = self._membership.join(now_s, info)
+        if isinstance(verdict, Failure):
+            self.gone(peer)
+            self._membership.wait(info)
+            return [self._refuse(peer, verdict)]
+        self._refused.pop(peer, None)
+        is_other = (
+            before is not None and self.model is not None and before.model != self.model.model
+        )
+        changes: list[Change] = [Replaced()] if is_other else []
+        for evicted in verdict:
+            changes += self._evict(evicted)
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase = "ready"
         self._changed()
-        return [Entered(info), *self._differences(info)]
+        return [*changes, Entered(info), *self._differences(info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
@@ -202,6 +215,7 @@ class Registry:
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
         """Drop a node whose channel ended. If it is alive, it will introduce itself again."""
         node = self._nodes.pop(peer, None)
+        self._membership.leave(peer)
         self._changed()
         if node is None or node.info is None:
             return []
@@ -236,7 +250,7 @@ class Registry:
     @property
     def model(self) -> NodeInfo | None:
         """The node whose model all others must serve; None until one has been ready."""
-        return self._model
+        return self._membership.model
 
     def largest_pool(self, role: Role) -> int | None:
         """Return the blocks of the largest pool of a role; None until a node has been ready."""
@@ -283,8 +297,17 @@ class Registry:
         self._in_service.clear()
         self._largest_pool.clear()
 
-    def _serves_any(self) -> bool:
-        return any(node.info is not None for node in self._nodes.values())
+    def _evict(self, peer: NodeId) -> list[Change]:
+        """Turn a node of the provisional model away. It waits like any node that does not fit."""
+        info = self._nodes[peer].info
+        assert info is not None
+        changes = self.gone(peer, "the nodes of another model outnumber it")
+        self._membership.wait(info)
+        return [*changes, self._refuse(peer, self._membership.refusal_of(info))]
+
+    def _refuse(self, peer: NodeId, failure: Failure) -> Refuse:
+        is_new, self._refused[peer] = self._refused.get(peer) != failure, failure
+        return Refuse(peer, failure, is_new)
 
     def _differences(self, info: NodeInfo) -> list[Change]:
         """The first node in service that computes other bits than `info`, as far as both say."""
@@ -294,25 +317,13 @@ class Registry:
                 return [Differs(info.node_id, other.node_id)]
         return []
 
-    def _stranger(self, info: NodeInfo) -> Failure | None:
-        """Return why a node cannot serve next to the others; None if it can."""
-        sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
-        if min(sizes) < 1:
-            return _mismatch(
-                "impossible_node", f"{info.node_id} offers no blocks, no tokens or no vocabulary"
-            )
-        model = self._model
-        if model is None:
-            return None
-        if info.model != model.model:
-            text = f"{info.node_id} serves another model ({info.model}, not {model.model})"
-            return _mismatch("model_mismatch", text)
-        # A cluster that is replaced as a whole may have another layout, but not another model.
-        if self._serves_any() and info.layout.fingerprint != model.layout.fingerprint:
-            ours, theirs = model.layout.fingerprint, info.layout.fingerprint
-            text = f"the KV blocks of {info.node_id} have another layout ({theirs}, not {ours})"
-            return _mismatch("layout_mismatch", text)
+
+def _impossible(info: NodeInfo) -> Failure | None:
+    sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
+    if min(sizes) >= 1:
         return None
+    text = f"{info.node_id} offers no blocks, no tokens or no vocabulary"
+    return _mismatch("impossible_node", text)
 
 
 def _is_stuck(beat: Beat) -> bool:

@@ -42,7 +42,7 @@ PACKAGES = {
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 INTERFACES = "baton.kv_transfer.interfaces"
 WIRING = {
-    "engine/node.py": {"baton.kv_transfer.connector"},
+    "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.choice"},
     "engine/rank.py": {"baton.kv_transfer.agent", "baton.kv_transfer.host_pool"},
     "engine/kv_cache.py": {"baton.kv_transfer.host_pool"},
 }
