@@ -339,8 +339,8 @@ class RouterCore:
         model = self.registry.model
         if model is None or self._sockets is None:
             raise Overloaded("no node is ready yet", code="not_ready", retry_after_s=1.0)
-        sizes = (model.max_model_len, model.vocab_size, model.layout.block_size)
-        return Limits(*sizes, *map(self.registry.largest_pool, ("prefill", "decode")))
+        pools = (self.registry.largest_pool("prefill"), self.registry.largest_pool("decode"))
+        return Limits(model.max_model_len, model.vocab_size, model.layout.block_size, *pools)
 
     # --- placing and time -----------------------------------------------------------------------
 
