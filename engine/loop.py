@@ -147,9 +147,8 @@ class EngineLoop:
                 self.scheduler.cancel(origin, keys)
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
-            case Refused(failure=failure):
-                text = f"the router refused this node: {failure.message}"
-                raise NodeError(text, code=failure.code)
+            case Refused():  # the links ask again
+                self.scheduler.forget(origin)
             case _:
                 assert_never(message)
 

@@ -156,7 +156,7 @@ class EngineNode:
             records.close()
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = self._start(executor)
+        info = self._start(executor, sockets)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
             node_id=self.node_id,
@@ -208,14 +208,19 @@ class EngineNode:
             )
             raise
 
-    def _start(self, executor: Executor) -> ExecutorInfo:
-        """Load under one deadline: end the process if its start hangs."""
+    def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
+        """Load under one deadline: end the process if its start hangs or a router refuses it."""
         seconds = self.config.node.start_timeout_s
         watchdog = threading.Timer(seconds, self._too_late, (seconds,))
         watchdog.daemon = True
         watchdog.start()
+
+        def progress(phase: str, done: int, total: int) -> None:
+            self._vitals.progress(phase, done, total)
+            sockets.starting()
+
         try:
-            return executor.start(self._vitals.progress)
+            return executor.start(progress)
         finally:
             watchdog.cancel()
 

@@ -39,6 +39,7 @@ from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.cluster_state import can_serve, health_of, limits_of
+from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Health, Registry
@@ -167,6 +168,9 @@ class RouterCore:
         """Stop serving: every request that is running or still comes fails with this reason."""
         self._failure = failure
         self._changed.set()
+        self._end_all(failure)
+
+    def _end_all(self, failure: Failure) -> None:
         for active in list(self._active.values()):
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
@@ -231,9 +235,12 @@ class RouterCore:
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
             match change:
-                case Refuse(node=node, failure=failure):
-                    log.warning("node refused", node=node, reason=failure.message)
+                case Refuse(node=node, failure=failure, is_new=is_new):
+                    if is_new:
+                        log.warning("node refused", node=node, reason=failure.message)
                     self._send(node, Refused(failure))
+                case Replaced():
+                    self._end_all(change.failure)
                 case Entered(info=info):
                     log.info("node in service", node=info.node_id, role=info.role)
                     self._introduce(info.role)

@@ -2,7 +2,6 @@
 
 import os
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -171,10 +170,15 @@ def test_the_next_step_is_planned_while_one_runs() -> None:
     assert bench.tokens() == continuation(PROMPT, 6)
 
 
-def test_a_lost_router_takes_its_requests_with_it() -> None:
+@pytest.mark.parametrize(
+    "event", [RouterLost(0), FromRouter(0, Refused(Failure("no", "wrong model")))]
+)
+def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(
+    event: LinkEvent,
+) -> None:
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
-    bench.hear(RouterLost(0))
+    bench.hear(event)
     bench.run()
     assert bench.pool.num_free == NUM_BLOCKS
     assert len(bench.tokens()) < 10
@@ -270,15 +274,8 @@ def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[0].startswith('{"now_s":0.0,"type":"FromRouter"')
 
 
-@pytest.mark.parametrize(
-    "hurt",
-    [
-        lambda bench: bench.hear(FromRouter(0, Refused(Failure("no", "wrong model")))),
-        lambda bench: (bench.pool.quarantine(bench.pool.allocate(3)), bench.loop.turn()),
-    ],
-    ids=["refused", "quarantined"],
-)
-def test_some_things_end_the_process(hurt: Callable[[Bench], object]) -> None:
+def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
     bench = Bench()
+    bench.pool.quarantine(bench.pool.allocate(3))
     with pytest.raises(NodeError):
-        hurt(bench)
+        bench.loop.turn()
