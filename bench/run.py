@@ -7,12 +7,12 @@ up. No load profits from what an earlier one left in a prefix cache.
 import statistics
 from collections.abc import Sequence
 
-from baton.bench.console import LATENCIES
 from baton.bench.experiment import Experiment
 from baton.bench.figures.metrics import Distribution
 from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.planning import arrivals_of, loop_of, shaped
 from baton.bench.report.document import Run, Table
+from baton.bench.report.sections import LATENCIES
 from baton.bench.report.wording import number
 from baton.bench.settings import RunSettings, SweepSettings
 from baton.protocol.errors import ConfigError

@@ -87,9 +87,7 @@ class BoundSettings(msgspec.Struct, frozen=True):
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
-    out: Annotated[
-        str, about("new folder for report.json, report.csv, report.md, report.html and PNGs")
-    ] = ""
+    out: Annotated[str, about("new folder for report.json and report.html")] = ""
     label: Annotated[str, about("title of the report")] = ""
 
 
