@@ -46,10 +46,10 @@ class Case:
 
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
-    """Return the figures of a load, and all that is wrong with them.
+    """Return the figures of a load, and everything that is wrong with them.
 
-    A load of which nothing was answered is an invalid run, not an error. Raises `BatonError` for a
-    load that was stopped before anything counts.
+    A load without an answer is an invalid run, not an error. Raises `BatonError` for a load that
+    was stopped before any request counts.
     """
     if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
@@ -110,7 +110,7 @@ def _known_prompts(plan: Plan, records: Sequence[Record], summary: Summary) -> l
 
 
 def _off_rate(plan: Plan) -> list[Problem]:
-    """Drawn arrivals come at another rate than was asked for, the more so the fewer they are."""
+    """Warn of drawn arrivals whose rate is far from the one that was asked for."""
     asked, planned = plan.offered_rate, plan.planned_rate
     if not asked or planned is None or abs(planned / asked - 1) <= MAX_OFF_RATE:
         return []
@@ -129,10 +129,10 @@ def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
 
 
 def mark_mismatches(records: Sequence[Record], mismatches: Sequence[Mismatch]) -> list[Problem]:
-    """Mark the answers whose output was another under load, and return what that says of a run.
+    """Mark the answers whose output under load was different, and return the problems of the run.
 
-    Tokens that were lost, doubled or out of order are faults of any server. Other tokens may come
-    from one that is not batch-invariant, so they are a warning, and count as failed requests.
+    Lost, doubled and reordered tokens are faults of any server. Different tokens may come from a
+    server that is not batch-invariant, so they are a warning, and count as failed requests.
     """
     marks = {mismatch.index: str(mismatch) for mismatch in mismatches}
     for record in records:

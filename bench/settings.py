@@ -92,7 +92,7 @@ class ReportSettings(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The flags that every command has that puts a load on a server."""
+    """The flags of every command that puts a load on a server."""
 
     target: Target = Target()
     load: LoadSettings = LoadSettings()

@@ -62,11 +62,7 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
         model=MODEL,
         server="scripted",
         version="",
-        usage=True,
-        ignore_eos=True,
-        token_ids=True,
-        timeline=True,
-        continuous_usage=True,
+        gives=frozenset({"usage", "ignore_eos", "token_ids", "timeline", "continuous_usage"}),
     )
     fitted = probed.fit(target)
     assert (fitted.model, fitted.token_ids, fitted.timeline) == (MODEL, True, True)
