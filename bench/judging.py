@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from baton.bench.client.target import Target
 from baton.bench.client.turns import NOT_SENT, units_of
-from baton.bench.figures.metrics import Summary, counted, summarise
+from baton.bench.figures.metrics import counted, summarise
 from baton.bench.figures.validity import Problem, Severity, check
 from baton.bench.plan.plan import Plan
-from baton.bench.plan.prompts import shared_share
-from baton.bench.planning import bounds_of, may_be_cached, window_of
+from baton.bench.planning import bounds_of, is_new, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Settings
@@ -23,12 +22,10 @@ from baton.protocol.errors import BatonError
 
 ALL_FAILED = "all_failed"
 MAX_OFF_RATE = 0.1
-# Share of prompt tokens, beyond what the prompts share among themselves. A chat template may be
-# shared.
-MAX_CACHED_SHARE = 0.1
+MAX_CACHED_SHARE = 0.1  # of prompt tokens; a chat template may be shared
 CACHED = (
-    "the server had more of these prompts cached than they share among themselves: it saw them "
-    "before, so TTFT is too good; choose another --seed, or reset the cache"
+    "the server had prompts cached that share nothing among themselves: it saw them before, so "
+    "TTFT is too good; choose another --seed, or reset the cache"
 )
 
 
@@ -73,8 +70,8 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         if error.code != ALL_FAILED:
             raise
         problems.append(_invalid(error.message))
-    if not may_be_cached(case.settings.workload):
-        problems += _known_prompts(case.plan, counted(result.records, window), summary)
+    if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
+        problems.append(_warning(CACHED))
     problems += _idle_clients(case)
     return Run(
         label=case.label,
@@ -96,17 +93,6 @@ def _idle_clients(case: Case) -> list[Problem]:
     if num_units >= case.concurrency:
         return []
     return [_warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")]
-
-
-def _known_prompts(plan: Plan, records: Sequence[Record], summary: Summary) -> list[Problem]:
-    """Warn of a cache that knew more of the counted prompts than they and earlier ones share."""
-    unexpected = (summary.cached_share or 0.0) - MAX_CACHED_SHARE
-    if unexpected <= 0:
-        return []
-    indices = {record.index for record in records}
-    before = [one.prompt_ids for one in plan.requests if one.index < min(indices)]
-    asked = [one.prompt_ids for one in plan.requests if one.index in indices]
-    return [_warning(CACHED)] if shared_share(asked, before) < unexpected else []
 
 
 def _off_rate(plan: Plan) -> list[Problem]:
