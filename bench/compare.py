@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.bench.client.probe import EXTENSIONS, pages_of
+from baton.bench.client.probe import pages_of
 from baton.bench.client.target import Place, Target, place_of
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import Distribution, Summary
@@ -116,16 +116,13 @@ def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
     Each is asked only for what every one of them gives, with token ids that all of them take.
     """
     servers = {name: experiment.connect(target) for name, target in arms.items()}
-    given = {
-        field: all(getattr(server.probed, field) for server in servers.values())
-        for field in ("usage", *EXTENSIONS)
-    }
+    given = frozenset.intersection(*(server.probed.gives for server in servers.values()))
     workloads = [server.workload for server in servers.values()]
     narrowest = min(workloads, key=lambda workload: range_of(workload.vocabulary)[1])
     return {
         name: msgspec.structs.replace(
             server,
-            target=msgspec.structs.replace(server.probed, **given).fit(server.target),
+            target=msgspec.structs.replace(server.probed, gives=given).fit(server.target),
             workload=narrowest,
         )
         for name, server in servers.items()
@@ -184,7 +181,7 @@ def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
 
 
 def same_servers(arms: Arms) -> list[str]:
-    """Arms of one server ask it the same twice, and a prefix cache answers the second."""
+    """Return a warning for each server that several arms name: it is asked the same twice."""
     names: dict[Place, list[str]] = {}
     for name, target in arms.items():
         names.setdefault(place_of(target.url), []).append(name)

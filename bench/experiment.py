@@ -113,7 +113,7 @@ class Experiment:
         return Server(target, workload, probed)
 
     def connect_alone(self, what: str = "") -> Server:
-        """As `connect`, for the one server of the experiment, which the report names."""
+        """Connect to the one server of the experiment, and name it in the report."""
         server = self.connect(self.settings.target)
         name = f"{server.target.model} at {server.target.url}{what}"
         self.report.title = self.report.title or name
@@ -140,8 +140,8 @@ class Experiment:
     def put(self, case: Case, on_start: OnStart = lambda _: None) -> Run | None:
         """Run a load and report it.
 
-        Returns None if Ctrl-C came before anything of it had ended: then the report has the loads
-        before it. `on_start` is told when the schedule starts, on the monotonic clock.
+        Return None if Ctrl-C came before any request had ended; the report then has the earlier
+        loads. `on_start` gets the start of the schedule on the monotonic clock.
         """
         try:
             run = self.measure(case, on_start)
@@ -153,7 +153,7 @@ class Experiment:
         return run
 
     def measure(self, case: Case, on_start: OnStart = lambda _: None) -> Run:
-        """Raises `ConfigError` for outputs that are to be verified and cannot be."""
+        """Run a load and judge it; raises `ConfigError` for outputs that cannot be verified."""
         if self._verify:
             check_greedy(case.target)
         watch, load = _Watch(self, case), self.settings.load
@@ -180,7 +180,7 @@ class Experiment:
         return run
 
     def _verified(self, case: Case, result: LoadResult) -> tuple[list[Problem], list[str]]:
-        """Ask each prompt alone, and mark the records whose output was another under load."""
+        """Ask each prompt alone, and mark the records whose output under load was different."""
         self.progress.say("asking each prompt alone, to compare the outputs")
         stop = threading.Event()
 
@@ -217,7 +217,7 @@ class Experiment:
 
 
 class _Watch:
-    """Shows the progress of a load, and stops it early for a reason."""
+    """A watch on one load: it shows the progress, and stops the load early for a reason."""
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
         self.stop = threading.Event()

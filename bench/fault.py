@@ -1,8 +1,8 @@
 """`baton bench fault`: one load, and faults of given processes at given moments of it.
 
-`injector.py` carries the faults out and `figures/faults.py` judges their effect; this runs the load
-between the two. Failed requests are the point here, so a run is invalid only if the client was at
-fault, or if a fault was not carried out.
+`injector.py` carries the faults out, this file runs the load, and `figures/faults.py` judges the
+effect. Failed requests are expected, so a run is invalid only if the client was at fault, or if a
+fault was not carried out.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Carries the faults of a run out: a thread for each, which signals a process at given moments.
+"""Carry out the faults of a run: a thread for each signals a process at given moments.
 
-`fault.py` enters it around a load. A descriptor holds each process from the beginning on, so that a
-process that got the same id later is never signalled. The injector continues what it stopped and
-ends what it started, also when the run fails or is interrupted.
+`fault.py` enters the injector around a load. A descriptor holds each process from the beginning, so
+that a process that gets the same id later is never signalled. The injector continues what it
+stopped and ends what it started, also when the run fails or is interrupted.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
+from msgspec.structs import replace
 
 from baton.bench.figures.faults import FaultSpec, Injected
-from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 
 GONE_WITHIN_S = 10.0
@@ -30,7 +30,7 @@ GRACE_S = 5.0
 class FaultInjector:
     """A context manager; nothing happens before `begin`. Times are on the monotonic clock.
 
-    Raises `ConfigError` on entry for a process that does not exist or must not be signalled.
+    Entering it raises `ConfigError` for a process that does not exist or must not be signalled.
     """
 
     def __init__(self, specs: Sequence[FaultSpec]) -> None:
@@ -41,45 +41,53 @@ class FaultInjector:
         self._faults: list[Future[Injected | None]] = []  # in the order of `_specs`
         self._processes: dict[int, _Process] = {}
         self._restarted: list[_Restarted] = []
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "FaultInjector":
-        try:
+        with self._stack as stack:
             for spec in self._specs:
                 if spec.command and shutil.which(spec.command[0]) is None:
                     raise ConfigError(f"fault {spec}: there is no command {spec.command[0]!r}")
-                if spec.pid not in self._processes:
-                    self._processes[spec.pid] = _Process(spec.pid)
-                self._processes[spec.pid].check()
-        except OSError as error:
-            self._close()
-            raise ConfigError(f"fault {spec}: process {spec.pid}: {error.strerror}") from error
-        except BaseException:
-            self._close()
-            raise
+                try:
+                    if spec.pid not in self._processes:
+                        self._processes[spec.pid] = _Process(spec.pid)
+                        stack.callback(self._processes[spec.pid].close)
+                    self._processes[spec.pid].check()
+                except OSError as error:
+                    text = f"fault {spec}: process {spec.pid}: {error.strerror}"
+                    raise ConfigError(text) from error
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._close()
+        # Stopped processes go on before anything else, and restarted ones end before the others.
+        for process in self._processes.values():
+            process.resume()
+        self._halt()
+        for restarted in self._restarted:
+            self._stack.callback(restarted.close)
+        self._stack.close()
 
     def begin(self, start_s: float) -> None:
-        """The schedule starts, or started, at `start_s`. To be called once, from any thread."""
+        """Carry the faults out in a schedule that starts or started at `start_s`; call it once."""
         self._start_s = start_s
         self._faults = [self._threads.submit(self._carry_out, spec) for spec in self._specs]
 
     @property
     def is_busy(self) -> bool:
-        """Whether some fault is still under way or to come."""
+        """Return whether some fault is still under way or to come."""
         return not all(fault.done() for fault in self._faults)
 
     def finish(self) -> list[Injected]:
         """Return what was done by now, in order. Restarted processes go on, no fault does."""
         self._halt()
         problems = {process.spec: process.problem() for process in self._restarted}
+        found = [fault.result() for fault in self._faults if fault.exception() is None]
         return sorted(
             (
-                msgspec.structs.replace(done, problem=done.problem or problems.get(done.spec, ""))
-                for fault in self._faults
-                if fault.exception() is None and (done := fault.result()) is not None
+                replace(done, problem=done.problem or problems.get(done.spec, ""))
+                for done in found
+                if done is not None
             ),
             key=lambda done: done.at_s,
         )
@@ -106,8 +114,7 @@ class FaultInjector:
         if spec.kind == "stop":
             process.stopped_until_s = max(process.stopped_until_s, monotonic() + spec.after_s)
         if not process.send(signal.SIGSTOP if spec.kind == "stop" else signal.SIGKILL):
-            problem = f"process {spec.pid} had ended before the fault"
-            return msgspec.structs.replace(done, problem=problem)
+            return replace(done, problem=f"process {spec.pid} had ended before the fault")
         return self._resumed(process, done) if spec.kind == "stop" else self._gone(process, done)
 
     def _resumed(self, process: "_Process", done: Injected) -> Injected:
@@ -115,24 +122,23 @@ class FaultInjector:
         while monotonic() < process.stopped_until_s:
             if not self._sleep_until(process.stopped_until_s):
                 break
-        goes_on = process.send(signal.SIGCONT)
-        return msgspec.structs.replace(done, resumed_s=self._now()) if goes_on else done
+        return replace(done, resumed_s=self._now()) if process.send(signal.SIGCONT) else done
 
     def _gone(self, process: "_Process", done: Injected) -> Injected:
         spec = done.spec
         if not process.has_gone(GONE_WITHIN_S):
             problem = f"process {spec.pid} had not ended {GONE_WITHIN_S:g} s after the kill"
-            return msgspec.structs.replace(done, problem=problem)
-        done = msgspec.structs.replace(done, gone_s=self._now())
+            return replace(done, problem=problem)
+        done = replace(done, gone_s=self._now())
         if spec.kind != "restart" or not self._sleep_until(monotonic() + spec.after_s):
             return done
         try:
             restarted = _Restarted(spec)
-        except BatonError as error:
-            return msgspec.structs.replace(done, problem=error.message)
+        except OSError as error:
+            problem = f"cannot start {spec.command[0]!r}: {error.strerror}"
+            return replace(done, problem=problem)
         self._restarted.append(restarted)
-        pid = restarted.pid
-        return msgspec.structs.replace(done, restarted_s=self._now(), restarted_pid=pid)
+        return replace(done, restarted_s=self._now(), restarted_pid=restarted.pid)
 
     def _now(self) -> float:
         return monotonic() - self._start_s
@@ -141,23 +147,9 @@ class FaultInjector:
         """Return False if the run ends first."""
         return not self._over.wait(max(0.0, moment_s - monotonic()))
 
-    # --- the end --------------------------------------------------------------------------------
-
     def _halt(self) -> None:
         self._over.set()
         self._threads.shutdown()
-
-    def _close(self) -> None:
-        """Lets stopped processes go on before anything else."""
-        try:
-            for process in self._processes.values():
-                process.resume()
-            self._halt()
-        finally:
-            for process in self._processes.values():
-                process.close()
-            for restarted in self._restarted:
-                restarted.close()
 
 
 class _Process:
@@ -194,12 +186,12 @@ class _Process:
 
 
 class _Restarted:
-    """A command that this process started in a group of its own, and ends."""
+    """A command that this process starts in a group of its own, and ends; raises `OSError`."""
 
     def __init__(self, spec: FaultSpec) -> None:
         self.spec = spec
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
-        try:
+        with contextlib.ExitStack() as stack:
+            self._output = stack.enter_context(tempfile.TemporaryFile())
             self._child = subprocess.Popen(
                 spec.command,
                 stdin=subprocess.DEVNULL,
@@ -207,10 +199,8 @@ class _Restarted:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            self._output.close()
-            raise BatonError(f"cannot start {spec.command[0]!r}: {error.strerror}") from error
-        self._process = _Process(self._child.pid)
+            self._process = _Process(self._child.pid)
+            self._stack = stack.pop_all()
 
     @property
     def pid(self) -> int:
@@ -221,17 +211,16 @@ class _Restarted:
         if not self._process.has_gone():
             return ""
         descriptor = self._output.fileno()
-        size = os.fstat(descriptor).st_size
-        tail = os.pread(descriptor, 2000, max(0, size - 2000)).decode(errors="replace")
-        lines = tail.strip().splitlines() or ["it wrote nothing"]
+        tail = os.pread(descriptor, 2000, max(0, os.fstat(descriptor).st_size - 2000))
+        lines = tail.decode(errors="replace").strip().splitlines() or ["it wrote nothing"]
         return f"{shlex.join(self.spec.command)} ended before the load: {lines[-1][:200]}"
 
     def close(self) -> None:
-        """Asks it to end, then ends its group. It is reaped last, so that its id is still its."""
+        """Ask the process to end, then end its group; reap it last, which keeps its id taken."""
         if self._process.send(signal.SIGTERM):
             self._process.has_gone(GRACE_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._process.close()
         self._child.wait()
-        self._output.close()
+        self._stack.close()

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from baton.bench.client.target import Target
 from baton.bench.client.turns import NOT_SENT, units_of
-from baton.bench.figures.metrics import Summary, counted, summarise
+from baton.bench.figures.metrics import counted, summarise
 from baton.bench.figures.validity import Problem, Severity, check
 from baton.bench.plan.plan import Plan
-from baton.bench.plan.prompts import shared_share
-from baton.bench.planning import bounds_of, may_be_cached, window_of
+from baton.bench.planning import bounds_of, is_new, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Settings
@@ -23,12 +22,10 @@ from baton.protocol.errors import BatonError
 
 ALL_FAILED = "all_failed"
 MAX_OFF_RATE = 0.1
-# Share of prompt tokens, beyond what the prompts share among themselves. A chat template may be
-# shared.
-MAX_CACHED_SHARE = 0.1
+MAX_CACHED_SHARE = 0.1  # of prompt tokens; a chat template may be shared
 CACHED = (
-    "the server had more of these prompts cached than they share among themselves: it saw them "
-    "before, so TTFT is too good; choose another --seed, or reset the cache"
+    "the server had prompts cached that share nothing among themselves: it saw them before, so "
+    "TTFT is too good; choose another --seed, or reset the cache"
 )
 
 
@@ -46,10 +43,10 @@ class Case:
 
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
-    """Return the figures of a load, and all that is wrong with them.
+    """Return the figures of a load, and everything that is wrong with them.
 
-    A load of which nothing was answered is an invalid run, not an error. Raises `BatonError` for a
-    load that was stopped before anything counts.
+    A load without an answer is an invalid run, not an error. Raises `BatonError` for a load that
+    was stopped before any request counts.
     """
     if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
@@ -73,8 +70,8 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
         if error.code != ALL_FAILED:
             raise
         problems.append(_invalid(error.message))
-    if not may_be_cached(case.settings.workload):
-        problems += _known_prompts(case.plan, counted(result.records, window), summary)
+    if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
+        problems.append(_warning(CACHED))
     problems += _idle_clients(case)
     return Run(
         label=case.label,
@@ -98,19 +95,8 @@ def _idle_clients(case: Case) -> list[Problem]:
     return [_warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")]
 
 
-def _known_prompts(plan: Plan, records: Sequence[Record], summary: Summary) -> list[Problem]:
-    """Warn of a cache that knew more of the counted prompts than they and earlier ones share."""
-    unexpected = (summary.cached_share or 0.0) - MAX_CACHED_SHARE
-    if unexpected <= 0:
-        return []
-    indices = {record.index for record in records}
-    before = [one.prompt_ids for one in plan.requests if one.index < min(indices)]
-    asked = [one.prompt_ids for one in plan.requests if one.index in indices]
-    return [_warning(CACHED)] if shared_share(asked, before) < unexpected else []
-
-
 def _off_rate(plan: Plan) -> list[Problem]:
-    """Drawn arrivals come at another rate than was asked for, the more so the fewer they are."""
+    """Warn of drawn arrivals whose rate is far from the one that was asked for."""
     asked, planned = plan.offered_rate, plan.planned_rate
     if not asked or planned is None or abs(planned / asked - 1) <= MAX_OFF_RATE:
         return []
@@ -129,10 +115,10 @@ def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
 
 
 def mark_mismatches(records: Sequence[Record], mismatches: Sequence[Mismatch]) -> list[Problem]:
-    """Mark the answers whose output was another under load, and return what that says of a run.
+    """Mark the answers whose output under load was different, and return the problems of the run.
 
-    Tokens that were lost, doubled or out of order are faults of any server. Other tokens may come
-    from one that is not batch-invariant, so they are a warning, and count as failed requests.
+    Lost, doubled and reordered tokens are faults of any server. Different tokens may come from a
+    server that is not batch-invariant, so they are a warning, and count as failed requests.
     """
     marks = {mismatch.index: str(mismatch) for mismatch in mismatches}
     for record in records:

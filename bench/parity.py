@@ -1,4 +1,4 @@
-"""Whether the servers of a comparison were started alike, by their flags and by their own words.
+"""Find out whether the servers of a comparison were started alike, by flags and their own words.
 
 `compare.py` collects both for every arm. Settings are compared under the names and with the values
 that they were written with; only case, leading dashes and sections are left out of a name. A

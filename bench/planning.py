@@ -104,9 +104,6 @@ def reseeded(workload: Workload, place: int) -> Workload:
     return msgspec.structs.replace(workload, seed=int(mixed[0]))
 
 
-def may_be_cached(workload: Workload) -> bool:
-    """Return whether a cache may know more of the prompts than the plan's token ids can tell."""
-    kind = workload.workload
-    return kind in ("conversation", "file") or (
-        kind in ("text", "chat") and workload.shared_prefix > 0
-    )
+def is_new(workload: Workload) -> bool:
+    """Return whether no prompt of the workload begins like another one of the same load."""
+    return workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix

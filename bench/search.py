@@ -1,6 +1,6 @@
 """`baton bench search`: runs load after load until the largest rate that holds is known.
 
-`figures/search.py` decides what to try next and what is known in the end; this runs the loads.
+`figures/search.py` decides what to try next and what is known in the end; this file runs the loads.
 """
 
 import statistics
@@ -88,7 +88,7 @@ def observe(rates: RateSearch, rate: float, run: Run) -> None:
 
 
 def is_servers_fault(run: Run) -> bool:
-    """Whether an invalid run shows that the server does not hold the rate.
+    """Return whether an invalid run shows that the server does not hold the rate.
 
     It does if every request failed, or if answers of a wrong length are all that is wrong. A client
     without a socket left says nothing about the server.

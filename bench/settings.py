@@ -92,7 +92,7 @@ class ReportSettings(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The flags that every command has that puts a load on a server."""
+    """The flags of every command that puts a load on a server."""
 
     target: Target = Target()
     load: LoadSettings = LoadSettings()
@@ -169,7 +169,6 @@ class SelfTestSettings(msgspec.Struct, frozen=True):
     rate: Annotated[float, about("requests per second", gt=0)] = 25.0
     tolerance_ms: Annotated[float, about("largest error of a percentile", "ms", ge=0)] = 1.0
     seed: Annotated[int, about("seed of arrivals and scripts", ge=0)] = 0
-    json: Annotated[str, about("write the verdicts to this file")] = ""
 
 
 class ReportAgainSettings(msgspec.Struct, frozen=True):

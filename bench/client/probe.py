@@ -23,6 +23,7 @@ MAX_NAMES = 8
 PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
 # Fields of `Target` that ask for an extension.
 EXTENSIONS = ("ignore_eos", "token_ids", "timeline", "continuous_usage")
+ABILITIES = ("usage", *EXTENSIONS)
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
 # vLLM (with its development endpoints), SGLang, and servers that follow them.
@@ -31,32 +32,22 @@ PAGES = ("/version", "/server_info", "/get_server_info", "/metrics")
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """A server that answers streams. A flag is set if the server returned what was asked for."""
+    """A server that answers streams."""
 
     model: str
     server: str  # the header `Server`
     version: str  # empty if the server does not report it
-    usage: bool
-    ignore_eos: bool  # the server accepts it; the check of each length shows whether it obeys
-    token_ids: bool
-    timeline: bool
-    continuous_usage: bool
+    # The `ABILITIES` that it showed; the check of each length shows whether it obeys `ignore_eos`.
+    gives: frozenset[str]
 
     def fit(self, target: Target) -> Target:
         """Return `target` with the model's name, without fields that the server refuses or ignores.
 
         It asks for running usage where there are no token ids to count.
         """
-        token_ids = target.token_ids and self.token_ids
-        return msgspec.structs.replace(
-            target,
-            model=self.model,
-            usage=target.usage and self.usage,
-            ignore_eos=target.ignore_eos and self.ignore_eos,
-            token_ids=token_ids,
-            timeline=target.timeline and self.timeline,
-            continuous_usage=self.continuous_usage and not token_ids,
-        )
+        fields = {name: getattr(target, name) and name in self.gives for name in ABILITIES}
+        fields["continuous_usage"] = "continuous_usage" in self.gives and not fields["token_ids"]
+        return msgspec.structs.replace(target, model=self.model, **fields)
 
 
 class _Named(msgspec.Struct):
@@ -104,18 +95,16 @@ async def _probe(target: Target) -> Probed:
             without = await _try(session, bare)
             plain = plain if _is_refused(without) else without
         _check_streams(target, plain)
-        returned = {"usage": plain.reader.has_usage}
+        gives = {"usage"} if plain.reader.has_usage else set()
         for name in EXTENSIONS:
             extended = msgspec.structs.replace(bare, **{name: True})
-            returned[name] = _has(name, await _try(session, extended))
+            if _has(name, await _try(session, extended)):
+                gives.add(name)
         root = session.base_path.removesuffix("/v1")
         version = _said(await _send(session, target, "GET", root + "/version"))
-        return Probed(
-            model=bare.model,
-            server=one_line(listed.headers.get("server", "")),
-            version=one_line(version.version) if version else "",
-            **returned,
-        )
+        server = one_line(listed.headers.get("server", ""))
+        said = one_line(version.version) if version else ""
+        return Probed(bare.model, server, said, frozenset(gives))
 
 
 async def _try(session: Session, target: Target) -> Exchange:

@@ -228,23 +228,3 @@ class DrawnSource:
         if self._form != "tokens":
             notes.append("a word counts as a token in prompts: the server's usage is exact")
         return notes
-
-
-def shared_share(
-    prompts: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = (), block_tokens: int = 16
-) -> float:
-    """Return the share of the tokens of `prompts` that begin as an earlier prompt began.
-
-    Whole blocks count. This is what a prefix cache without end would find if it knew nothing but
-    the prompts `before` these.
-    """
-    known: set[int] = set()
-    num_shared = 0
-    for place, prompt in enumerate((*before, *prompts), -len(before)):
-        chain, is_known = 0, True
-        for start in range(0, len(prompt) - block_tokens + 1, block_tokens):
-            chain = hash((chain, *prompt[start : start + block_tokens]))
-            is_known = is_known and chain in known
-            num_shared += block_tokens * (is_known and place >= 0)
-            known.add(chain)
-    return num_shared / max(1, sum(len(prompt) for prompt in prompts))

@@ -1,4 +1,4 @@
-"""What a user asks for: the flags of `--workload`, in one Struct that the whole plan reads.
+"""The flags of `--workload`, in one Struct that the whole plan reads.
 
 `settings.py` puts it into the settings of every command and `cli.py` makes flags of its
 annotations, so nothing heavy may be imported here. `prompts.py` reads the texts of the lengths.
@@ -83,7 +83,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def num_turns(self) -> int:
-        """How many requests one arrival brings."""
+        """Return the number of requests that one arrival brings."""
         return self.turns if self.workload == "conversation" else 1
 
 

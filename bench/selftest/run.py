@@ -10,14 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from baton.bench.client.load import Load, run_load
 from baton.bench.client.target import Target
-from baton.bench.json_file import json_file, save
-from baton.bench.report.provenance import Provenance, collect, complete
 from baton.bench.selftest.cases import FIRST_NUMBER, Mix, make_cases, plan
 from baton.bench.selftest.scripted_server import MODEL, ScriptedServer, Stage
 from baton.bench.selftest.verdict import Played, Verdict, judge
@@ -30,16 +27,9 @@ BUSY = (
 )
 
 
-class SelfTestReport(msgspec.Struct, frozen=True):
-    settings: SelfTestSettings
-    verdicts: list[Verdict]
-    provenance: Provenance
-
-
 def selftest(settings: SelfTestSettings) -> int:
     """Play all loads, one after the other; return 0 without a deviation, else 1."""
-    out = json_file(settings.json)
-    before, verdicts = collect(settings, ["baton", *sys.argv[1:]]), []
+    verdicts = []
     for mix in mixes(settings):
         name = f"{mix.api}, tokens counted by {mix.counting.replace('_', ' ')}, "
         name += f"client processes: {mix.processes}"
@@ -47,8 +37,6 @@ def selftest(settings: SelfTestSettings) -> int:
         print(f"{name}: {mix.num_good} good answers and the faulty ones", file=sys.stderr)
         verdicts.append(judge(play(name, mix), settings.tolerance_ms))
     show(verdicts, Console(width=100, highlight=False))
-    if out:
-        save(out, SelfTestReport(settings, verdicts, complete(before)))
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 

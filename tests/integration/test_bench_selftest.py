@@ -8,18 +8,15 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
 from baton.bench import cli
 from baton.bench.records import Arrival, Outcome, Record
-from baton.bench.selftest import run
 from baton.bench.selftest.cases import FIRST_NUMBER, Counting, Mix
-from baton.bench.selftest.run import SelfTestReport, play, show
+from baton.bench.selftest.run import play, show
 from baton.bench.selftest.scripted_server import Answer
 from baton.bench.selftest.verdict import Played, Verdict, judge, percentile_of, truth_of
 from baton.protocol.errors import ConfigError
@@ -192,22 +189,6 @@ def test_the_plain_truth_by_hand(
 @pytest.mark.parametrize(("percent", "value"), [(1, 1), (50, 2), (51, 3), (90, 4), (99, 4)])
 def test_a_percentile_is_a_value_of_the_sample(percent: int, value: float) -> None:
     assert percentile_of([4.0, 1.0, 3.0, 2.0], percent) == value
-
-
-def test_what_is_written_says_where_it_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verdict = Verdict("a load", 1, 1.0, [], [], [])
-    monkeypatch.setattr(run, "mixes", lambda _: (Mix("chat", "text", 1, 1.0, 0),))
-    monkeypatch.setattr(run, "play", lambda *_: None)
-    monkeypatch.setattr(run, "judge", lambda *_: verdict)
-    out = str(tmp_path / "selftest.json")
-    assert cli.main(["selftest", "--seed", "7", "--json", out]) == 0
-    assert "ok: 1 requests, 0 counted wrong" in capsys.readouterr().out
-    written = msgspec.json.decode(Path(out).read_bytes(), type=SelfTestReport)
-    assert written.settings.seed == 7
-    assert written.provenance.command_line[0] == "baton"
-    assert written.provenance.machine.num_cpus >= 1
 
 
 def test_impossible_settings_are_refused() -> None:

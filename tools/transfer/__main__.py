@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from baton.bench.figures.paired import nearest_rank
-from baton.bench.json_file import json_file, save
 from baton.bench.report.provenance import Provenance, collect, complete
 from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransportChoice
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
+from tools.json_file import json_file, save
 from tools.transfer.block_owner import Owned, Owner, wrong_blocks
 from tools.transfer.block_readers import MEMCPY, RAW_NIXL, Ids, Reader, readers
 from tools.transfer.settings import MIB, Pattern, TransferSettings, command_line, parse

@@ -62,11 +62,7 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
         model=MODEL,
         server="scripted",
         version="",
-        usage=True,
-        ignore_eos=True,
-        token_ids=True,
-        timeline=True,
-        continuous_usage=True,
+        gives=frozenset({"usage", "ignore_eos", "token_ids", "timeline", "continuous_usage"}),
     )
     fitted = probed.fit(target)
     assert (fitted.model, fitted.token_ids, fitted.timeline) == (MODEL, True, True)
@@ -216,7 +212,7 @@ def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> 
 
 def test_chats_are_probed_as_chats() -> None:
     with ScriptedServer() as server:
-        assert probe(Target(server.url, api="chat")).usage
+        assert "usage" in probe(Target(server.url, api="chat")).gives
         assert all("messages" in call.body for call in server.calls)
 
 

@@ -132,7 +132,6 @@ def test_the_overview_names_every_command_on_one_screen(
         (["run", *LOAD, "--path", "x"], "--path is for"),
         (["run", *LOAD, "--url", "a:1"], "http://host:port"),
         (["selftest", "--seeed", "1"], "unknown flag --seeed; did you mean --seed?"),
-        (["selftest", "--json", "/not/there.json"], "--json /not/there.json: No such file"),
         (["sweep", "--duration-s", "5"], "--rates"),
         (["sweep", "--rates", "1,x", "--duration-s", "5"], "1,x"),
         (["sweep", "--rates", "1", "--duration-s", "5", "--shape", "odd"], "--shape 'odd'"),

@@ -103,7 +103,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request of an experiment is answered at once."""
 
     def connect(experiment: Experiment, target: Target) -> Server:
-        probed = Probed("m", "", "", True, True, False, False, False)
+        probed = Probed("m", "", "", frozenset({"usage", "ignore_eos"}))
         return Server(probed.fit(target), experiment.settings.workload, probed)
 
     def measure(_: Experiment, case: Case, *_more: object) -> Run:
@@ -146,7 +146,7 @@ def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -
     target = Target("http://a", "m", extra_body='{"temperature": 0.7}')
     settings = cli.parse(RunSettings, (*ASKED, *CLOSED, "--verify"))[0]
     experiment = Experiment("run", settings, [None], concurrency=1, verify=True)
-    server = Server(target, settings.workload, Probed("m", "", "", *[False] * 5))
+    server = Server(target, settings.workload, Probed("m", "", "", frozenset()))
     with pytest.raises(ConfigError, match="only greedy outputs can be verified: leave out temp"):
         experiment.measure(experiment.case(server, 0, "a load", None))
 

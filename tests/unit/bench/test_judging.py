@@ -4,11 +4,8 @@ import pytest
 
 from baton.bench.figures.validity import Severity
 from baton.bench.judging import ALL_FAILED, CACHED, judge, mark_mismatches, sent_so_far
-from baton.bench.plan.arrivals import parse_arrivals
 from baton.bench.plan.plan import make_plan
-from baton.bench.plan.prompts import shared_share
 from baton.bench.plan.workload import Workload
-from baton.bench.planning import may_be_cached
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.verify import Mismatch, MismatchKind
@@ -89,65 +86,25 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
     assert said in texts(found, is_invalid=True)
 
 
-def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
-    load = ended(ANSWERED)
-    load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
-    assert CACHED in texts(judge(case_of(1), load, ""), is_invalid=False)
-    assert CACHED not in texts(
-        judge(case_of(1, workload=Workload(workload="file")), load, ""), is_invalid=False
-    )
-
-
 @pytest.mark.parametrize(
-    ("workload", "is_meant"),
+    ("workload", "is_said"),
     [
-        (Workload(), False),
-        # The plan knows what prompts of token ids share.
+        (Workload(), True),
+        (Workload(workload="chat"), True),
         (Workload(shared_prefix=16), False),
+        (Workload(workload="chat", shared_prefix=16), False),
         (Workload(workload="trace"), False),
-        (Workload(workload="chat"), False),
-        (Workload(workload="chat", shared_prefix=16), True),
-        (Workload(workload="conversation"), True),
-        (Workload(workload="file"), True),
+        (Workload(workload="conversation"), False),
+        (Workload(workload="file"), False),
     ],
 )
-def test_prompts_that_are_shared_by_words_are_meant_to_be_cached(
-    workload: Workload, is_meant: bool
+def test_a_prefix_cache_that_helped_by_accident_is_a_warning(
+    workload: Workload, is_said: bool
 ) -> None:
-    assert may_be_cached(workload) is is_meant
-
-
-def test_what_a_cache_should_know_is_counted_in_whole_blocks() -> None:
-    start, other = list(range(40)), list(range(100, 140))
-    assert shared_share([start, other]) == 0.0
-    assert shared_share([start, [*start[:33], 7]]) == 32 / 74
-    assert shared_share([start, start, other]) == 32 / 120
-    assert shared_share([start, other], [start]) == 32 / 80
-    # A block after a different one is a different block.
-    assert shared_share([start, [*other[:16], *start[16:32]]]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("window", "num_prefixes", "share"),
-    [("", 1, 19 / 20), ("10-20", 1, 1.0), ("10-20", 10, 1.0)],
-)
-def test_prompts_that_share_what_they_should_are_no_warning(
-    window: str, num_prefixes: int, share: float
-) -> None:
-    """20 requests with a prefix of 96 tokens that a prefix cache finds again, and 20 warm-ups."""
-    workload = Workload(prompt="32", output="2", shared_prefix=96, num_prefixes=num_prefixes)
-    plan = make_plan(workload, parse_arrivals("constant:1"), count=20, warm_up=20)
-    records, known = [], set[tuple[int, ...]]()
-    for one in plan.requests:
-        record = answered(one.index, one.at_s or 0.0, [0.1, 0.11])
-        record.prompt_tokens, record.warm_up = len(one.prompt_ids), one.warm_up
-        record.cached_tokens = 96 * (one.prompt_ids[:96] in known)
-        known.add(one.prompt_ids[:96])
-        records.append(record)
-    open_loop = case_of(plan, concurrency=0, window=window)
-    run = judge(open_loop, loaded(records), "")
-    assert run.summary.cached_share == pytest.approx(share * 96 / 128)
-    assert CACHED not in texts(run, is_invalid=False)
+    load = ended(ANSWERED)
+    load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
+    run = judge(case_of(1, workload=workload), load, "")
+    assert (CACHED in texts(run, is_invalid=False)) is is_said
 
 
 def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:

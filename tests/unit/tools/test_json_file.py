@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.json_file import json_file, save
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene
+from tools.json_file import json_file, save
 
 
 def test_trying_a_file_leaves_the_folder_as_it_was(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The file of `--json`, for commands that write one report and no pages: `transfer`, `selftest`."""
+"""The file of `--json`, to which a tool writes its figures."""
 
 from pathlib import Path
 
