@@ -1,6 +1,7 @@
 """The bytes of every message: they stay what they were, and nothing else is taken for one."""
 
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from baton.protocol.codec import (
     MAX_MESSAGE_BYTES,
     Codec,
     MalformedMessage,
+    NodeInbox,
+    Unreadable,
     to_decode_codec,
     to_node_codec,
     to_prefill_codec,
@@ -94,6 +97,43 @@ def test_a_message_of_another_channel_is_malformed() -> None:
 def test_a_message_that_is_too_long_is_malformed_before_it_is_read() -> None:
     with pytest.raises(MalformedMessage, match="exceeds"):
         CODECS["ToRouter"].decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def with_one_changed(value: object, number: int) -> Iterator[object]:
+    """`value` as often as it holds an integer, each time with another one replaced by `number`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield number
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from ({**value, key: changed} for changed in with_one_changed(part, number))
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            for changed in with_one_changed(part, number):
+                yield [*value[:at], changed, *value[at + 1 :]]
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
+def test_no_integer_of_a_message_can_be_out_of_range(union: str, data: bytes, number: int) -> None:
+    for changed in with_one_changed(msgspec.msgpack.decode(data), number):
+        with pytest.raises(MalformedMessage):
+            CODECS[union].decode(msgspec.msgpack.encode(changed))
+
+
+@pytest.mark.parametrize("kind", ["Prefill", "Decode"])
+def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> None:
+    (data,) = [data for (_, data), name in zip(CASES, IDS, strict=True) if name == f"ToNode-{kind}"]
+    inbox, plain = NodeInbox(), msgspec.msgpack.decode(data)
+    message = inbox.decode(data)
+    assert message == CODECS["ToNode"].decode(data)
+    plain["sampling"]["max_tokens"] = 2.5
+    refused = inbox.decode(msgspec.msgpack.encode(plain))
+    assert isinstance(refused, Unreadable)
+    assert (refused.key, refused.failure.code) == (message.key, "malformed_message")
+    assert "max_tokens" in refused.failure.message
+    for wrong in ({**plain, "key": ["r"] * 3}, {**plain, "type": "Cancel"}):
+        with pytest.raises(MalformedMessage):
+            inbox.decode(msgspec.msgpack.encode(wrong))
 
 
 def test_defaults_are_not_sent() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import Transport
@@ -23,7 +24,6 @@ from baton.protocol.config import (
     TransportChoice,
 )
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.cluster import Cluster
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, wrap_transports

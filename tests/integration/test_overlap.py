@@ -6,6 +6,7 @@ from threading import Event
 
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.records import ReadRecord, StepRecord
 from baton.engine.runner import Runner
@@ -13,7 +14,6 @@ from baton.kv_transfer.interfaces import Transport
 from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import model_folder
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local

@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
+from baton.async_llm import AsyncLLM
 from baton.engine.records import StepRecord
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import model_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from baton.async_llm import AsyncLLM
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import Transport
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports

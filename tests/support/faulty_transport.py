@@ -48,7 +48,7 @@ class FaultyTransport:
         seed: int = 0,
         landed: Landed | None = None,
     ) -> None:
-        self.name = inner.name
+        self.name, self.connect_s = inner.name, inner.connect_s
         self._inner = inner
         self._faults = faults
         self._random = random.Random(seed)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.node import EngineNode, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
@@ -25,7 +26,7 @@ from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import Role
-from baton.router.async_llm import AsyncLLM
+from baton.runtime.cpus import threads_per_rank
 
 START_TIMEOUT_S = 60.0
 
@@ -74,6 +75,10 @@ class NodeThreads:
         control = f"ipc://{folder}/control"
         self.config = msgspec.structs.replace(
             config,
+            engine=msgspec.structs.replace(
+                config.engine,
+                threads=threads_per_rank(config.engine, config.prefill + config.decode),
+            ),
             router=msgspec.structs.replace(config.router, control=control, port=0),
             node=msgspec.structs.replace(
                 config.node, routers=(control,), bind=f"ipc://{folder}/peers"
@@ -86,7 +91,7 @@ class NodeThreads:
         return asyncio.run(self._run(use))
 
     async def _run(self, use: Callable[[AsyncLLM], Awaitable[T]]) -> T:
-        llm = AsyncLLM.from_config(self.config, start_nodes=False)
+        llm = AsyncLLM(config=self.config, start_nodes=False)
         nodes = [self._node("prefill", i) for i in range(self.config.prefill)]
         nodes += [self._node("decode", i) for i in range(self.config.decode)]
         try:

@@ -1,6 +1,6 @@
 """Prefill scheduling on an executor that checks every slot it reads."""
 
-from baton.protocol.messages import Failed, FirstTokens, Span
+from baton.protocol.messages import Failed, FirstTokens, Span, Withdrawn
 from tests.support.drive import (
     Drive,
     key,
@@ -77,3 +77,14 @@ def test_blocks_are_announced_only_when_their_step_is_settled() -> None:
     assert announced(drive, "a") == []
     drive.settle(plan)
     assert len(announced(drive, "a")) == 4
+
+
+def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelled() -> None:
+    """Decode passes the reason on, perhaps to a router that only this node has lost."""
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 7, prefill("a", list(range(60))))
+    drive.run(steps=1)
+    drive.scheduler.forget(7)
+    drive.launch()
+    (withdrawn,) = [event for event in drive.asked if isinstance(event, Withdrawn)]
+    assert (withdrawn.failure.code, withdrawn.failure.retryable) == ("node_lost", True)

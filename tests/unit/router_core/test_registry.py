@@ -13,7 +13,8 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.registry import SILENCE_S, Charge, Differs, Entered, Left, Refuse, Registry
+from baton.router.changes import Differs, Entered, Left, Refuse
+from baton.router.registry import SILENCE_S, Charge, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
@@ -130,7 +131,9 @@ def test_a_node_with_nothing_to_offer_is_refused() -> None:
 def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model() -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
+    join(registry, node_info("p0", "prefill"))
     registry.gone(NodeId("d0"))
+    registry.gone(NodeId("p0"))
     stranger = node_info("d1", "decode", model="another")
     registry.hello(0.0, stranger.node_id, hello_of(stranger))
     assert [type(c) for c in registry.ready(0.0, stranger.node_id, Ready(stranger))] == [Refuse]
