@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.kv_transfer.interfaces import Expect, Land, Landed
+from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed
 from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed, FirstToken
 from tests.support.drive import (
@@ -105,19 +105,6 @@ def test_forks_cancelled_before_their_first_step_leave_nothing_behind() -> None:
     drive.scheduler.cancel(0, tuple(key("a", choice) for choice in range(3)))
     assert drive.launch() is None
     assert drive.pool.num_free == 64
-<<<<<<< HEAD
-=======
-
-
-def test_a_router_that_is_gone_takes_its_requests_along() -> None:
-    drive = decode_drive()
-    drive.scheduler.add(0.0, 7, local("a", [1, 2, 3], max_tokens=50))
-    drive.scheduler.add(0.0, 8, local("b", [1, 2, 3], max_tokens=3))
-    drive.run(steps=1)
-    drive.scheduler.forget(7)
-    drive.run()
-    assert len(drive.output("b", [1, 2, 3])) == 3
-    assert drive.pool.num_free == 64
 
 
 def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled() -> None:
@@ -129,4 +116,3 @@ def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled
     drive.launch()
     (abandon,) = [event for event in drive.asked if isinstance(event, Abandon)]
     assert (abandon.failure.code, abandon.failure.retryable) == ("node_lost", True)
->>>>>>> main
