@@ -1,7 +1,5 @@
 """`python -m tools.transfer` with real readers and a real owner, small enough to take no time."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -10,11 +8,10 @@ import pytest
 
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.protocol.errors import BatonError, ConfigError
-from tests.support.sources import REPOSITORY
+from baton.protocol.errors import ConfigError
 from tools.transfer.__main__ import Row, TransferReport, main, transfer
 from tools.transfer.block_owner import marks, wrong_blocks
-from tools.transfer.settings import MIB, TransferSettings, command_line, parse
+from tools.transfer.settings import MIB, TransferSettings, parse
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
 SMALL = TransferSettings(block_kib=(16, 64), blocks=(1, 8), reads=5, pool_mib=2, max_read_mib=1)
@@ -52,15 +49,6 @@ def test_shm_and_memcpy_take_turns_over_every_kind_of_read() -> None:
     assert told == report.rows
 
 
-@needs_nixl
-def test_nixl_is_measured_beside_nixl_alone() -> None:
-    report = transfer(small(transports=("nixl",), patterns=("run", "gather", "scattered")))
-    assert {row.way for row in report.rows} == {"memcpy", "nixl", "raw_nixl"}
-    check_figures(by_way(report, "nixl"))
-    check_figures(by_way(report, "raw_nixl"))
-    assert all((row.of_raw_nixl or 0) > 0 for row in by_way(report, "nixl"))
-
-
 def test_everything_that_works_here_is_taken_by_default() -> None:
     report = transfer(small(block_kib=(64,), blocks=(4,), patterns=("gather",), reads=1))
     ways = {row.way for row in report.rows}
@@ -79,11 +67,6 @@ def test_a_read_that_does_not_fit_is_left_out_and_named() -> None:
     assert report.notes == ["larger than 1 MiB, left out: 17 x 64 KiB"]
 
 
-def test_reads_of_which_none_fits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no such read fits 1 MiB"):
-        transfer(small(blocks=(1000,)))
-
-
 def test_blocks_that_are_not_the_owners_are_found() -> None:
     pool = HostPool(8, MIB // 8)
     blocks = np.frombuffer(pool.buffer, np.uint8).reshape(8, -1)
@@ -94,12 +77,6 @@ def test_blocks_that_are_not_the_owners_are_found() -> None:
     blocks[4] = marks(np.array([6], np.int32))
     assert wrong_blocks(pool, remote, local) == 2
     pool.close()
-
-
-def test_flags_are_lists_with_commas() -> None:
-    settings = parse(["--block-kib", "64,1024", "--blocks", "1,8", "--reads", "9"])
-    assert (settings.block_kib, settings.blocks, settings.reads) == ((64, 1024), (1, 8), 9)
-    assert parse(command_line(settings)[3:]) == settings
 
 
 @pytest.mark.parametrize(
@@ -134,22 +111,3 @@ def test_the_report_is_written_and_read_back(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split()[:5] == ["block", "KiB", "blocks", "pattern", "way"]
     assert len([line for line in printed if " shm " in line]) == 3
-
-
-def test_it_runs_as_a_module_and_mistakes_have_their_exit_code(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "tools.transfer",
-            "--json", str(tmp_path / "missing" / "t.json"),
-        ],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("baton: --json ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_report_that_cannot_be_written_in_the_end_is_one_line() -> None:
-    flags = ["--block-kib", "16", "--blocks", "2", "--reads", "1", "--pool-mib", "1"]
-    with pytest.raises(BatonError, match="--json /dev/full: No space left on device"):
-        main([*flags, "--transports", "shm", "--json", "/dev/full"])

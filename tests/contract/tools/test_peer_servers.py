@@ -77,12 +77,3 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
         running([silent], tmp_path, timeout_s=0.5),
     ):
         pytest.fail("it never served")
-
-
-def test_a_program_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(NodeError, match="cannot be started"):
-        Server(ServerCommand("nobody", (str(tmp_path / "missing"),)), tmp_path)
-
-
-def test_ports_differ() -> None:
-    assert len(set(free_ports(5))) == 5

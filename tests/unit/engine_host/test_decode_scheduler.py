@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded
+from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed
 from baton.protocol.errors import Failure
-from baton.protocol.messages import Accepted, CancelDone, Failed, FirstToken
+from baton.protocol.messages import Accepted, Failed, FirstToken
 from tests.support.drive import (
     BLOCK_SIZE,
     Drive,
@@ -30,16 +30,6 @@ def land(drive: Drive, name: str, prompt: list[int], num_choices: int = 1) -> No
         drive.executor.slots[block][position % BLOCK_SIZE] = tuple(prompt[: position + 1])
     firsts = tuple(FirstToken(next_token(prompt, choice)) for choice in range(num_choices))
     drive.scheduler.on_report(0.0, Landed(key(name), firsts, 0, 0.0, 0.0))
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 40])
-def test_a_local_prompt_is_computed_in_chunks_and_continued(length: int, depth: int) -> None:
-    drive, prompt = decode_drive(), list(range(length))
-    drive.scheduler.add(0.0, 0, local("a", prompt, max_tokens=9))
-    drive.run(depth=depth)
-    assert drive.output("a", prompt) == continuation(prompt, 9)
-    assert drive.pool.num_free == 64
 
 
 @pytest.mark.parametrize("length", [3, 4, 9])
@@ -85,29 +75,6 @@ def test_only_blocks_that_are_not_cached_are_landed() -> None:
     assert drive.output("a", prompt) == continuation(prompt, 8)
 
 
-def test_sequences_join_and_leave_while_others_run() -> None:
-    drive = decode_drive()
-    drive.scheduler.add(0.0, 0, local("a", [1, 2], max_tokens=20))
-    drive.run(steps=5)
-    for name in "bcd":
-        drive.scheduler.add(0.0, 0, local(name, list(name.encode()), max_tokens=5))
-    drive.run()
-    sizes = [sum(part.length == 1 for part in plan.slices) for plan in drive.plans]
-    assert max(sizes) >= 4
-    assert sizes[-1] == 1, "the longest one is alone again"
-    assert drive.output("a", [1, 2]) == continuation([1, 2], 20)
-
-
-def test_a_long_local_prompt_leaves_room_for_running_sequences() -> None:
-    drive = decode_drive()
-    drive.scheduler.add(0.0, 0, local("a", [1], max_tokens=30))
-    drive.run(steps=3)
-    drive.scheduler.add(0.0, 0, local("long", list(range(60)), max_tokens=2))
-    drive.run(steps=4)
-    mixed = [plan for plan in drive.plans if len(plan.slices) == 2]
-    assert [sum(part.length for part in plan.slices) for plan in mixed[:3]] == [16, 16, 16]
-
-
 def test_when_no_block_is_left_the_youngest_goes_back_to_its_router() -> None:
     drive = decode_drive(num_blocks=8)
     drive.scheduler.add(0.0, 0, local("old", [1, 2, 3], max_tokens=21))
@@ -131,76 +98,12 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert (failed.failure.http_status, failed.failure.param) == (400, "max_tokens")
 
 
-def test_cancel_while_a_step_runs_keeps_the_blocks_until_it_is_settled() -> None:
-    drive = decode_drive()
-    drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=50))
-    drive.run(steps=3)
-    plan = drive.launch()
-    assert plan is not None
-    drive.scheduler.cancel(0, (key("a"),))
-    assert drive.pool.num_free < 64
-    drive.settle(plan)
-    assert CancelDone((key("a"),)) in drive.said
-    assert drive.pool.num_free == 64
-
-
-def test_a_cancelled_landing_keeps_its_blocks_until_it_is_quiet() -> None:
-    drive, prompt = decode_drive(), list(range(10))
-    drive.scheduler.add(0.0, 0, handed("a", prompt))
-    drive.scheduler.on_report(0.0, offered("a", 10, 3))
-    drive.launch()
-    drive.scheduler.cancel(0, (key("a"),))
-    drive.launch()
-    assert any(isinstance(event, Abandon) for event in drive.asked)
-    assert drive.pool.num_free == 61
-    (order,) = [e for e in drive.asked if isinstance(e, Land)]
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST, (order.block_ids[1],)))
-    assert drive.pool.num_free == 63
-    assert drive.pool.num_quarantined == 1
-    drive.launch()
-    assert not any(isinstance(message, Failed) for message in drive.said), "it was cancelled"
-
-
-def test_a_landing_that_fails_is_reported_and_returns_its_blocks() -> None:
-    drive, prompt = decode_drive(), list(range(10))
-    drive.scheduler.add(0.0, 0, handed("a", prompt))
-    drive.scheduler.on_report(0.0, offered("a", 10, 3))
-    drive.launch()
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST))
-    drive.launch()
-    assert drive.said[-1] == Failed(key("a"), LOST)
-    assert drive.pool.num_free == 64
-
-
-def test_choices_that_ended_with_the_first_token_are_let_go() -> None:
-    drive, prompt = decode_drive(), list(range(5))
-    drive.scheduler.add(0.0, 0, handed("a", prompt, num_choices=2))
-    drive.scheduler.on_report(0.0, offered("a", 5, 2))
-    drive.launch()
-    ended = (FirstToken(1, "stop"), FirstToken(2, "stop"))
-    drive.scheduler.on_report(0.0, Landed(key("a"), ended, 0, 0.0, 0.0))
-    assert drive.launch() is None
-    assert list(drive.entries()) == []
-    assert drive.pool.num_free == 64
-
-
 def test_forks_cancelled_before_their_first_step_leave_nothing_behind() -> None:
     drive, prompt = decode_drive(), list(range(5))
     drive.scheduler.add(0.0, 0, handed("a", prompt, num_choices=3))
     land(drive, "a", prompt, 3)
     drive.scheduler.cancel(0, tuple(key("a", choice) for choice in range(3)))
     assert drive.launch() is None
-    assert drive.pool.num_free == 64
-
-
-def test_a_router_that_is_gone_takes_its_requests_along() -> None:
-    drive = decode_drive()
-    drive.scheduler.add(0.0, 7, local("a", [1, 2, 3], max_tokens=50))
-    drive.scheduler.add(0.0, 8, local("b", [1, 2, 3], max_tokens=3))
-    drive.run(steps=1)
-    drive.scheduler.forget(7)
-    drive.run()
-    assert len(drive.output("b", [1, 2, 3])) == 3
     assert drive.pool.num_free == 64
 
 

@@ -98,7 +98,11 @@ class PrefillMachine(SchedulerMachine):
             assert offering is None
             assert not self.num_released[event.key]
             message = self.asked[event.key].message
-            assert event.num_blocks == self.pool.blocks_for(len(message.token_ids))
+            assert event.decode_node == message.decode_node
+            num_tokens = len(message.token_ids)
+            assert (event.num_tokens, event.num_blocks) == (
+                num_tokens, self.pool.blocks_for(num_tokens),
+            )  # fmt: skip
             self.offerings[event.key] = Offering(message)
         elif offering is not None:
             self.advance(offering, event)

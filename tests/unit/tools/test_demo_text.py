@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tools.demo_model import exam, names, text
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.lessons import LessonMaker
-from tools.demo_model.text import ANSWER, NOISE, Document
+from tools.demo_model.text import ANSWER, Document
 
 KINDS = ("recall", "echo", "exercise")
 
@@ -78,11 +78,6 @@ def test_pieces_are_encoded_as_the_whole_is(tokenizer: Tokenizer) -> None:
         assert pieces == tokenizer.encode(whole(document)).ids
 
 
-def test_every_digit_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode(" 4071.").tokens == ["Ġ4", "0", "7", "1", "."]
-    assert tokenizer.encode("17 + 25").tokens == ["1", "7", "Ġ+", "Ġ2", "5"]
-
-
 @pytest.mark.parametrize("length", [128, 512, 2048])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lesson_has_its_length_and_something_to_learn(
@@ -93,20 +88,3 @@ def test_a_lesson_has_its_length_and_something_to_learn(
         ids, weights = lessons.draw(length, {kind: 1.0})
         assert len(ids) == len(weights) == length
         assert sum(weight == ANSWER for weight in weights) > 10
-
-
-def test_one_seed_gives_one_text(tokenizer: Tokenizer) -> None:
-    shares = dict.fromkeys(KINDS, 1.0)
-    makers = [LessonMaker(tokenizer, random.Random(seed)) for seed in (5, 5, 6)]
-    one, same, other = ([maker.draw(256, shares) for _ in range(20)] for maker in makers)
-    assert one == same
-    assert one != other
-
-
-def test_a_number_weighs_nothing_where_it_is_told_and_all_where_it_is_asked() -> None:
-    fact = text.Fact("code", "Lima", "4071")
-    rng = random.Random(0)
-    assert [p.weight for p in text.statement(fact) if "4071" in p.text] == [NOISE]
-    for chat in (True, False):
-        asked = text.asked(rng, fact, chat=chat)
-        assert [p.weight for p in asked if "4071" in p.text] == [ANSWER]

@@ -2,16 +2,13 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from baton.bench.figures.metrics import Distribution, Summary, Window
-from baton.bench.report.provenance import collect
 from baton.protocol.errors import ConfigError
 from tools.peers import agreement
 from tools.peers.agreement import Load, Theirs
 from tools.peers.arms import KINDS, Arm, Place, commands, flags_of, parse_arm
-from tools.peers.compare import LOAD, split_words
 
 PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
 
@@ -76,11 +73,6 @@ def test_options_reach_the_command_line() -> None:
     assert "engine.chunk_tokens=128" in flags_of([node])
 
 
-def test_words_behind_two_dashes_are_the_load() -> None:
-    assert split_words(["m", "--out", "x"]) == (["m", "--out", "x"], list(LOAD))
-    assert split_words(["m", "--", "--rounds", "2"]) == (["m"], ["--rounds", "2"])
-
-
 def test_a_script_per_prompt_has_the_tokens_that_are_asked_for() -> None:
     made = agreement.scripts(Load(requests=8, concurrency=2, prompt_tokens=64, output_tokens=15))
     assert sorted(made) == list(range(8))
@@ -126,16 +118,3 @@ def test_what_is_further_apart_is_marked_beside_the_definition() -> None:
     assert "1.000 to 1.200" in page
     assert "k tokens as k gaps" in page
     assert agreement.PERCENTILES in page
-
-
-def test_a_figure_that_one_of_them_lacks_is_left_out() -> None:
-    some = {name: value for name, value in theirs(100).items() if name != "p99_itl_ms"}
-    names = {line.name for line in agreement.compare([(some, summary(1.0))])}
-    assert "ITL p99 ms" not in names
-    assert "ITL p50 ms" in names
-
-
-def test_an_agreement_travels_as_json() -> None:
-    line = agreement.compare([(theirs(100), summary(1.0))])[0]
-    whole = agreement.Agreement(collect({}, ["words"]), [line])
-    assert msgspec.json.decode(msgspec.json.encode(whole), type=agreement.Agreement) == whole
