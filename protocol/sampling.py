@@ -15,12 +15,12 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
+from baton.protocol.bounds import MAX_COUNT, Count, Int64
 from baton.protocol.errors import RequestError
 
 OutputKind = Literal["cumulative", "delta", "final"]
 MAX_CHOICES = 128
 SEED_BITS = 63
-MAX_INT32 = 2**31 - 1  # engines hold token ids and top_k in 32 bits
 
 
 class RequestOutputKind(StrEnum):
@@ -37,14 +37,14 @@ class RequestOutputKind(StrEnum):
 class Sampling(msgspec.Struct, frozen=True):
     """Filtering, noise and end of one sequence. The seed is always set."""
 
-    seed: int
-    max_tokens: int
-    min_tokens: int = 0
+    seed: Int64
+    max_tokens: Count
+    min_tokens: Count = 0
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 keeps all
+    top_k: Count = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
     ignore_eos: bool = False
 
 
@@ -185,8 +185,9 @@ def _ids(name: str, values: object) -> list[int]:
     if not isinstance(values, list | tuple):
         raise _wrong(name, "a list of token ids", values)
     ids = [_integer(name, value) for value in values]
-    if any(not 0 <= token_id <= MAX_INT32 for token_id in ids):
-        raise RequestError(f"{name} must hold token ids, which are at least 0", param=name)
+    if any(not 0 <= token_id <= MAX_COUNT for token_id in ids):
+        text = f"{name} must be integers of at least 0 and at most {MAX_COUNT}"
+        raise RequestError(text, param=name)
     return ids
 
 
@@ -206,12 +207,12 @@ def _check_ranges(params: SamplingParams) -> None:
     _in_range("temperature", params.temperature, 0.0, 100.0)
     _in_range("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _in_range("min_p", params.min_p, 0.0, 1.0)
-    if not -1 <= params.top_k <= MAX_INT32:
-        raise RequestError("top_k must be -1 or 0 (keep all) or positive", param="top_k")
+    if not -1 <= params.top_k <= MAX_COUNT:
+        text = f"top_k must be -1 or 0 (keep all) or positive, and at most {MAX_COUNT}"
+        raise RequestError(text, param="top_k")
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
-    if params.min_tokens < 0:
-        raise RequestError("min_tokens must not be negative", param="min_tokens")
+    _in_range("min_tokens", params.min_tokens, 0, MAX_COUNT)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
     if params.seed is not None and not -(1 << SEED_BITS) <= params.seed < 1 << SEED_BITS:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.router.http.app import App, Server
+from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
 from baton.router.http.metrics import StatsLine
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
@@ -27,6 +28,7 @@ log = logger("router")
 def run(config: ClusterConfig) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
     setup(config.log, "router")
+    raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
@@ -37,10 +39,12 @@ def run(config: ClusterConfig) -> int:
 
 async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     asked_to_end = asyncio.Event()
-    asyncio.get_running_loop().add_reader(interrupts.fileno(), asked_to_end.set)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(interrupts.fileno(), asked_to_end.set)
+    loop.set_exception_handler(AcceptErrors(loop))
     router = TextRouter.from_config(config)
     app = App(router, config, _chat_template(config.model.path))
-    server = Server(app, config.router.host, config.router.port)
+    server = Server(app, config.router)
     stats = _Stats(app, router, config.log.stats_s)
     try:
         router.start(config.control)
@@ -59,7 +63,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         # This fails the answers that are under way while their clients can still be told.
         router.close()
         await server.stop()
-        asyncio.get_running_loop().remove_reader(interrupts.fileno())
+        loop.remove_reader(interrupts.fileno())
     return 0
 
 

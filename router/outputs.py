@@ -61,6 +61,8 @@ class RequestMetrics:
     path: Path | None = None
     local_fallback: bool = False  # local prefill only because no prefill node was ready
     num_attempts: int = 0
+    num_retries: int = 0  # attempts after a loss before the first token
+    num_resumes: int = 0  # attempts after a loss later on, each of one choice
     resumed: bool = False  # some choice went on elsewhere after its first token
     max_tokens_clamped: int | None = None  # the tokens that had room, if max_tokens was more
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError
 from baton.protocol.sampling import SamplingParams
+from baton.router.admission import check_prompt
 from baton.router.core import RouterCore
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream
-from baton.router.text.text import Text
+from baton.router.text.text import Text, too_long
 
 
 class TextRouter:
@@ -52,11 +53,14 @@ class TextRouter:
         The caller must wait for the end of the stream or `close` it. The outputs carry
         `request_id`, the caller's own name for the request, or else the router's.
         """
+        max_tokens = self._core.limits().max_model_len - 1
         if isinstance(prompt, str):
-            text, token_ids = prompt, await self._text.encode(prompt)
+            text, token_ids = prompt, await self._text.encode(prompt, max_tokens=max_tokens)
+        elif len(prompt) > max_tokens:
+            raise too_long(max_tokens)
         else:
             text, token_ids = None, prompt
-        self._core.check(token_ids)
+        check_prompt(token_ids, self._core.limits())
         detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
         minted = self._core.submit(stream)

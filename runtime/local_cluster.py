@@ -18,6 +18,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.process import Command, Exit, Relay, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
 
@@ -87,7 +88,12 @@ class LocalCluster:
             bind=f"ipc://{folder}/peers-{name}",
         )
         settings = folder / f"{name}.yaml"
-        settings.write_text(to_yaml(msgspec.structs.replace(self._config, node=node)))
+        # The nodes share this host's CPUs: each would otherwise take them all.
+        threads = threads_per_rank(self._config.engine, self._config.prefill + self._config.decode)
+        engine = msgspec.structs.replace(self._config.engine, threads=threads)
+        settings.write_text(
+            to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine))
+        )
         return Command(name, (role, "--config", str(settings)))
 
 

@@ -79,10 +79,10 @@ async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list
     with tempfile.TemporaryDirectory() as folder:
         config = ClusterConfig(
             model=ModelConfig(path=model),
-            router=RouterConfig(control=f"ipc://{folder}/control", local_prefill="never"),
+            router=RouterConfig(control=f"ipc://{folder}/control", local_prefill="never", port=0),
         )
         router = TextRouter.from_config(config)
-        server = Server(App(router, config), "127.0.0.1", 0)
+        server = Server(App(router, config), config.router)
         router.start(config.control)
         url = await server.start()
         command = ["-m", "tools.router_load", url, config.control]

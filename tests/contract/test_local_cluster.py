@@ -56,6 +56,8 @@ def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
     nodes.start()
     try:
         wait_for_ready(lines, 3)
+        share = max(1, len(os.sched_getaffinity(0)) // 3)
+        assert sum(f" threads={share} " in line for line in lines) == 3
         pids = {name: node_pid(name) for name in NODES}
         assert len(set(pids.values())) == 3
         assert nodes.poll() == []

@@ -31,7 +31,7 @@ BELOW = {
 }  # fmt: skip
 PACKAGES = {
     "protocol": {"msgspec"},
-    "runtime": {"msgspec", "zmq", "yaml"},
+    "runtime": {"msgspec", "psutil", "yaml", "zmq"},
     "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy"},
     "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors"},
@@ -57,11 +57,13 @@ DOORS = {
 }  # fmt: skip
 VERSION_READER = "bench/report/provenance.py"
 # Where a module is imported by a name that the syntax tree does not show.
-IMPORTS_BY_NAME = {"kv_transfer/transports/nixl_binding.py", "src/baton/__init__.py"}
+IMPORTS_BY_NAME = {
+    "bench/cli.py", "kv_transfer/transports/nixl_binding.py", "src/baton/__init__.py",
+}  # fmt: skip
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 INTERFACES = "baton.kv_transfer.interfaces"
 WIRING = {
-    "engine/node.py": {"baton.kv_transfer.connector"},
+    "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.choice"},
     "engine/rank.py": {"baton.kv_transfer.agent", "baton.kv_transfer.host_pool"},
     "engine/kv_cache.py": {"baton.kv_transfer.host_pool"},
 }

@@ -29,7 +29,8 @@ from tests.support.own_children import node_pid
 from tests.support.sources import REPOSITORY
 
 API_PAGE = REPOSITORY / "docs/api.md"
-GONE_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 30.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 # Some thousand steps: such a request is still running when a test interferes after a few tokens,
@@ -114,7 +115,7 @@ def test_nodes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
         nodes = children_of(script.pid)
         assert len(nodes) == 2
         script.kill()
-        script.wait(10.0)
+        script.wait(GONE_TIMEOUT_S)
     assert_gone(nodes)
 
 
@@ -194,7 +195,7 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path, number: int, prin
 
 def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
     # So many steps that the request is still running when the node is killed.
-    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 
     async def use() -> None:
         async with AsyncLLM(config=settings()) as llm:
@@ -223,7 +224,7 @@ def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
             assert llm.health().status == "ready"
             assert len(llm.health().nodes) == 4
             await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
