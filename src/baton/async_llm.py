@@ -58,7 +58,7 @@ class AsyncLLM:
         self._seeds = None if seed is None else random.Random(seed)
         self._defaults = default_params(self.config.model.path)
         self._router = TextRouter.from_config(self.config)
-        self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), self.config.model.path)
+        self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), self.config.model)
         self._nodes: StartedNodes | None = None
         if start_nodes:
             self._nodes = StartedNodes(self.config, self._router, launcher or LocalCluster)

@@ -1,7 +1,7 @@
 """The forms in which a prompt may be given to `LLM` and `AsyncLLM`.
 
-They turn every prompt into a `GivenPrompt`, and refuse here what no model could read. Nothing is
-tokenized here.
+`given_prompt` turns each of them into a `GivenPrompt` and refuses all else. Nothing is tokenized
+here.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class GivenPrompt(NamedTuple):
 
 
 def given_prompt(prompt: Prompt) -> GivenPrompt:
-    """Return `prompt` in the one form; raises `RequestError` if it has none of the forms."""
+    """Return what `prompt` gives; raises `RequestError` if it has none of the forms."""
     match prompt:
         case str():
             return GivenPrompt(prompt, prompt)

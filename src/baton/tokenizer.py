@@ -8,6 +8,7 @@ the same to the model.
 from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
+from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
@@ -19,9 +20,9 @@ Conversation = Sequence[Message]
 class ModelTokenizer:
     """The tokenizer of one model. Any thread may call it."""
 
-    def __init__(self, text: Text, model_path: str) -> None:
+    def __init__(self, text: Text, model: ModelConfig) -> None:
         self._text = text
-        self._model_path = model_path
+        self._model = model
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -78,7 +79,7 @@ class ModelTokenizer:
         return self.encode(prompt, add_special_tokens=False) if tokenize else prompt
 
     def _chat_template(self) -> ChatTemplate:
-        self._template = self._template or ChatTemplate.load(self._model_path)
+        self._template = self._template or ChatTemplate.load(self._model.path)
         if self._template is None:
             raise RequestError("this model has no chat template", code="no_chat_template")
         return self._template
