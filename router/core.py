@@ -23,6 +23,7 @@ from baton.protocol.messages import (
     Beat,
     Cancel,
     CancelDone,
+    Crashed,
     Failed,
     FirstTokens,
     Hello,
@@ -63,7 +64,7 @@ from baton.router.request.events import (
     TriedAgain,
     Unplace,
 )
-from baton.router.request.leg import Request
+from baton.router.request.leg import DRAINING, Request
 from baton.router.request.lifecycle import NO_NODE, Lifecycle
 from baton.router.stream import RequestStream
 from baton.runtime.channels.keys import load_keys
@@ -199,10 +200,15 @@ class RouterCore:
                 for entry in entries:
                     self._said(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
+                if isinstance(message, Failed) and message.failure.code == DRAINING:
+                    self.registry.drains(node)  # its next beat will say so too
                 self._said(node, message.key.request_id, message)
-            case CancelDone(keys=keys):
+            case CancelDone(keys=keys) | Crashed(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
                     self._said(node, request_id, message)
+                if isinstance(message, Crashed):
+                    self._apply(self.registry.gone(node, message.failure.message))
+                    self._send(node, Cancel(keys, "crashed"))
             case Beat(node_id=node_id):
                 if node_id == node:
                     self._apply(self.registry.beat(now_s, message))
@@ -387,8 +393,7 @@ class RouterCore:
             if key.request_id in self._active:
                 self._turn_away(key, failure)
         # The silence of a request is measured in minutes, so most need not be looked at each time.
-        is_round = now_s >= self._next_round_s
-        if is_round:
+        if is_round := now_s >= self._next_round_s:
             self._next_round_s = now_s + ROUND_S
         for active in [a for a in self._active.values() if is_round or a.lifecycle.is_leaving]:
             self._feed(active, Tick())

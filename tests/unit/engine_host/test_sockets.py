@@ -11,10 +11,12 @@ from baton.engine.links import LinkEvent
 from baton.engine.sockets import EngineSockets
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
 from baton.protocol.codec import Codec, Unreadable, to_router_codec
+from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    Crashed,
     Done,
     Hello,
     NodeInfo,
@@ -129,6 +131,29 @@ def test_a_request_that_cannot_be_read_is_answered_and_other_garbage_is_counted(
         assert isinstance(unreadable, Unreadable)
         assert unreadable.key == key("r")
         assert cancel == Cancel(())
+    finally:
+        sockets.close()
+        router.close()
+        context.term()
+
+
+def test_the_last_words_of_a_process_are_heard_before_it_ends(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = Listener[bytes, ToRouter](
+        f"ipc://{tmp_path}/router", Bytes(), to_router_codec(), context
+    )
+    introduction = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
+    sockets = EngineSockets((router.endpoint,), introduction)
+    crashed = Crashed((key("r"),), NodeError("no such kernel").to_failure())
+    try:
+        while (greeting := router.receive()) is None:
+            sockets.wait(0.01)
+        router.send(greeting.peer, msgspec.msgpack.encode(Cancel((key("another"),))))
+        hear(sockets, 1)
+        sockets.last_words(crashed)  # nobody answers
+        heard = router.receive()
+        assert heard is not None
+        assert heard.message == crashed
     finally:
         sockets.close()
         router.close()
