@@ -5,9 +5,9 @@ runs, enters it, puts its loads and ends with `finish`. Ctrl-C ends the load tha
 leaves a report that is marked as interrupted; a second one ends the process at once.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -83,24 +83,19 @@ class Experiment:
         self._api_key = settled(settings.target, self.draft.requests).api_key
         self.progress = LoadProgress()
         self._interrupts = Interrupts(on_second=self.progress.abandon)
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Experiment":
         settings, api_key = self.settings, self._api_key
         self._publisher = begin(self._command, settings, settings.report, api_key=api_key)
         self.report = self._publisher.report
         self.report.bounds = bounds_of(settings.bounds)
-        self._interrupts.__enter__()
-        self.progress.__enter__()
+        self._stack.enter_context(self._interrupts)
+        self._stack.enter_context(self.progress)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.progress.__exit__(kind, error, trace)
-        self._interrupts.__exit__(kind, error, trace)
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
 
     @property
     def interrupted(self) -> bool:
@@ -142,7 +137,7 @@ class Experiment:
             self._newest = workload, arrivals, plan
         return self._newest[2]
 
-    def put(self, case: Case, on_start: OnStart | None = None) -> Run | None:
+    def put(self, case: Case, on_start: OnStart = lambda _: None) -> Run | None:
         """Run a load and report it.
 
         Returns None if Ctrl-C came before anything of it had ended: then the report has the loads
@@ -157,7 +152,7 @@ class Experiment:
         self.report.runs.append(run)
         return run
 
-    def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
+    def measure(self, case: Case, on_start: OnStart = lambda _: None) -> Run:
         """Raises `ConfigError` for outputs that are to be verified and cannot be."""
         if self._verify:
             check_greedy(case.target)

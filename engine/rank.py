@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from baton.engine.attention.backend import Backend
@@ -43,9 +42,8 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
-from baton.runtime.network_devices import devices_for
 
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -94,8 +92,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         progress("kernels", 0, 1)
         warm_up(runner)
         progress("kernels", 1, 1)
-    device = config.transfer.device or devices_for(config.node)
-    port = make_port(pool, epoch, msgspec.structs.replace(config.transfer, device=device))
+    port = make_port(pool, epoch, config.transfer)
     info = ExecutorInfo(
         num_blocks=plan.num_blocks,
         layout=plan.layout,
@@ -157,7 +154,7 @@ def load_runner(
         library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
     backend = _backend(plan, cache, ranks.size, library)
     sampler = Sampler(plan.decoder.eos_token_ids, CpuSampler(library) if library else None)
-    return Runner(decoder, backend, cache, sampler, plan.device, monotonic), pool
+    return Runner(decoder, backend, cache, sampler, plan.device, boottime), pool
 
 
 def is_batch_invariant(runner: Runner) -> bool:

@@ -2,7 +2,7 @@
 node sees it, and `Connector` knows requests: events in, commands and reports out.
 
 A read is *stale* if it ended after its lease did. The connector decides that; transports only say
-when a read was posted and when it ended. All times are seconds on this host's monotonic clock.
+when a read was posted and when it ended. All times are seconds since this host's boot (`boottime`).
 """
 
 from collections.abc import Sequence

@@ -108,7 +108,10 @@ class Cancel(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """This Hello or Ready cannot be accepted; the node exits non-zero with the message."""
+    """This Hello or Ready cannot be accepted.
+
+    A node that is still starting exits non-zero with the message; one that is ready asks again.
+    """
 
     failure: Failure
 

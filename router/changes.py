@@ -5,6 +5,7 @@ import msgspec
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import NodeInfo, Role
+from baton.router.membership import Replaced
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -12,6 +13,7 @@ class Refuse(msgspec.Struct, frozen=True):
 
     node: NodeId
     failure: Failure
+    is_new: bool = True  # it was not told the same when it asked last
 
 
 class Entered(msgspec.Struct, frozen=True):
@@ -50,4 +52,4 @@ class Unpaired(msgspec.Struct, frozen=True):
     reason: str
 
 
-Change = Refuse | Entered | Left | Differs | Unpaired
+Change = Refuse | Replaced | Entered | Left | Differs | Unpaired

@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -40,9 +39,11 @@ from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.cluster_state import can_serve, health_of, limits_of
+from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Health, Registry
+from baton.router.request.active import Active
 from baton.router.request.events import (
     Begun,
     CallerGone,
@@ -75,17 +76,6 @@ TICK_S = 0.25
 ROUND_S = 10.0  # between two looks at every request
 
 log = logger("router")
-
-
-@dataclass(slots=True, eq=False)
-class Active:
-    """A request, from `submit` until no node has anything left to do or confirm for it."""
-
-    request_id: RequestId
-    lifecycle: Lifecycle
-    stream: RequestStream
-    began_s: float
-    is_broken: bool = False
 
 
 class RouterCore:
@@ -168,6 +158,9 @@ class RouterCore:
         """Stop serving: every request that is running or still comes fails with this reason."""
         self._failure = failure
         self._changed.set()
+        self._end_all(failure)
+
+    def _end_all(self, failure: Failure) -> None:
         for active in list(self._active.values()):
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
@@ -237,9 +230,12 @@ class RouterCore:
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
             match change:
-                case Refuse(node=node, failure=failure):
-                    log.warning("node refused", node=node, reason=failure.message)
+                case Refuse(node=node, failure=failure, is_new=is_new):
+                    if is_new:
+                        log.warning("node refused", node=node, reason=failure.message)
                     self._send(node, Refused(failure))
+                case Replaced():
+                    self._end_all(change.failure)
                 case Entered(info=info):
                     log.info("node in service", node=info.node_id, role=info.role)
                     self._introduce(info.role)

@@ -22,7 +22,7 @@ class CompletionOutput(msgspec.Struct):
 
     `token_ids` ends with the token that completed a stop string, if one did. `stop_reason` is the
     stop string or stop token id that matched, None at an EOS token or at the length limit.
-    `logprobs` is None in this version.
+    `logprobs` and `cumulative_logprob` are None: baton computes no log probabilities.
     """
 
     index: int
@@ -31,6 +31,13 @@ class CompletionOutput(msgspec.Struct):
     logprobs: None = None
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
+
+    @property
+    def cumulative_logprob(self) -> None:
+        return None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -82,6 +89,16 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The number of the prompt's tokens that a prefix cache held, as far as it is known yet."""
+        return self.metrics.num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> None:
+        """Always None: baton computes no log probabilities."""
+        return None
 
 
 class Merged:

@@ -25,6 +25,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.pairs import pair_problem
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
+from baton.router.membership import Membership, Replaced
 from baton.router.pairs import PairHealth, Pairs
 from baton.router.request.events import NodeProcess, Placed
 
@@ -122,7 +123,8 @@ class Node:
 class Registry:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
-        self._model: NodeInfo | None = None
+        self._membership = Membership()
+        self._refused: dict[NodeId, Failure] = {}  # what each was told last; they ask again
         self.pairs = Pairs()
         self.version = 0  # grows whenever a leg that no node could take may find one
         # Every request asks for these, so they are kept until the state of a node changes.
@@ -154,15 +156,26 @@ class Registry:
         if node is None or info.node_id != peer or info.role != node.role:
             text = "a Ready came without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
-        if (failure := self._stranger(info)) is not None:
+        if (failure := _impossible(info)) is not None:
             self.gone(peer)
-            return [Refuse(peer, failure)]
-        if self._model is None or not self._serves_any():
-            self._model = info
+            return [self._refuse(peer, failure)]
+        before = self.model
+        verdict = self._membership.join(now_s, info)
+        if isinstance(verdict, Failure):
+            self.gone(peer)
+            self._membership.wait(info)
+            return [self._refuse(peer, verdict)]
+        self._refused.pop(peer, None)
+        is_other = (
+            before is not None and self.model is not None and before.model != self.model.model
+        )
+        changes: list[Change] = [Replaced()] if is_other else []
+        for evicted in verdict:
+            changes += self._evict(evicted)
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase = "ready"
         self._changed()
-        return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
+        return [*changes, Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
@@ -198,6 +211,7 @@ class Registry:
             self.pairs.forget(node.process)
             for other in self._nodes.values():
                 other.obstacles.pop(peer, None)
+        self._membership.leave(peer)
         self._changed()
         if node is None or node.info is None:
             return []
@@ -232,7 +246,7 @@ class Registry:
     @property
     def model(self) -> NodeInfo | None:
         """The node whose model all others must serve; None until one has been ready."""
-        return self._model
+        return self._membership.model
 
     def largest_pool(self, role: Role) -> int | None:
         """Return the blocks of the largest pool of a role; None until a node has been ready."""
@@ -322,8 +336,17 @@ class Registry:
                 return ""
         return f"no {others[0].role} node can work with it: {reason}"
 
-    def _serves_any(self) -> bool:
-        return any(node.info is not None for node in self._nodes.values())
+    def _evict(self, peer: NodeId) -> list[Change]:
+        """Turn a node of the provisional model away. It waits like any node that does not fit."""
+        info = self._nodes[peer].info
+        assert info is not None
+        changes = self.gone(peer, "the nodes of another model outnumber it")
+        self._membership.wait(info)
+        return [*changes, self._refuse(peer, self._membership.refusal_of(info))]
+
+    def _refuse(self, peer: NodeId, failure: Failure) -> Refuse:
+        is_new, self._refused[peer] = self._refused.get(peer) != failure, failure
+        return Refuse(peer, failure, is_new)
 
     def _differences(self, info: NodeInfo) -> list[Change]:
         """The first node in service that computes other bits than `info`, as far as both say."""
@@ -333,25 +356,13 @@ class Registry:
                 return [Differs(info.node_id, other.node_id)]
         return []
 
-    def _stranger(self, info: NodeInfo) -> Failure | None:
-        """Return why a node cannot serve next to the others; None if it can."""
-        sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
-        if min(sizes) < 1:
-            return _mismatch(
-                "impossible_node", f"{info.node_id} offers no blocks, no tokens or no vocabulary"
-            )
-        model = self._model
-        if model is None:
-            return None
-        if info.model != model.model:
-            text = f"{info.node_id} serves another model ({info.model}, not {model.model})"
-            return _mismatch("model_mismatch", text)
-        # A cluster that is replaced as a whole may have another layout, but not another model.
-        if self._serves_any() and info.layout.fingerprint != model.layout.fingerprint:
-            ours, theirs = model.layout.fingerprint, info.layout.fingerprint
-            text = f"the KV blocks of {info.node_id} have another layout ({theirs}, not {ours})"
-            return _mismatch("layout_mismatch", text)
+
+def _impossible(info: NodeInfo) -> Failure | None:
+    sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
+    if min(sizes) >= 1:
         return None
+    text = f"{info.node_id} offers no blocks, no tokens or no vocabulary"
+    return _mismatch("impossible_node", text)
 
 
 def _is_stuck(beat: Beat) -> bool:

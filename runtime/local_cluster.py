@@ -56,10 +56,6 @@ class LocalCluster:
         """Restart the nodes that are due; return the exits since the last call. Never blocks."""
         return self._supervisor.poll() if self._supervisor is not None else ()
 
-    def pid_of(self, name: str) -> int | None:
-        """Return the process id of `prefill-0`, `decode-1`, ...; None while the node is down."""
-        return self._supervisor.pid_of(name) if self._supervisor is not None else None
-
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
         """End every node, by force after `grace_s`. Idempotent."""
         if self._supervisor is not None:

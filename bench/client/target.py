@@ -6,6 +6,7 @@ bytes. A target holds the server's key, so it leaves this process only redacted,
 """
 
 import os
+import ssl
 from collections.abc import Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -95,6 +96,20 @@ def settled(target: Target, requests: Sequence[Planned]) -> Target:
     target.extra  # noqa: B018  it raises if the text is not a JSON object
     api_key = target.api_key or os.environ.get(API_KEY_VARIABLE, "")
     return msgspec.structs.replace(target, api=api, api_key=api_key)
+
+
+def tls_of(target: Target) -> ssl.SSLContext:
+    """Return the TLS settings; raises `ConfigError` for an unusable `ca_file`."""
+    try:
+        context = ssl.create_default_context(cafile=target.ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        text = f"cannot read certificates from {target.ca_file!r}: {error.strerror or error}"
+        raise ConfigError(text) from None
+    context.set_alpn_protocols(["http/1.1"])
+    if target.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 class Place(msgspec.Struct, frozen=True):

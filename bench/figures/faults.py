@@ -1,7 +1,7 @@
 """Faults of a run: how they are written, and the effect of each on the requests around it.
 
 `injector.py` carries faults out. `impacts` reads the records of the load afterwards: it is pure,
-and sees what a client sees, so it holds for any server. DEFINITIONS has every term in full.
+and sees only what a client sees, so it holds for any server. DEFINITIONS explains every term.
 """
 
 import math
@@ -29,26 +29,24 @@ _FORM = re.compile(
 )
 DEFINITIONS = {
     "before": "for a later fault, the requests that arrived after the recovery from the fault "
-    "before it, or those before that one too if there was no recovery. A request that was in "
-    "flight at the next fault, and had noticed nothing by then, counts for no fault",
+    "before it, or those before that one too if there was no recovery. A request in flight at the "
+    "next fault that had noticed nothing by then counts for no fault",
     "wait": "time without tokens for a request in flight: from its intended arrival to its first "
-    "tokens, then between tokens; the two kinds are held to limits of their own",
+    "tokens, then between tokens; each kind has a limit of its own",
     "wait limit": "the larger of stall_factor times the median wait before the fault and the "
     "longest wait before it; a wait that the fault cut into counts up to the fault",
     "time_to_detect": "fault - first moment at which a request failed or a wait passed its limit",
     "time_to_resume": "fault - next tokens (or end) of the last request that was in flight at the "
     "fault and waited beyond the limit",
     "attainment_before": "share of the requests that ended before the fault which met all bounds",
+    "goodput_before": "such requests per second, from the first arrival or the recovery before",
     "bin": "bin_s seconds from the fault on; a request counts where it arrived, one in flight at "
     "the fault counts at the fault; an empty bin is as good as the one before it",
     "time_to_recover": "fault - start of the first bin, not before time_to_resume, from which on "
     "attainment stays at recovered_share of that before: in this bin, and over every "
     "num_steady_bins from it on",
-    "goodput_dip": "requests, from the fault until the recovery (or the end): in an open loop "
-    "those that arrived times attainment_before, less those of them that met all bounds; in a "
-    "closed loop the time times goodput_before, less those that ended in it and met all bounds",
-    "goodput_before": "requests that ended before the fault and met all bounds, per second from "
-    "the first arrival, or the recovery from the fault before, to the fault",
+    "goodput_dip": "good answers lost until the recovery (or the end): in an open loop arrivals "
+    "times attainment_before, in a closed loop the time times goodput_before, less the good ones",
 }
 
 
@@ -96,7 +94,6 @@ class Bin(msgspec.Struct, frozen=True):
     start_s: float  # from the start of the schedule
     num_requests: int
     num_good: int
-    num_failed: int
 
 
 class Impact(msgspec.Struct, frozen=True):
@@ -130,15 +127,17 @@ def parse_fault(text: str) -> FaultSpec:
         command = tuple(shlex.split(found["command"] or ""))
     except ValueError as error:
         raise ConfigError(f"fault {text!r}: {error}; write {FORMS}") from error
-    kind, pid = found["kind"], int(found["pid"])
+    kind, pid, why = found["kind"], int(found["pid"]), ""
     if pid <= 1 or pid == os.getpid():
-        raise ConfigError(f"fault {text!r}: {pid} is not the id of a server's process")
-    if kind == "kill" and (found["after"] or found["command"]):
-        raise ConfigError(f"fault {text!r}: a kill takes only a time; write {FORMS}")
-    if kind == "stop" and (after_s <= 0 or found["command"]):
-        raise ConfigError(f"fault {text!r}: say after how many seconds it continues: stop:PID@10+2")
-    if kind == "restart" and not command:
-        raise ConfigError(f"fault {text!r}: say what starts it again: restart:PID@10=COMMAND")
+        why = f"{pid} is not the id of a server's process"
+    elif kind == "kill" and (found["after"] or command):
+        why = f"a kill takes only a time; write {FORMS}"
+    elif kind == "stop" and (after_s <= 0 or command):
+        why = "say after how many seconds it continues: stop:PID@10+2"
+    elif kind == "restart" and not command:
+        why = "say what starts it again: restart:PID@10=COMMAND"
+    if why:
+        raise ConfigError(f"fault {text!r}: {why}")
     return FaultSpec(msgspec.convert(kind, FaultKind), pid, at_s, after_s, command)
 
 
@@ -258,19 +257,16 @@ class _Around:
     def _bins(self) -> list[Bin]:
         """From the first arrival to the last; one of them begins at the fault."""
         at_s, bin_s = self._at_s, self._judgement.bin_s
-        inside: dict[int, list[_Witness]] = {}
+        inside: dict[int, list[bool]] = {}
         for one in self._asked:
-            is_in_flight = one.record.intended_s <= at_s <= one.record.end_s
-            counts_at_s = at_s if is_in_flight else one.record.intended_s
-            inside.setdefault(math.floor((counts_at_s - at_s) / bin_s), []).append(one)
+            begin_s = one.record.intended_s
+            counts_at_s = at_s if begin_s <= at_s <= one.record.end_s else begin_s
+            inside.setdefault(math.floor((counts_at_s - at_s) / bin_s), []).append(one.is_good)
+        numbers = range(min(inside, default=0), max(inside, default=-1) + 1)
+        met = [inside.get(number, []) for number in numbers]
         return [
-            Bin(
-                start_s=at_s + number * bin_s,
-                num_requests=len(found := inside.get(number, [])),
-                num_good=sum(one.is_good for one in found),
-                num_failed=sum(one.has_failed for one in found),
-            )
-            for number in range(min(inside, default=0), max(inside, default=-1) + 1)
+            Bin(at_s + number * bin_s, len(good), sum(good))
+            for number, good in zip(numbers, met, strict=True)
         ]
 
     def _recovered(

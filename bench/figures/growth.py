@@ -65,17 +65,12 @@ def find_growth(records: Sequence[Record], window: Window | None) -> Growth | No
 def slope_in_errors(ys: Sequence[float]) -> float:
     """Return the slope of the least-squares line through points at equal distances, three at least.
 
-    It is measured in its own standard errors, as Student's t, and infinite if the line is exact.
+    It is measured in its own standard errors, as Student's t, and very large if the line is exact.
     """
-    y = np.asarray(ys, np.float64)
-    spread = np.arange(len(y)) - (len(y) - 1) / 2
-    square = float(spread @ spread)
-    slope = float(spread @ (y - y.mean())) / square
-    left = y - y.mean() - slope * spread
-    error = math.sqrt(float(left @ left) / (len(y) - 2) / square)
-    if error == 0:
-        return math.copysign(math.inf, slope) if slope else 0.0
-    return slope / error
+    if max(ys) == min(ys):
+        return 0.0
+    r = float(np.corrcoef(np.arange(len(ys)), ys)[0, 1])
+    return r * math.sqrt((len(ys) - 2) / max(1 - r * r, 1e-13))
 
 
 def _grows(means: Sequence[float]) -> bool:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class Curve:
     x: Floats
     y: Floats
     hue: str
-    form: Literal["line", "steps", "crosses"] = "line"
+    is_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,40 +108,32 @@ class _Axis:
         """Return a few round numbers of the axis."""
         if self.is_log and self.high > 10 * self.low:
             steps = (1, 2, 5) if self.high < 1000 * self.low else (1,)
-            tens = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
-            found = [step * 10.0**ten for ten in tens for step in (*steps, 10)]
+            found = [step * 10.0**ten for ten in range(-6, 9) for step in steps]
         else:
             rough = (self.high - self.low) / MAX_TICKS
             ten = 10.0 ** math.floor(math.log10(rough))
             step = next(size * ten for size in (1, 2, 5, 10) if size * ten >= rough)
             first = math.ceil(self.low / step)
             found = [float(f"{place * step:.6g}") for place in range(first, first + 2 * MAX_TICKS)]
-        return [value for value in sorted({*found}) if self.low <= value <= self.high * (1 + 1e-9)]
+        return [value for value in found if self.low <= value <= self.high * (1 + 1e-9)]
 
 
 def _drawn(curve: Curve, x: _Axis, y: _Axis) -> str:
     known = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
-    chosen = known[
-        np.unique(np.linspace(0, len(known) - 1, MAX_POINTS).astype(np.intp))[: len(known)]
-    ]
+    chosen = known[np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).astype(np.intp)]
     points = [(x.at(float(curve.x[at])), y.at(float(curve.y[at]))) for at in chosen]
-    if curve.form == "crosses":
-        return "".join(f"M{a - 5:.1f} {b - 5:.1f}l10 10m0-10l-10 10" for a, b in points)
-    form = "H{:.1f}V{:.1f}" if curve.form == "steps" else "L{:.1f} {:.1f}"
+    form = "H{:.1f}V{:.1f}" if curve.is_steps else "L{:.1f} {:.1f}"
     start = ["M{:.1f} {:.1f}".format(*point) for point in points[:1]]
     return "".join([*start, *(form.format(*point) for point in points)])
 
 
 def _marked(mark: Mark, x: _Axis) -> str:
-    at = x.at(mark.at)
-    band = ""
+    at, band = x.at(mark.at), ""
     if mark.until is not None:
         band = _path("band", f"M{at:.1f} {TOP}H{x.at(mark.until):.1f}V{BOTTOM}H{at:.1f}Z")
-    is_right = at > (LEFT + RIGHT) / 2
-    label = _text(
-        at + (-5 if is_right else 5), BOTTOM - 8, mark.label, "end" if is_right else "start"
-    )
-    return band + _path("mark", f"M{at:.1f} {TOP}V{BOTTOM}") + label
+    gap, anchor = (-5, "end") if at > (LEFT + RIGHT) / 2 else (5, "start")
+    line = _path("mark", f"M{at:.1f} {TOP}V{BOTTOM}")
+    return band + line + _text(at + gap, BOTTOM - 8, mark.label, anchor)
 
 
 def _path(kind: str, drawn: str) -> str:

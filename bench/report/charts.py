@@ -33,27 +33,22 @@ def charts(report: Report) -> list[Chart]:
 
 
 def groups(report: Report) -> dict[str, list[Record]]:
-    """Return the answered requests by label: of each arm of a comparison, or of each run.
+    """Return the answered requests by the arm or the label of their runs, at most `MAX_CURVES`.
 
-    At most `MAX_CURVES` of the runs are chosen, evenly by their rates.
+    Of more groups some are chosen, evenly by their rates.
     """
-    runs = sorted(report.runs, key=lambda run: run.rate or 0.0)
-    if any(run.arm for run in runs):
-        runs = sorted(runs, key=lambda run: [one.arm for one in report.runs].index(run.arm))
-    elif len(runs) > MAX_CURVES:
-        runs = [runs[round(at)] for at in np.linspace(0, len(runs) - 1, MAX_CURVES)]
     found: dict[str, list[Record]] = {}
-    for run in runs:
+    for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         label = f"{'INVALID ' if run.invalid else ''}{run.arm or run.label}"
         answered = [one for one in run.counted if one.outcome is Outcome.ANSWERED]
         found.setdefault(label, []).extend(answered)
-    return dict(list(found.items())[:MAX_CURVES])
+    places = np.linspace(0, len(found) - 1, min(len(found), MAX_CURVES)).round()
+    every = list(found.items())
+    return dict(every[int(place)] for place in places)
 
 
 def _distributions(report: Report) -> Iterator[Chart]:
     bounds, found = report.bounds or Bounds(), groups(report)
-    few = len({run.arm or run.label for run in report.runs}) > len(found)
-    chosen = f" {len(found)} of the runs are shown." if few else ""
     for name, title, bound_ms in (
         ("ttft", "Time to first token", bounds.ttft_ms),
         ("tpot", "Time per output token", bounds.tpot_ms),
@@ -68,7 +63,9 @@ def _distributions(report: Report) -> Iterator[Chart]:
             every = np.concatenate([curve.x for curve in curves])
             skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
             marks = [] if bound_ms is None else [Mark(bound_ms, f"bound {bound_ms:g} ms")]
-            caption = f"{name.upper()}: {DEFINITIONS[name]}.{chosen}"
+            caption = f"{name.upper()}: {DEFINITIONS[name]}."
+            if len(found) == MAX_CURVES:
+                caption += f" At most {MAX_CURVES} of the runs are shown."
             yield Chart(title, caption, f"{name.upper()}, ms", "share", curves, marks,
                         log_x=skewed, is_share=True)  # fmt: skip
 
@@ -84,7 +81,7 @@ def _cdf(label: str, times_ms: Floats, hue: str) -> Curve:
     """Return the share of the times at or below each of them."""
     x = np.sort(times_ms)
     y = np.arange(1, len(x) + 1) / len(x)
-    return Curve(_short(label), np.append(x[:1], x), np.append(0.0, y), hue, "steps")
+    return Curve(_short(label), np.append(x[:1], x), np.append(0.0, y), hue, is_steps=True)
 
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
@@ -95,16 +92,18 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
     bin_s = max(1, math.ceil(took_s / MAX_BINS))
     edges_s = start_s + bin_s * np.arange(max(1, math.ceil(took_s / bin_s)) + 1, dtype=np.float64)
     good = "met all bounds" if bounds else "answered"
-    kinds: dict[str, list[float]] = {good: [], "answered, missed a bound": [], "failed": []}
+    hues = {good: "c0", "answered, missed a bound": "c1", "failed": "bad"}
+    at_s: dict[str, list[float]] = {kind: [] for kind in hues}
     for record in records:
-        met = bounds is None or meets(record, bounds)
-        kind = good if met else "answered, missed a bound"
-        kinds[kind if record.outcome is Outcome.ANSWERED else "failed"].append(record.intended_s)
-    curves = []
-    for (kind, at_s), hue in zip(kinds.items(), ("c0", "c1", "bad"), strict=True):
-        if at_s:
-            rates = np.histogram(at_s, edges_s)[0] / bin_s
-            curves.append(Curve(kind, edges_s, np.append(rates[:1], rates), hue, "steps"))
+        answered = record.outcome is Outcome.ANSWERED
+        met = answered and (bounds is None or meets(record, bounds))
+        kind = good if met else "answered, missed a bound" if answered else "failed"
+        at_s[kind].append(record.intended_s)
+    rates = {kind: np.histogram(found, edges_s)[0] / bin_s for kind, found in at_s.items() if found}
+    curves = [
+        Curve(kind, edges_s, np.append(rate[:1], rate), hues[kind], is_steps=True)
+        for kind, rate in rates.items()
+    ]
     marks = [
         Mark(fault.at_s, f"{fault.spec.kind} {fault.spec.pid}",
              fault.restarted_s if fault.resumed_s is None else fault.resumed_s)
@@ -117,17 +116,18 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
 
 
 def _against_rate(report: Report) -> Iterator[Chart]:
-    """Draw what each rate gave, with crosses for invalid runs."""
+    """Draw what each rate gave, with a mark at the rate of an invalid run."""
     by_rate: dict[float, list[Run]] = {}
     for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         by_rate.setdefault(run.rate or 0.0, []).append(run)
     if len(by_rate) < 2 or any(run.arm for run in report.runs):
         return
     x = _medians(by_rate, "offered_rate")
-    wrong = np.array([any(run.invalid for run in runs) for runs in by_rate.values()])
+    invalid = [any(run.invalid for run in runs) for runs in by_rate.values()]
+    marks = [Mark(float(at), "INVALID") for at, wrong in zip(x, invalid, strict=True) if wrong]
     fields = {"attainment": "Attainment", "goodput": "Goodput"}
     for field, title in (fields if report.bounds else {"tokens_per_s": "Throughput"}).items():
-        label = field if field == "attainment" else f"{field.partition('_')[0]} per second"
+        label = field if field == "attainment" else f"{field.partition('_')[0]}/s"
         y = _medians(by_rate, field)
         curves = [Curve(label, x, y, "c0")]
         if field == "goodput":
@@ -135,10 +135,8 @@ def _against_rate(report: Report) -> Iterator[Chart]:
         if field == "attainment" and report.target is not None:
             goal = np.full(len(x), report.target)
             curves.append(Curve(f"target {report.target:.0%}", x, goal, "muted"))
-        if wrong.any():
-            curves.append(Curve("INVALID run", x[wrong], y[wrong], "bad", "crosses"))
         yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
-                    label, curves, is_share=field == "attainment")  # fmt: skip
+                    label, curves, marks, is_share=field == "attainment")  # fmt: skip
 
 
 def _medians(by_rate: Mapping[float, list[Run]], field: str) -> Floats:

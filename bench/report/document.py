@@ -25,14 +25,11 @@ from baton.protocol.errors import ConfigError
 SCHEMA = "baton.bench/1"
 NARROW = 24  # characters of a cell that still reads as a number
 
-Settings = dict[str, str]
-
 
 class Run(msgspec.Struct, kw_only=True):
-    """One load against one server.
+    """One load against one server; a comparison has one per `arm` and `round`.
 
-    Runs of one `arm` belong together: a sweep has one run per rate, a comparison one per arm and
-    round. Warm-up requests are among the records and in none of the figures.
+    Warm-up requests are among the records and in none of the figures.
     """
 
     label: str
@@ -67,7 +64,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 class Compared(msgspec.Struct):
-    """One figure of all arms; `ratios` are each other arm over the first, paired by round."""
+    """One figure of all arms; `ratios` are the other arms over the first, paired by round."""
 
     name: str
     unit: str
@@ -117,7 +114,7 @@ class Report(msgspec.Struct, kw_only=True):
     title: str
     provenance: Provenance
     definitions: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFINITIONS))
-    settings: Settings = {}
+    settings: dict[str, str] = {}
     bounds: Bounds | None = None
     target: float | None = None  # the attainment that a search asked for
     runs: list[Run] = []
@@ -131,8 +128,7 @@ class Report(msgspec.Struct, kw_only=True):
     def invalid(self) -> list[tuple[Run, str]]:
         """Every reason for which figures must not be used, with the run that gave it.
 
-        A confirmed search has no such reason: it rests on the runs that confirmed it, and an
-        invalid run on the way there does not matter.
+        A confirmed search has none, because an invalid run on the way to it does not matter.
         """
         if self.search is not None and self.search.confirmed:
             return []
@@ -144,10 +140,8 @@ class Report(msgspec.Struct, kw_only=True):
         """Whether the figures may be used, in words: a search stands by what it confirmed."""
         if self.search is not None:
             return "CONFIRMED" if self.search.confirmed else "NOT CONFIRMED"
-        if not self.runs:
-            return "no run"
-        if not self.invalid:
-            return "VALID"
+        if not self.runs or not self.invalid:
+            return "VALID" if self.runs else "no run"
         return "INVALID: these figures are not the server's and must not be used"
 
 
@@ -165,26 +159,22 @@ def read_json(path: Path) -> Report:
     try:
         content = path.read_bytes()
         schema = msgspec.json.decode(content, type=_Head).schema
+        if schema == SCHEMA:
+            return msgspec.json.decode(content, type=Report)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is not a report of baton bench: {error}") from error
-    if schema != SCHEMA:
-        named = f"has schema {schema!r}" if schema else "has no schema"
-        raise ConfigError(f"{path} {named}; this baton reads {SCHEMA!r}")
-    try:
-        return msgspec.json.decode(content, type=Report)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is a damaged report: {error}") from error
+        raise ConfigError(f"{path} is no report of baton bench, or damaged: {error}") from error
+    raise ConfigError(f"{path} has schema {schema!r}; this baton reads {SCHEMA!r}")
 
 
-def flat_settings(settings: object, secrets: Sequence[str] = ()) -> Settings:
+def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, str]:
     """Return a Struct or plain data as `section.name` -> text, in order and without secrets."""
 
     def flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict) and value:
             for key, inner in value.items():
-                yield from flatten(f"{name}.{key}" if name else str(key), inner)
+                yield from flatten(f"{name}.{key}".lstrip("."), inner)
         else:
             yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 

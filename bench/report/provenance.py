@@ -74,10 +74,8 @@ def collect(
         dirty=dirty,
         config_hash=config_hash(settings),
         machine=_machine(),
-        versions={
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in PACKAGES},
-        },
+        versions={"python": platform.python_version()}
+        | {name: metadata.version(name) for name in PACKAGES},
         load_before=_known(os.getloadavg),
     )
 
@@ -102,9 +100,9 @@ def cpu_model_of(cpuinfo: str) -> str:
 
 def _machine() -> Machine:
     cpuinfo = _known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""
-    unknown, total = f"unknown {platform.machine()} processor", os.cpu_count() or 0
+    total = os.cpu_count() or 0
     return Machine(
-        cpu_model=cpu_model_of(cpuinfo) or platform.processor() or unknown,
+        cpu_model=cpu_model_of(cpuinfo) or f"unknown {platform.machine()} processor",
         num_cpus=len(_known(lambda: os.sched_getaffinity(0)) or ()) or total,
         num_cpus_total=total,
         memory_bytes=_known(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) or 0,
@@ -122,9 +120,8 @@ def _checkout(file: Path) -> tuple[str, bool]:
     git = ["git", "-C", str(file.parent)]
     if not _lines([*git, "ls-files", file.name]):
         return "", False
-    commit = _lines([*git, "rev-parse", "HEAD"])
     changes = _lines([*git, "status", "--porcelain", "--untracked-files=no"])
-    return (commit[0] if commit else ""), bool(changes)
+    return "".join(_lines([*git, "rev-parse", "HEAD"])), bool(changes)
 
 
 def _gpus(fields: str) -> list[str]:
@@ -134,13 +131,12 @@ def _gpus(fields: str) -> list[str]:
 def _lines(command: list[str]) -> list[str]:
     """Return what a small command prints; nothing if it is missing, fails or hangs."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, check=True, encoding="utf-8", errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
-        )  # fmt: skip
+        told = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
+        )
     except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.splitlines()
+    return told.decode(errors="replace").splitlines()
 
 
 def _known(look: Callable[[], Known]) -> Known | None:

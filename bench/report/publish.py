@@ -92,17 +92,14 @@ def is_usable(report: Report) -> bool:
 def html(report: Report) -> str:
     """Return the page. Text that came from a server is escaped, so that no browser runs it."""
     pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     origin = report.provenance
-    facts = [utc(origin.created_at), f"baton {origin.revision}", origin.machine.cpu_model]
+    facts = [f"baton {origin.revision}", origin.machine.cpu_model, *origin.machine.gpus]
     return pages.get_template("report.html.j2").render(
         report=report,
-        facts=[*facts, *origin.machine.gpus],
+        facts=[utc(origin.created_at), *facts],
         charts=charts(report),
         sections=sections(report),
     )
@@ -138,12 +135,9 @@ def _write(report: Report, folder: Path) -> list[Path]:
 
 def _untold_caches(runs: Sequence[Run]) -> list[str]:
     """Name the servers that did not say what they had cached; vLLM does only when asked to."""
-    silent = [
-        run
-        for run in runs
-        if run.summary.cached_share is None and run.summary.outcomes.get(Outcome.ANSWERED)
-    ]
-    arms = ", ".join(dict.fromkeys(run.arm for run in silent if run.arm))
+    answered = [run for run in runs if run.summary.outcomes.get(Outcome.ANSWERED)]
+    silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
+    arms = ", ".join(filter(None, silent))
     return [f"{arms}: {UNTOLD}" if arms else UNTOLD] if silent else []
 
 
@@ -154,10 +148,9 @@ def _folder(name: str) -> Path | None:
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ConfigError(f"--out {name} is a file: name a folder") from None
     except OSError as error:
-        raise ConfigError(f"--out {name}: {error.strerror}") from error
+        why = "it is a file: name a folder" if folder.is_file() else error.strerror
+        raise ConfigError(f"--out {name}: {why}") from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"--out {name}: the folder cannot be written")
     return folder

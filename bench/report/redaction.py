@@ -1,4 +1,4 @@
-"""How keys, passwords and access tokens are taken out of everything that a report shows.
+"""Takes keys, passwords and access tokens out of everything that a report shows.
 
 `provenance.py` and `document.py` call it. It looks for secrets in three ways, since each one alone
 misses some: by the name of a value, by the shape of a text, and by the very secrets that the
@@ -63,17 +63,17 @@ def clean(value: object, secrets: Sequence[str] = (), *, traces: bool = True) ->
         case str():
             return clean_text(value, secrets)
         case dict():
-            cleaned: dict[str, object] = {}
-            for key, inner in value.items():
-                name = clean_text(str(key), secrets)
-                if not is_secret_name(str(key)):
-                    cleaned[name] = clean(inner, secrets, traces=traces)
-                elif traces:
-                    cleaned[name] = inner if inner in (None, "", (), []) else WITHHELD
-            return cleaned
-        case list() | tuple() if value and all(isinstance(inner, str) for inner in value):
-            return clean_words(value, secrets)  # it may be a command
+            return {
+                clean_text(str(key), secrets): (inner and WITHHELD)
+                if is_secret_name(str(key))
+                else clean(inner, secrets, traces=traces)
+                for key, inner in value.items()
+                if traces or not is_secret_name(str(key))
+            }
         case list() | tuple():
+            words = [inner for inner in value if isinstance(inner, str)]
+            if len(words) == len(value):
+                return clean_words(words, secrets)  # it may be a command
             return [clean(inner, secrets, traces=traces) for inner in value]
         case _:
             return value

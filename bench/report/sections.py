@@ -140,12 +140,9 @@ def _overview(report: Report) -> Iterator[Section]:
     """Return a row per run, where there are several, and the problems that most of them have."""
     if len(report.runs) < 2:
         return
-    columns = [
-        "run", "offered/s", "answered/s", "tokens/s", "attainment", "goodput/s", "TTFT p50",
-        "TTFT p99", "TPOT p50", "TPOT p99", "gap p99", "failed", "valid",
-    ]  # fmt: skip
     rows = [_overview_row(run) for run in report.runs]
-    table = Table("", columns, rows, "Latencies are in milliseconds.")
+    cells = [list(row.values()) for row in rows]
+    table = Table("", list(rows[0]), cells, "Latencies are in milliseconds.")
     # Invalid runs are no flaw of a search, which goes on until it knows what it can.
     form = "INVALID: {}: {}" if report.search is None else "{} was INVALID: {}"
     found = [(run, problem) for run in report.runs for problem in run.problems]
@@ -157,19 +154,23 @@ def _overview(report: Report) -> Iterator[Section]:
     yield Section("Runs", lines, [table])
 
 
-def _overview_row(run: Run) -> list[str]:
+def _overview_row(run: Run) -> dict[str, str]:
     summary = run.summary
-    return [
-        run.label,
-        *map(number, (summary.offered_rate, summary.answered_rate, summary.tokens_per_s)),
-        share(summary.attainment),
-        number(summary.goodput),
-        *_percentiles(summary.ttft, "p50", "p99"),
-        *_percentiles(summary.tpot, "p50", "p99"),
-        *_percentiles(summary.gap_max, "p99"),
-        f"{summary.num_requests - summary.outcomes.get('answered', 0):,}",
-        "INVALID" if run.invalid else "warnings" if run.problems else "yes",
-    ]
+    return {
+        "run": run.label,
+        "offered/s": number(summary.offered_rate),
+        "answered/s": number(summary.answered_rate),
+        "tokens/s": number(summary.tokens_per_s),
+        "attainment": share(summary.attainment),
+        "goodput/s": number(summary.goodput),
+        "TTFT p50": _percentile(summary.ttft, "p50"),
+        "TTFT p99": _percentile(summary.ttft, "p99"),
+        "TPOT p50": _percentile(summary.tpot, "p50"),
+        "TPOT p99": _percentile(summary.tpot, "p99"),
+        "gap p99": _percentile(summary.gap_max, "p99"),
+        "failed": f"{summary.num_requests - summary.outcomes.get('answered', 0):,}",
+        "valid": "INVALID" if run.invalid else "warnings" if run.problems else "yes",
+    }
 
 
 def _run(run: Run, *, folded: bool) -> Section:
@@ -183,7 +184,9 @@ def _latencies(run: Run) -> Table:
     for name in (*LATENCIES, *FURTHER_LATENCIES):
         found: Distribution | None = getattr(summary, name)
         if found is not None:
-            rows.append([name, f"{found.count:,}", *_percentiles(found, *PERCENTILES)])
+            rows.append(
+                [name, f"{found.count:,}", *(_percentile(found, rank) for rank in PERCENTILES)]
+            )
     caption = ""
     if summary.ttft is not None and summary.ttft.count < MIN_FOR_P99:
         caption = f"A p99 rests on few samples in fewer than {MIN_FOR_P99:,} requests."
@@ -224,8 +227,9 @@ def _stages(run: Run) -> Iterator[Table]:
     found = summarise_stages(run.counted)
     if found is None:
         return
+    ranks = ("mean", "p50", "p90", "p99")
     rows = [
-        [name, *_percentiles(time, "mean", "p50", "p90", "p99"), share(found.shares[name])]
+        [name, *(_percentile(time, rank) for rank in ranks), share(found.shares[name])]
         for name, time in found.stages.items()
     ]
     added_up = (
@@ -236,7 +240,7 @@ def _stages(run: Run) -> Iterator[Table]:
     caption = f"{several(found.num_joined, 'request')} with a timeline; their stages {added_up}"
     if found.num_without:
         caption += f"; {found.num_without:,} answered without one"
-    yield Table("Stages, ms", ["stage", "mean", "p50", "p90", "p99", "share"], rows, caption)
+    yield Table("Stages, ms", ["stage", *ranks, "share"], rows, caption)
 
 
 def _reasons(run: Run) -> Table:
@@ -261,5 +265,5 @@ def _words(field: str) -> str:
     return re.sub(r"^num_|(?<!per)_s$", "", field).replace("_", " ")
 
 
-def _percentiles(found: Distribution | None, *names: str) -> list[str]:
-    return [NONE if found is None else number(getattr(found, name)) for name in names]
+def _percentile(found: Distribution | None, name: str) -> str:
+    return NONE if found is None else number(getattr(found, name))

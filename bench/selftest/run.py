@@ -65,7 +65,7 @@ def mixes(settings: SelfTestSettings) -> tuple[Mix, ...]:
 def play(name: str, mix: Mix) -> Played:
     """Run one load, and return its cases, answers and records."""
     cases = make_cases(mix)
-    stage = Stage({FIRST_NUMBER + index: case.answer for index, case in enumerate(cases)})
+    stage = Stage({FIRST_NUMBER + index: case.script for index, case in enumerate(cases)})
     requests, starts = plan(cases, mix), list[float]()
     with frozen(), ScriptedServer(stage.play) as server:
         target = Target(

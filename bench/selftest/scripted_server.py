@@ -225,26 +225,19 @@ class Stage:
     A script's number is the first id of a prompt, or N in a text with "script N".
     """
 
-    def __init__(self, scripts: Mapping[int, Script | Play] | None = None) -> None:
+    def __init__(self, scripts: Mapping[int, Script] | None = None) -> None:
         self.answers: list[Answer] = []
         self._scripts = scripts or {}
 
     async def play(self, call: Call) -> None:
-        number = _number(call.prompt)
-        found = self._scripts.get(number) if number is not None else None
-        answer = Answer(None if found is None else number, call.received_s, [])
+        number, free_s = _number(call.prompt), 0.0
+        script = None if number is None else self._scripts.get(number)
+        answer = Answer(None if script is None else number, call.received_s, [])
         self.answers.append(answer)
-        if found is None:
-            await self._perform(call, Script(steady(0.0, 0.0, call.num_tokens)), 0, answer)
-        elif isinstance(found, Script):
-            await self._perform(call, found, number or 0, answer)
-        else:
-            await found(call)
-
-    async def _perform(self, call: Call, script: Script, number: int, answer: Answer) -> None:
-        free_s = 0.0
+        if script is None:
+            script = Script(steady(0.0, 0.0, call.num_tokens))
         call.keep_alive = script.then == "end"
-        parts = parts_of(script, call.body, number)
+        parts = parts_of(script, call.body, answer.number or 0)
         for place, part in enumerate(parts, start=1):
             if not await call.until(max(call.received_s + part.at_ms / 1e3, free_s)):
                 return

@@ -13,6 +13,7 @@ import msgspec
 
 from baton.bench.figures.metrics import Summary, summarise
 from baton.bench.records import LoadResult, Outcome, Planned, Record
+from baton.bench.selftest.answers import answer_ids
 from baton.bench.selftest.cases import FIRST_NUMBER, Case, Mix
 from baton.bench.selftest.scripted_server import Answer
 
@@ -89,7 +90,7 @@ def judge(played: Played, tolerance_ms: float) -> Verdict:
     """Hold a load to the truth; `tolerance_ms` is the largest error of a percentile."""
     summary = summarise(played.result)
     figures, doubts = _figures(played, summary)
-    wrong = _not_asked_once(played) + _differences(played, summary)
+    wrong = _not_asked_once(played) + _differences(played)
     return Verdict(played.name, len(played.cases), tolerance_ms, figures, wrong, doubts)
 
 
@@ -142,19 +143,22 @@ def _not_asked_once(played: Played) -> list[str]:
     ]
 
 
-def _differences(played: Played, summary: Summary) -> list[str]:
-    """Return how the records and the count of their outcomes differ from the scripts."""
+def _differences(played: Played) -> list[str]:
+    """Return how the records differ from the scripts."""
     records, lines = played.records(), []
     for index, case in enumerate(played.cases):
         if (record := records.get(index)) is None:
             lines.append(f"request {index}: no record")
             continue
-        for name, truth in case.expected(FIRST_NUMBER + index, played.mix.counting).items():
+        expected: dict[str, object] = {"outcome": case.outcome}
+        if case.outcome is Outcome.ANSWERED:
+            num_tokens = case.script.num_tokens
+            expected |= {"num_tokens": num_tokens, "output_tokens": num_tokens}
+            expected["cached_tokens"] = case.script.cached_tokens
+            if played.mix.counting == "token_ids":
+                expected["token_ids"] = answer_ids(FIRST_NUMBER + index, num_tokens)
+        for name, truth in expected.items():
             if (seen := getattr(record, name)) != truth:
                 what = f"request {index} ({case.name}): {name} is {seen}, not {truth}"
                 lines.append(f"{what}; {record.detail}")
-    scripted = Counter(case.outcome for case in played.cases)
-    for outcome in Outcome:
-        if (seen := summary.outcomes.get(outcome, 0)) != scripted[outcome]:
-            lines.append(f"{seen} requests were counted as {outcome}, not {scripted[outcome]}")
     return lines

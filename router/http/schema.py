@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.http.decoding import decode
 from baton.runtime.log import clip
 
@@ -269,8 +269,9 @@ def _sampling_of(body: GenerationBody, limit_name: str) -> SamplingParams:
         raise RequestError(text, param=limit_name) from None
 
 
+# `_check` has seen to it that the fields of `NEUTRAL` ask for nothing.
 _SAMPLING_FIELDS = sorted(
-    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__)
+    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
 )
 
 

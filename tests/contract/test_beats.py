@@ -38,6 +38,17 @@ def test_a_ready_node_says_how_old_its_step_is() -> None:
     assert beats.message(clock()) == Beat(NODE, EPOCH, Load(1, 2))
 
 
+def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_beats() -> None:
+    clock, vitals = VirtualClock(10.0), Vitals()
+    beats = thread(vitals)
+    vitals.set_ready()
+    vitals.turned(clock())
+    clock.advance(12.0)
+    assert beats.message(clock()) == Beat(NODE, EPOCH, Load(), loop_age_s=12.0)
+    vitals.turned(clock())
+    assert beats.message(clock()) == Beat(NODE, EPOCH, Load())
+
+
 def test_beats_reach_the_router_without_the_loop(tmp_path: Path) -> None:
     with ends(tmp_path) as pair:
         vitals = Vitals()

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from baton.protocol.config import RouterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError, TransferError
 from baton.protocol.messages import (
     Cancel,
@@ -21,7 +22,7 @@ from baton.protocol.messages import (
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
-from tests.support.scripted_nodes import ScriptedNode, computing, node_info, toy_answer
+from tests.support.scripted_nodes import ScriptedNode, ToyNode, computing, node_info, toy_answer
 
 
 @routed()
@@ -86,6 +87,41 @@ async def test_a_node_that_does_not_fit_is_refused(
     stranger.join()
     assert (await stranger.hear(Refused)).failure.code == code
     assert bench.core.registry.in_service("decode") == []
+
+
+@routed()
+async def test_a_stray_node_that_finds_a_new_router_first_does_not_keep_the_cluster_out(
+    bench: RouterBench,
+) -> None:
+    stray = await bench.scripted(node_info("stray", "decode", model="another"))
+    prefill = ScriptedNode(bench.endpoint, node_info("p0", "prefill"))
+    bench.nodes.append(prefill)
+    prefill.join()
+    assert (await prefill.hear(Refused)).failure.code == "model_mismatch"
+    await bench.toy(node_info("d0", "decode"))
+    assert (await stray.hear(Refused)).failure.code == "model_mismatch"
+    prefill.join()  # it asks again, over the same channel
+    await prefill.hear(Peers)
+    assert bench.core.registry.model is not None
+    assert bench.core.registry.model.model == "model"
+    assert [node.node_id for node in bench.core.registry.in_service("decode")] == ["d0"]
+
+
+@routed(RouterConfig(local_prefill="always"))
+async def test_what_a_stray_node_began_ends_and_is_not_continued_by_another_model(
+    bench: RouterBench,
+) -> None:
+    await bench.toy(node_info("stray", "decode", model="another"), max_steps=2)
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    others = [ToyNode(bench.endpoint, node_info(f"d{number}", "decode")) for number in range(2)]
+    bench.nodes += others
+    for node in others:
+        node.join()
+    with pytest.raises(Overloaded) as error:
+        await collected(stream)
+    assert error.value.code == "model_replaced"
+    assert others[0].orders == others[1].orders == []
+    await bench.settled()
 
 
 @routed()

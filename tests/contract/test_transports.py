@@ -1,13 +1,8 @@
 """What every transport must do, with a process at either end; nixl with CMA and over TCP alone."""
 
-import contextlib
 import itertools
 import os
 import random
-import resource
-import select
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -24,12 +19,9 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
-from baton.kv_transfer.transports.fence import make_fence, membarrier_fence
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.kv_transfer.transports.pool_lender import MAX_UNPROVEN, unix_socket
 from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.config import TransportChoice
-from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.faulty_transport import Faults
@@ -331,18 +323,6 @@ def test_a_cancelled_read_in_flight_is_not_quiet_until_it_has_ended() -> None:
         peers.close()
 
 
-def test_a_machine_that_reorders_loads_gets_a_fence_or_no_shm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    try:
-        membarrier_fence()()
-    except ConfigError:
-        pytest.skip("this kernel does not allow membarrier")
-    monkeypatch.setattr("platform.machine", lambda: "alpha")
-    with pytest.raises(ConfigError, match=r"set transfer\.transport to nixl"):
-        make_fence()
-
-
 @pytest.mark.parametrize("mode", ["shm", "faulty"])
 def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
     peers = Peers(mode)
@@ -358,83 +338,3 @@ def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
         assert run(reader, now)[0].failure is None
     finally:
         peers.close()
-
-
-def connect_idle(owner: TransferPeer, count: int, stack: ExitStack) -> list[socket.socket]:
-    """Connections to the owner's socket that say nothing, made as fast as it takes them."""
-    name = "\0" + ShmAddress.decode(owner.address.metadata["shm"]).socket
-    links = []
-    for _ in range(count):
-        link = stack.enter_context(unix_socket())
-        while True:
-            with contextlib.suppress(BlockingIOError):  # its queue is full for a moment
-                link.connect(name)
-                break
-        links.append(link)
-    return links
-
-
-def test_idle_connections_keep_no_reader_out() -> None:
-    """Any process of this user can make them. Once, 1,024 stopped all transfers for good."""
-    peers = Peers("shm")
-    with ExitStack() as stack:
-        stack.callback(peers.close)
-        reader, owner = peers.start(), peers.start()
-        files = owner.ask().open_files
-        links = connect_idle(owner, 2000, stack)
-        connect(reader, owner)
-        (end,) = run(reader, read(owner, [1], [1]))
-        assert end.failure is None
-        assert owner.ask().open_files < files + MAX_UNPROVEN + 3
-        # The last ones are closed too, when they have proved nothing for long enough.
-        for link in links:
-            link.settimeout(60.0)
-            assert link.recv(1) == b""
-        assert owner.ask().open_files <= files + 2
-        (end,) = run(reader, read(owner, [2], [2]))
-        assert end.failure is None
-
-
-def test_an_owner_without_descriptors_waits_for_some_without_spinning() -> None:
-    peers = Peers("shm")
-    with ExitStack() as stack:
-        stack.callback(peers.close)
-        reader, owner = peers.start(), peers.start()
-        now = owner.ask().open_files
-        resource.prlimit(owner.pid, resource.RLIMIT_NOFILE, (now - 1, 4096))
-        connect_idle(owner, 40, stack)
-        ticks = [cpu_ticks(owner.pid)]
-        time.sleep(1.0)
-        ticks.append(cpu_ticks(owner.pid))
-        assert ticks[1] - ticks[0] < 0.5 * os.sysconf("SC_CLK_TCK"), ticks
-        resource.prlimit(owner.pid, resource.RLIMIT_NOFILE, (4096, 4096))
-        connect(reader, owner)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_users_process_gets_no_pool_even_with_the_nonce() -> None:
-    peers = Peers("shm")
-    with ExitStack() as stack:
-        stack.callback(peers.close)
-        reader, owner = peers.start(), peers.start()
-        nonce = ShmAddress.decode(owner.address.metadata["shm"]).nonce
-        stack.callback(os.seteuid, 0)
-        for user, found in ((0, 1), (65534, 0)):
-            os.seteuid(user)
-            (link,) = connect_idle(owner, 1, stack)
-            with contextlib.suppress(OSError):
-                link.send(nonce)
-            os.seteuid(0)
-            assert select.select([link], [], [], 30.0)[0]
-            descriptors: list[int] = []
-            with contextlib.suppress(ConnectionResetError):  # closed without a look at the nonce
-                _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            assert len(descriptors) == found
-        connect(reader, owner)
-
-
-def cpu_ticks(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        return sum(int(field) for field in file.read().rpartition(")")[2].split()[11:13])

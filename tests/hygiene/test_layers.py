@@ -50,15 +50,20 @@ DOORS = {
     ),
     "llm.py": ("protocol", "router"),
     "async_llm.py": ("protocol", "runtime", "router"),
+    "llm_settings.py": ("protocol", "runtime", "deploy"),
+    "prompts.py": ("protocol",),
+    "tokenizer.py": ("protocol", "router"),
     "started_nodes.py": ("protocol", "runtime", "router"),
 }  # fmt: skip
 VERSION_READER = "bench/report/provenance.py"
 # Where a module is imported by a name that the syntax tree does not show.
-IMPORTS_BY_NAME = {"kv_transfer/transports/nixl_binding.py", "src/baton/__init__.py"}
+IMPORTS_BY_NAME = {
+    "bench/cli.py", "kv_transfer/transports/nixl_binding.py", "src/baton/__init__.py",
+}  # fmt: skip
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 INTERFACES = "baton.kv_transfer.interfaces"
 WIRING = {
-    "engine/node.py": {"baton.kv_transfer.connector"},
+    "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.choice"},
     "engine/rank.py": {"baton.kv_transfer.agent", "baton.kv_transfer.host_pool"},
     "engine/kv_cache.py": {"baton.kv_transfer.host_pool"},
 }

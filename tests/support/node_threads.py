@@ -91,7 +91,7 @@ class NodeThreads:
         return asyncio.run(self._run(use))
 
     async def _run(self, use: Callable[[AsyncLLM], Awaitable[T]]) -> T:
-        llm = AsyncLLM.from_config(self.config, start_nodes=False)
+        llm = AsyncLLM(config=self.config, start_nodes=False)
         nodes = [self._node("prefill", i) for i in range(self.config.prefill)]
         nodes += [self._node("decode", i) for i in range(self.config.decode)]
         try:

@@ -135,10 +135,10 @@ def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(
     ("content", "said"),
     [
         ('{"schema": "baton.bench/99"}', "has schema 'baton.bench/99'; this baton reads"),
-        ('{"rows": []}', "has no schema; this baton reads 'baton.bench/1'"),
-        ("not json", "is not a report of baton bench"),
-        ('{"schema": "baton.bench/1"}', "is a damaged report: Object missing required field"),
-        ("[1, 2]", "is not a report of baton bench"),
+        ('{"rows": []}', "has schema ''; this baton reads 'baton.bench/1'"),
+        ("not json", "is no report of baton bench, or damaged"),
+        ('{"schema": "baton.bench/1"}', "or damaged: Object missing required field"),
+        ("[1, 2]", "is no report of baton bench, or damaged"),
         (None, "none.json: No such file"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
         write_again(again, [str(tmp_path / "second.json")])
     assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
     assert read_json(tmp_path / "report.json").title == "a better title"
-    with pytest.raises(ConfigError, match="is a file: name a folder"):
+    with pytest.raises(ConfigError, match="it is a file: name a folder"):
         begin("run", RunSettings(), ReportSettings(out=str(tmp_path / "report.json")))
 
 

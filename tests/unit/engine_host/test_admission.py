@@ -11,7 +11,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed
 from tests.support.drive import (
     BLOCK_SIZE,
-    PoolDrive,
+    Drive,
     decode_drive,
     handed,
     key,
@@ -24,12 +24,12 @@ LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def accepted(drive: PoolDrive) -> list[str]:
+def accepted(drive: Drive) -> list[str]:
     list(drive.entries())  # collects what was said
     return [str(m.key.request_id) for m in drive.said if isinstance(m, Accepted)]
 
 
-def hand(drive: PoolDrive, name: str, length: int, num_choices: int = 1) -> None:
+def hand(drive: Drive, name: str, length: int, num_choices: int = 1) -> None:
     """A request whose prompt, of its own, prefill offers at once."""
     prompt = [ord(name)] * length
     drive.scheduler.add(drive.now_s, 0, handed(name, prompt, 8, num_choices))

@@ -7,7 +7,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, CancelDone, Failed, FirstToken
 from tests.support.drive import (
     BLOCK_SIZE,
-    PoolDrive,
+    Drive,
     decode_drive,
     handed,
     key,
@@ -19,7 +19,7 @@ from tests.support.toy_executor import continuation, next_token
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def land(drive: PoolDrive, name: str, prompt: list[int], num_choices: int = 1) -> None:
+def land(drive: Drive, name: str, prompt: list[int], num_choices: int = 1) -> None:
     """What connector and prefill do for a handed-over request: offer, fill the blocks, report."""
     num_blocks = drive.pool.blocks_for(len(prompt))
     drive.scheduler.on_report(0.0, offered(name, len(prompt), num_blocks))

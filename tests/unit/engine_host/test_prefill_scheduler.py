@@ -6,7 +6,7 @@ from baton.kv_transfer.interfaces import Offer, Released
 from baton.protocol.errors import Failure
 from baton.protocol.messages import End, Failed, FirstTokens, Span, Withdrawn
 from tests.support.drive import (
-    PoolDrive,
+    Drive,
     key,
     prefill,
     prefill_drive,
@@ -17,7 +17,7 @@ from tests.support.toy_executor import next_token
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def announced(drive: PoolDrive, name: str) -> list[int]:
+def announced(drive: Drive, name: str) -> list[int]:
     """The blocks announced for a prompt, in order; fails when one is skipped or repeated."""
     blocks: list[int] = []
     for event in drive.asked:

@@ -150,7 +150,9 @@ def test_a_node_with_nothing_to_offer_is_refused() -> None:
 def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model() -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
+    join(registry, node_info("p0", "prefill"))
     registry.gone(NodeId("d0"))
+    registry.gone(NodeId("p0"))
     stranger = node_info("d1", "decode", model="another")
     registry.hello(0.0, stranger.node_id, hello_of(stranger))
     assert [type(c) for c in registry.ready(0.0, stranger.node_id, Ready(stranger))] == [Refuse]
