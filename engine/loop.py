@@ -104,6 +104,7 @@ class EngineLoop:
         self._clock = clock
         self._forecast = StepForecast()
         self._launched: deque[StepPlan] = deque()
+        self.crashed_in: StepPlan | None = None  # the step whose error ends this process
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0
         links.watch(executor.fileno())
@@ -153,12 +154,20 @@ class EngineLoop:
                 assert_never(message)
 
     def _settle(self, now_s: float) -> None:
+        try:
+            self._settle_steps(now_s)
+        except Exception:
+            self.crashed_in = self._launched[0] if self._launched else None
+            raise
+
+    def _settle_steps(self, now_s: float) -> None:
         while (result := self.executor.poll()) is not None:
             self.ring.record(now_s, result)
-            plan = self._launched.popleft()
+            plan = self._launched[0]
             if plan.step_id != result.step_id:
                 raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
             self.scheduler.settle(now_s, plan, result)
+            self._launched.popleft()
             self._forecast.learn(plan, result)
             self.observer.step_settled(plan, result)
             if self._launched:

@@ -28,9 +28,9 @@ from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
 from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, InvariantBroken
+from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
+from baton.protocol.messages import PROTOCOL_VERSION, Crashed, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
@@ -196,8 +196,7 @@ class EngineNode:
             compute=info.compute,
         )
         try:
-            while not self._stopping.is_set():
-                loop.turn()
+            self._work(loop, sockets)
         except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
             path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
@@ -206,6 +205,18 @@ class EngineNode:
                 "an invariant broke; the events before it, with prompts, are in a private file",
                 file=str(path),
             )
+            raise
+
+    def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
+        try:
+            while not self._stopping.is_set():
+                loop.turn()
+        except Exception as error:
+            if loop.crashed_in is not None:
+                # A request that does this to node after node must be known to the routers.
+                keys = tuple(part.key for part in loop.crashed_in.slices)
+                failure = NodeError(f"{self.node_id} ends by an error of its own: {error}")
+                sockets.last_words(Crashed(keys, failure.to_failure()))
             raise
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:

@@ -23,6 +23,8 @@ from baton.protocol.codec import (
 )
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import (
+    Cancel,
+    Crashed,
     Hello,
     NodeInfo,
     PeerHello,
@@ -42,6 +44,9 @@ from baton.runtime.log import logger
 
 # Failed handshakes in a row before the log says so: one may fail because a router ends.
 REFUSALS_TO_TELL = 3
+# How long a process that ends by an error waits for its routers to hear of it.
+LAST_WORDS_S = 1.0
+LAST_WORDS_POLL_S = 0.05
 
 # How long a node that was refused waits before it asks again.
 FIRST_WAIT_S = 0.5
@@ -151,6 +156,14 @@ class EngineSockets:
     def to_router(self, origin: Origin, message: ToRouter) -> None:
         # A full queue ends the session, which `receive` reports as a lost router.
         self._routers[origin].send(message)
+
+    def last_words(self, message: Crashed) -> None:
+        """Tell the routers why this process ends; wait until they have heard, for a second."""
+        waiting = [one for one in self._routers if one.connected and one.send(message)]
+        deadline_s = monotonic() + LAST_WORDS_S
+        while waiting and monotonic() < deadline_s:
+            waiting = [one for one in waiting if not _has_answered(one, message)]
+            self.wait(LAST_WORDS_POLL_S)
 
     def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
         match command:
@@ -302,3 +315,12 @@ class EngineSockets:
         known = self._introduced.pop(identity, None)
         if known is not None and not known.is_dropped:
             events.append(PeerLost(*known.peer))
+
+
+def _has_answered(router: Dialer[ToRouter, ToNode | Unreadable], crashed: Crashed) -> bool:
+    while (message := router.receive()) is not None:
+        if isinstance(message, Disconnected):
+            return True  # nobody is there
+        if isinstance(message, Cancel) and message.keys == crashed.keys:
+            return True
+    return False

@@ -231,7 +231,20 @@ class CancelDone(Message, frozen=True):
     keys: tuple[Key, ...]
 
 
-ToRouter = Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
+class Crashed(Message, frozen=True):
+    """This process ends by an error of its own, in a step of these sequences.
+
+    A router answers with a `Cancel` of them, so that the process knows that it was heard.
+    """
+
+    keys: tuple[Key, ...]
+    failure: Failure
+
+
+ToRouter = (
+    Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
+    | Crashed
+)  # fmt: skip
 
 
 # --- prefill to decode ------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -23,6 +22,7 @@ from baton.protocol.messages import (
     Beat,
     Cancel,
     CancelDone,
+    Crashed,
     Failed,
     FirstTokens,
     Hello,
@@ -43,6 +43,7 @@ from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.registry import Health, Registry
+from baton.router.request.active import Active
 from baton.router.request.events import (
     Begun,
     CallerGone,
@@ -64,7 +65,7 @@ from baton.router.request.events import (
     TriedAgain,
     Unplace,
 )
-from baton.router.request.leg import Request
+from baton.router.request.leg import DRAINING, Request
 from baton.router.request.lifecycle import NO_NODE, Lifecycle
 from baton.router.stream import RequestStream
 from baton.runtime.channels.keys import load_keys
@@ -75,17 +76,6 @@ TICK_S = 0.25
 ROUND_S = 10.0  # between two looks at every request
 
 log = logger("router")
-
-
-@dataclass(slots=True, eq=False)
-class Active:
-    """A request, from `submit` until no node has anything left to do or confirm for it."""
-
-    request_id: RequestId
-    lifecycle: Lifecycle
-    stream: RequestStream
-    began_s: float
-    is_broken: bool = False
 
 
 class RouterCore:
@@ -203,10 +193,15 @@ class RouterCore:
                 for entry in entries:
                     self._said(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
+                if isinstance(message, Failed) and message.failure.code == DRAINING:
+                    self.registry.drains(node)  # its next beat will say so too
                 self._said(node, message.key.request_id, message)
-            case CancelDone(keys=keys):
+            case CancelDone(keys=keys) | Crashed(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
                     self._said(node, request_id, message)
+                if isinstance(message, Crashed):
+                    self._apply(self.registry.gone(node, message.failure.message))
+                    self._send(node, Cancel(keys, "crashed"))
             case Beat(node_id=node_id):
                 if node_id == node:
                     self._apply(self.registry.beat(now_s, message))
@@ -394,8 +389,7 @@ class RouterCore:
             if key.request_id in self._active:
                 self._turn_away(key, failure)
         # The silence of a request is measured in minutes, so most need not be looked at each time.
-        is_round = now_s >= self._next_round_s
-        if is_round:
+        if is_round := now_s >= self._next_round_s:
             self._next_round_s = now_s + ROUND_S
         for active in [a for a in self._active.values() if is_round or a.lifecycle.is_leaving]:
             self._feed(active, Tick())

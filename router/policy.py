@@ -70,13 +70,17 @@ def _works(now_s: float, registry: Registry, prefill: Node, decode: Node) -> boo
     return allows and registry.can_pair(prefill, decode)
 
 
-def _prefill_rank(node: Node, place: Place) -> tuple[bool, int, NodeId]:
-    """Rank the nodes that have not failed this request first, then those with less work."""
-    return node.process in place.avoid, node.num_tokens, node.node_id
+def _prefill_rank(node: Node, place: Place) -> tuple[bool, int, int, NodeId]:
+    """Rank the nodes that have not failed this request first, then those with less work.
+
+    Nobody shares a node with a suspect as long as there is another node.
+    """
+    return node.process in place.avoid, node.num_suspects, node.num_tokens, node.node_id
 
 
-def _decode_rank(node: Node, place: Place) -> tuple[bool, int, int, NodeId]:
-    return node.process in place.avoid, node.num_sequences, node.num_tokens, node.node_id
+def _decode_rank(node: Node, place: Place) -> tuple[bool, int, int, int, NodeId]:
+    is_avoided = node.process in place.avoid
+    return is_avoided, node.num_suspects, node.num_sequences, node.num_tokens, node.node_id
 
 
 def _fitting(
@@ -97,7 +101,7 @@ def _local(place: Place, decode: Node | None, *, is_fallback: bool = False) -> D
     if decode is None:
         return None
     placed = Placed(place.key, None, decode.node_id, {decode.node_id: decode.epoch})
-    charge = Charge(place.num_tokens * place.num_choices, place.num_choices)
+    charge = Charge(place.num_tokens * place.num_choices, place.num_choices, place.is_suspect)
     return Decision(placed, ((decode.node_id, charge),), is_fallback)
 
 
@@ -106,8 +110,8 @@ def _pair(place: Place, prefill: Node, decode: Node | None) -> Decision:
     decode_id = None if decode is None else decode.node_id
     epochs = {node.node_id: node.epoch for node in nodes}
     placed = Placed(place.key, prefill.node_id, decode_id, epochs)
-    charges = [(prefill.node_id, Charge(place.num_tokens, 1))]
+    charges = [(prefill.node_id, Charge(place.num_tokens, 1, place.is_suspect))]
     if decode is not None:
-        charge = Charge(place.num_tokens * place.num_choices, place.num_choices)
+        charge = Charge(place.num_tokens * place.num_choices, place.num_choices, place.is_suspect)
         charges.append((decode.node_id, charge))
     return Decision(placed, tuple(charges))

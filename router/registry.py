@@ -36,7 +36,8 @@ STUCK_FACTOR = 8.0
 NO_LOAD = Load()
 
 # A `degraded` node is ready, but no node of the other role can work with it.
-NodeState = Literal["starting", "ready", "degraded", "silent", "stuck"]
+# A `draining` one gets no new work and ends when it has none.
+NodeState = Literal["starting", "ready", "degraded", "draining", "silent", "stuck"]
 Status = Literal["starting", "ready", "degraded", "failed"]
 
 
@@ -89,6 +90,7 @@ class Health(msgspec.Struct, frozen=True):
 class Charge(msgspec.Struct, frozen=True):
     num_tokens: int
     num_sequences: int
+    is_suspect: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +111,7 @@ class Node:
     charges: dict[Key, Charge] = field(default_factory=dict)
     num_tokens: int = 0
     num_sequences: int = 0
+    num_suspects: int = 0
     # Why it cannot work with a node of the other role, for those of which this is certain.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
@@ -182,13 +185,24 @@ class Registry:
         if node.info is None:
             return []
         was = node.state
-        node.state = "stuck" if _is_stuck(message) else "ready"
+        node.state = "draining" if message.is_draining else "ready"
+        if _is_stuck(message):
+            node.state = "stuck"
         if was != node.state:
             self._changed()
-        if was == "ready" and node.state == "stuck":
+        if was in ("ready", "draining") and node.state == "stuck":
             text = f"{node.node_id} is stuck: its step has run for {message.step_age_s:.0f} s"
+            if message.loop_age_s > STUCK_S:
+                text = f"{node.node_id} is stuck: its loop hangs for {message.loop_age_s:.0f} s"
             return [Left(node.node_id, node.role, _lost(text))]
         return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
+
+    def drains(self, peer: NodeId) -> None:
+        """Give a node no more work. What it has goes on, so it does not count as gone."""
+        node = self._nodes.get(peer)
+        if node is not None and node.state == "ready":
+            node.state = "draining"
+            self._changed()
 
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
         """Drop a node whose channel ended. If it is alive, it will introduce itself again."""
@@ -207,7 +221,7 @@ class Registry:
     def tick(self, now_s: float) -> list[Change]:
         changes: list[Change] = []
         for node in self._nodes.values():
-            if node.state == "ready" and now_s - node.heard_s > SILENCE_S:
+            if node.state in ("ready", "draining") and now_s - node.heard_s > SILENCE_S:
                 node.state = "silent"
                 self._changed()
                 failure = _lost(f"{node.node_id} has been silent for {SILENCE_S:g} s")
@@ -264,6 +278,7 @@ class Registry:
         node.charges[key] = charge
         node.num_tokens += charge.num_tokens
         node.num_sequences += charge.num_sequences
+        node.num_suspects += charge.is_suspect
 
     def note_pair(self, placed: Placed) -> None:
         """Note that a leg was given to two nodes, whose handoff will show whether they work."""
@@ -278,6 +293,7 @@ class Registry:
         if node is not None and charge is not None:
             node.num_tokens -= charge.num_tokens
             node.num_sequences -= charge.num_sequences
+            node.num_suspects -= charge.is_suspect
             if node.role == "decode":  # prefill is given back before decode has read the blocks
                 self.pairs.released(key)
 
@@ -350,6 +366,8 @@ def _impossible(info: NodeInfo) -> Failure | None:
 
 
 def _is_stuck(beat: Beat) -> bool:
+    if beat.loop_age_s > STUCK_S:
+        return True
     has_work = beat.load.num_running + beat.load.num_waiting > 0
     return has_work and beat.step_age_s > max(STUCK_S, STUCK_FACTOR * beat.predicted_s)
 

@@ -12,6 +12,7 @@ from baton.protocol.messages import (
     Accepted,
     Cancel,
     CancelDone,
+    Crashed,
     Decode,
     Failed,
     FinishReason,
@@ -74,7 +75,7 @@ class Tick(RequestMessage, frozen=True):
 
 
 # A node's message about a request is an event as it stands.
-NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone
+NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone | Crashed
 RequestEvent = (
     NodeMessage | Begun | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone | Tick
 )  # fmt: skip
@@ -96,6 +97,7 @@ class Place(RequestMessage, frozen=True):
     num_final_tokens: int  # the longest that one of its sequences can become
     avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request lately
     is_resume: bool = False  # the caller has tokens already
+    is_suspect: bool = False  # a node has died of an error in one of its steps
 
 
 class Unplace(RequestMessage, frozen=True):

@@ -4,17 +4,21 @@ Only `lifecycle` makes and changes legs. A leg that is no longer wanted is kept 
 confirmed that nothing more will come, because its blocks count as used until then.
 """
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
 
-from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
+from baton.protocol.errors import Cancelled, Failure, NodeError, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import Decode, FirstToken, Prefill
+from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill
 from baton.protocol.sampling import Sampling
 from baton.router.request.events import NodeProcess, Place, Release, Send
+
+# How long a request stays away from a process that failed it, if there is another one.
+AVOID_S = 30.0
+DRAINING = "draining"  # the code with which a node that is to end sends a leg elsewhere
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -34,6 +38,19 @@ class LegState(Enum):
     CLOSED = auto()
 
 
+class Avoided:
+    """The processes that failed a request, each until the request may be given to it again."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[NodeProcess, float] = {}
+
+    def add(self, now_s: float, process: NodeProcess) -> None:
+        self._until_s[process] = now_s + AVOID_S
+
+    def at(self, now_s: float) -> frozenset[NodeProcess]:
+        return frozenset(process for process, at_s in self._until_s.items() if now_s < at_s)
+
+
 @dataclass(slots=True, frozen=True)
 class Loss:
     """Why a leg or some of its sequences were lost, and which nodes the next attempt avoids."""
@@ -43,12 +60,18 @@ class Loss:
     is_death: bool = False  # a node is gone or counts as gone
     is_of_handoff: bool = False  # decode could not take over from prefill
 
+    @classmethod
+    def broken(cls, message: str, *blamed: NodeId) -> "Loss":
+        return cls(NodeError(message, code="stream_broken").to_failure(), frozenset(blamed))
+
     def is_free(self, num_new_tokens: int) -> bool:
         """Return whether an attempt that brought so many tokens uses up no attempt.
 
         The first token of an attempt is computed with its prompt. A sequence that kills every
         node in its first decode step gets one token per attempt, so a death needs two.
         """
+        if self.failure.code == DRAINING:
+            return True
         return num_new_tokens > (1 if self.is_death else 0)
 
 
@@ -76,13 +99,21 @@ class Leg:
     def keys(self) -> tuple[Key, ...]:
         return tuple(self.key.of_choice(choice) for choice in self.choices)
 
-    @property
-    def may_forward(self) -> bool:
-        """Whether first tokens may go to the caller, because the rest of the output is assured."""
-        if self.decode is None or self.accepted:
-            return True
+    def assured_firsts(self) -> list[tuple[int, int, FinishReason | None]]:
+        """Return choice, first token and end of all choices, once nothing stands in their way.
+
+        No token may go to the caller before the rest of the output is assured.
+        """
         firsts = self.first_tokens or ()
-        return all(token.finish_reason is not None for token in firsts)
+        is_whole = all(first.finish_reason is not None for first in firsts)
+        if self.decode is not None and not self.accepted and not is_whole:
+            return []
+        # A leg without a decode node was asked for one token only.
+        last: FinishReason | None = "length" if self.decode is None else None
+        return [
+            (choice, first.token_id, first.finish_reason or last)
+            for choice, first in zip(self.choices, firsts, strict=bool(firsts))
+        ]
 
     @property
     def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
@@ -93,6 +124,11 @@ class Leg:
 
     def process(self, node: NodeId) -> NodeProcess:
         return node, self.epochs.get(node, Epoch(""))
+
+    def is_named(self, node: NodeId, keys: Iterable[Key]) -> bool:
+        """Return whether `node` works for this leg now, and some of `keys` are of it."""
+        works = self.state is LegState.LIVE and node in (self.prefill, self.decode)
+        return works and not set(keys).isdisjoint(self.keys)
 
     def loss_of(self, node: NodeId, failure: Failure) -> Loss:
         """Return what follows from a failure that `node` reports while this leg is wanted."""
@@ -105,7 +141,14 @@ class Leg:
         # One failure does not say which end is at fault, so the request avoids both.
         return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
 
-    def wish(self, request: Request, output: list[int], avoid: frozenset[NodeProcess]) -> Place:
+    def wish(
+        self,
+        request: Request,
+        output: list[int],
+        avoid: frozenset[NodeProcess],
+        *,
+        is_suspect: bool,
+    ) -> Place:
         """Return the command that finds nodes for this leg."""
         num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
         return Place(
@@ -116,6 +159,7 @@ class Leg:
             num_final_tokens=num_prompt + max_tokens,
             avoid=avoid,
             is_resume=bool(output),
+            is_suspect=is_suspect,
         )
 
     def orders(self, request: Request, output: list[int]) -> list[Send]:
@@ -163,3 +207,9 @@ class Choice:
     attempt: int = 0
     num_losses: int = 0  # in a row, each without progress
     output: list[int] = field(default_factory=list)  # all tokens that the caller was given
+
+
+def kills_nodes(num_nodes: int) -> Failure:
+    """Return why a request gets no more nodes. It is no 5xx: clients would send it again."""
+    text = f"{num_nodes} nodes died of an error in a step of this request"
+    return RequestError(text, code="request_kills_nodes", http_status=422).to_failure()

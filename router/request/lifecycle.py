@@ -5,20 +5,20 @@ It must keep these invariants: there is exactly one `Outcome`, and nothing is de
 tokens come in order of position, none lost, none twice; every charge is released once; `Closed`
 comes last, and within a deadline.
 
-When a leg is lost before the caller has a token, the whole request is tried again. After that,
-every unfinished choice resumes on its own from the tokens that were received. Only losses without
-progress use up attempts.
+A request that loses a leg before its caller has a token is tried again as a whole. After that each
+unfinished choice resumes from its tokens. Only losses without progress use up attempts.
 """
 
 from collections.abc import Sequence
 from typing import assert_never
 
-from baton.protocol.errors import Cancelled, Failure, NodeError
+from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     Accepted,
     Cancel,
     CancelDone,
+    Crashed,
     Failed,
     FinishReason,
     FirstTokens,
@@ -33,7 +33,6 @@ from baton.router.request.events import (
     Deliver,
     HandoffEnded,
     NodeLost,
-    NodeProcess,
     NotPlaced,
     Outcome,
     Placed,
@@ -46,14 +45,22 @@ from baton.router.request.events import (
     TriedAgain,
     Unplace,
 )
-from baton.router.request.leg import Choice, Leg, LegState, Loss, Request
+from baton.router.request.leg import (
+    Avoided,
+    Choice,
+    Leg,
+    LegState,
+    Loss,
+    Request,
+    kills_nodes,
+)
 
 # How long a cancelled leg stays charged to nodes that do not confirm the cancel.
 CONFIRM_DEADLINE_S = 5.0
 # Only a backstop: beats reveal within seconds that a node is dead, stuck or cut off.
 SILENCE_DEADLINE_S = 600.0
-# How long a request stays away from a process that failed it, if there is another one.
-AVOID_S = 30.0
+# How many processes may die of an error in a step of a request before it is refused.
+MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
 
 
@@ -68,7 +75,8 @@ class Lifecycle:
         self._has_delivered = False
         self._has_outcome = False
         self._is_closed = False
-        self._avoid_until_s: dict[NodeProcess, float] = {}
+        self._avoided = Avoided()
+        self._num_crashes = 0
         self._now_s = 0.0
         self._out: list[RequestCommand] = []
 
@@ -88,6 +96,8 @@ class Lifecycle:
                 self._on_failed(node, key, failure)
             case CancelDone(keys=keys):
                 self._on_cancel_done(node, keys)
+            case Crashed(keys=keys):
+                self._on_crashed(node, keys)
             case Begun():
                 self._open_leg(self._choices)
             case Placed():
@@ -114,7 +124,7 @@ class Lifecycle:
         return self._out
 
     @property
-    def is_leaving(self) -> bool:  # a node has yet to confirm a cancel, within seconds
+    def is_leaving(self) -> bool:  # a node has yet to confirm a cancel
         return any(leg.state is LegState.LEAVING for leg in self._legs)
 
     # --- what nodes say -------------------------------------------------------------------------
@@ -156,23 +166,17 @@ class Lifecycle:
         leg.heard_s = self._now_s
         self._out.extend(leg.releases({leg.prefill}))
         if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
-            failure = _broken("prefill sent first tokens that do not fit")
-            self._lose(leg, Loss(failure, frozenset({node})), node)
+            self._lose(leg, Loss.broken("prefill sent first tokens that do not fit", node), node)
             return
         self._out.append(Timed(message.times, of_prompt=True))
         leg.first_tokens = message.tokens
         self._forward_first_tokens(leg)
 
     def _forward_first_tokens(self, leg: Leg) -> None:
-        if leg.first_tokens is None or not leg.may_forward:
-            return
-        for index, first in zip(leg.choices, leg.first_tokens, strict=True):
+        for index, token_id, reason in leg.assured_firsts():
             choice = self._choices[index]
             if choice.leg is leg:
-                # A leg without a decode node was asked for one token only.
-                last: FinishReason | None = "length" if leg.decode is None else None
-                reason = first.finish_reason or last
-                self._receive(leg, choice, leg.num_tokens, [first.token_id], reason)
+                self._receive(leg, choice, leg.num_tokens, [token_id], reason)
 
     def _receive(
         self,
@@ -186,8 +190,7 @@ class Lifecycle:
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
             assert leg.decode is not None
-            failure = _broken("tokens are missing from the stream")
-            self._lose(leg, Loss(failure, frozenset({leg.decode})), None)
+            self._lose(leg, Loss.broken("tokens are missing from the stream", leg.decode), None)
             return
         fresh = token_ids[num_known:] if num_known else token_ids
         if not fresh and finish_reason is None:
@@ -199,23 +202,20 @@ class Lifecycle:
             self._end_choice(choice, by_router=False)
 
     def _on_failed(self, node: NodeId, key: Key, failure: Failure) -> None:
-        for leg in self._legs:
-            if leg.state is LegState.LIVE and key in leg.keys:
-                break
-        else:
+        leg = next((leg for leg in self._legs if leg.is_named(node, (key,))), None)
+        if leg is None:
             return
         loss = leg.loss_of(node, failure)
         if loss.is_of_handoff:
             self._end_handoff(leg, failure)
         if node == leg.prefill:
             self._prefill_is_over(leg, loss)
-        elif node == leg.decode:
+        elif leg.streaming or key != leg.key:
             # Once decode streams, each of its sequences has a key of its own.
-            if leg.streaming or key != leg.key:
-                self._lose_choices(leg, {key.choice} & leg.open, loss)
-            else:
-                self._cancel(leg, node, leg.keys[1:])  # it may have forked them already
-                self._lose(leg, loss, node)
+            self._lose_choices(leg, {key.choice} & leg.open, loss)
+        else:
+            self._cancel(leg, node, leg.keys[1:])  # it may have forked them already
+            self._lose(leg, loss, node)
 
     def _end_handoff(self, leg: Leg, failure: Failure | None) -> None:
         if leg.pair is not None:
@@ -242,6 +242,13 @@ class Lifecycle:
         for leg in list(self._legs):
             leg.confirm(node, keys)
             self._close_if_confirmed(leg)
+
+    def _on_crashed(self, node: NodeId, keys: tuple[Key, ...]) -> None:
+        """Count a process that died in a step of this request. `NodeLost` follows."""
+        if not self._has_outcome and any(leg.is_named(node, keys) for leg in self._legs):
+            self._num_crashes += 1
+            if self._num_crashes >= MAX_CRASHES:
+                self._conclude(kills_nodes(self._num_crashes))
 
     # --- loss and retry -------------------------------------------------------------------------
 
@@ -276,7 +283,7 @@ class Lifecycle:
         if self._has_outcome:
             return
         for node in loss.blamed:
-            self._avoid_until_s[leg.process(node)] = self._now_s + AVOID_S
+            self._avoided.add(self._now_s, leg.process(node))
         for choice in lost:
             choice.leg = None
             choice.attempt += 1
@@ -305,13 +312,8 @@ class Lifecycle:
         for choice in choices:
             choice.leg = leg
         self._legs.append(leg)
-        self._out.append(leg.wish(self.request, first.output, self._avoided()))
-
-    def _avoided(self) -> frozenset[NodeProcess]:
-        until_s = self._avoid_until_s
-        for process in [process for process, at_s in until_s.items() if at_s <= self._now_s]:
-            del until_s[process]
-        return frozenset(until_s)
+        avoid, is_suspect = self._avoided.at(self._now_s), self._num_crashes > 0
+        self._out.append(leg.wish(self.request, first.output, avoid, is_suspect=is_suspect))
 
     def _on_placed(self, placed: Placed) -> None:
         nodes = {node for node in (placed.prefill_node, placed.decode_node) if node is not None}
@@ -389,14 +391,10 @@ class Lifecycle:
             if leg.state is LegState.LEAVING and self._now_s >= leg.leave_by_s:
                 self._close(leg)
             elif leg.state is LegState.LIVE and self._now_s - leg.heard_s >= SILENCE_DEADLINE_S:
-                self._lose(leg, Loss(_broken("nothing was heard of this request")), None)
+                self._lose(leg, Loss.broken("nothing was heard of this request"), None)
 
     def _leg_of(self, key: Key, state: LegState = LegState.LIVE) -> Leg | None:
         for leg in self._legs:
             if leg.key == key and leg.state is state:
                 return leg
         return None
-
-
-def _broken(message: str) -> Failure:
-    return NodeError(message, code="stream_broken").to_failure()

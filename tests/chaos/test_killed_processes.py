@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 
 from baton.protocol.config import (
@@ -17,6 +18,8 @@ from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 
 NUM_TOKENS = 200
+MANY_TOKENS = 4_000  # far more than the streams get to
+DEADLINE_S = 120.0
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 LONG_PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(3_000)]
 
@@ -106,3 +109,57 @@ def test_requests_are_served_again_when_a_dead_node_is_back(tmp_path: Path) -> N
         again = cluster.complete(**body(PROMPT, 20))
     assert first["choices"][0]["token_ids"] == expected(False, 20)  # type: ignore[index]
     assert again["choices"][0]["token_ids"] == expected(False, 20)  # type: ignore[index]
+
+
+class Reader:
+    """Reads an endless stream on a thread until the server is gone."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.tokens: list[int] = []
+        self.end: BaseException | None = None
+        self._events = cluster.stream(**body(PROMPT, MANY_TOKENS))
+        self._moved = threading.Condition()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def wait_for_more(self, num_tokens: int) -> None:
+        """Wait for so many more tokens; an end of the stream is an error."""
+        with self._moved:
+            goal = len(self.tokens) + num_tokens
+            moved = self._moved.wait_for(lambda: self.end or len(self.tokens) >= goal, DEADLINE_S)
+        assert moved, "the stream stands still"
+        if self.end is not None:
+            raise self.end
+
+    def join(self) -> None:
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    def _read(self) -> None:
+        end: BaseException = AssertionError("the stream is complete")
+        try:
+            for event in self._events:
+                with self._moved:
+                    self.tokens += token_ids(event)
+                    self._moved.notify_all()
+        except (OSError, HTTPException, AssertionError) as error:
+            end = error
+        with self._moved:
+            self.end = end
+            self._moved.notify_all()
+
+
+def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> None:
+    """More kills than a request has attempts, and no other decode node to go to."""
+    with Cluster(tmp_path, settings()) as cluster:
+        readers = [Reader(cluster) for _ in range(2)]
+        for _ in range(RouterConfig().max_attempts + 1):
+            for reader in readers:
+                reader.wait_for_more(2)
+            cluster.kill("decode-0")
+            cluster.start_node("decode", 0)
+        for reader in readers:
+            reader.wait_for_more(2)
+    for reader in readers:
+        reader.join()
+        assert reader.tokens == expected(False, len(reader.tokens))

@@ -6,9 +6,10 @@ import time
 import pytest
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import Overloaded, TransferError
+from baton.protocol.errors import NodeError, Overloaded, RequestError, TransferError
 from baton.protocol.messages import (
     Cancel,
+    Crashed,
     Decode,
     Failed,
     NodeInfo,
@@ -246,6 +247,28 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
     large = await bench.toy(node_info("d2", "decode"))
     assert (await collected(head)).outputs[0].token_ids == toy_answer([1] * 100, 8)
     assert [order.key.attempt for order in large.orders] == [0]
+
+
+@routed()
+async def test_a_request_that_kills_two_nodes_spares_the_third(bench: RouterBench) -> None:
+    await bench.scripted(node_info("p0", "prefill"))
+    decodes = [await bench.scripted(node_info(f"d{index}", "decode")) for index in range(3)]
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    for attempt, node in enumerate(decodes[:2]):
+        key = (await node.hear(Decode)).key
+        assert key.attempt == attempt
+        node.say(Tokens([TokenEntry(key, 6 + 2 * attempt, [1, 2])]))
+        node.say(Crashed((key,), NodeError("no such kernel").to_failure()))
+        # The process ends when it has been heard.
+        while (await node.hear(Cancel)).keys != (key,):
+            pass
+        node.die()
+    with pytest.raises(RequestError) as error:
+        await stream.ended()
+    assert (error.value.code, error.value.http_status) == ("request_kills_nodes", 422)
+    assert [node.node_id for node in bench.core.registry.in_service("decode")] == ["d2"]
+    assert not any(isinstance(message, Decode) for message in decodes[2].heard)
+    await bench.settled()
 
 
 @routed()

@@ -263,6 +263,8 @@ def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
     bench.executor.finished.rotate()
     with pytest.raises(InvariantBroken, match="settled before"):
         bench.loop.turn()
+    assert bench.loop.crashed_in is not None
+    assert [part.key for part in bench.loop.crashed_in.slices] == [key("r")]
 
 
 def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:
@@ -276,6 +278,8 @@ def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:
 
 def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
     bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT)))
     bench.pool.quarantine(bench.pool.allocate(3))
     with pytest.raises(NodeError):
         bench.loop.turn()
+    assert bench.loop.crashed_in is None, "no request is to blame"

@@ -20,6 +20,7 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    Crashed,
     Done,
     Hello,
     NodeInfo,
@@ -226,6 +227,21 @@ def test_a_request_that_cannot_be_read_is_answered_and_other_garbage_is_counted(
         assert cancel == Cancel(())
     finally:
         sockets.close()
+
+
+def test_the_last_words_of_a_process_are_heard_before_it_ends(router: RouterEnd) -> None:
+    introduction = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
+    sockets = EngineSockets((router.endpoint,), introduction)
+    crashed = Crashed((key("r"),), NodeError("no such kernel").to_failure())
+    try:
+        assert router.hear() == introduction
+        router.say(Cancel((key("r"),)))
+        hear(sockets, 1)
+        router.say(Cancel(crashed.keys))
+        sockets.last_words(crashed)
+    finally:
+        sockets.close()
+    assert router.hear() == crashed
 
 
 def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:

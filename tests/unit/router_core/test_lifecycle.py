@@ -9,6 +9,7 @@ from baton.protocol.messages import (
     Accepted,
     Cancel,
     CancelDone,
+    Crashed,
     Failed,
     FirstToken,
     FirstTokens,
@@ -23,6 +24,7 @@ from baton.router.request.events import (
     Deliver,
     HandoffEnded,
     NodeLost,
+    NodeMessage,
     NotPlaced,
     Outcome,
     Place,
@@ -36,9 +38,8 @@ from baton.router.request.events import (
     TriedAgain,
     Unplace,
 )
-from baton.router.request.leg import Request
+from baton.router.request.leg import AVOID_S, DRAINING, Request
 from baton.router.request.lifecycle import (
-    AVOID_S,
     CONFIRM_DEADLINE_S,
     SILENCE_DEADLINE_S,
     Lifecycle,
@@ -73,9 +74,7 @@ class Driver:
         self.step(Placed(place.key, P, D, EPOCHS))
         return place.key
 
-    def says(
-        self, node: NodeId, message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
-    ) -> list[RequestCommand]:
+    def says(self, node: NodeId, message: NodeMessage) -> list[RequestCommand]:
         return self.lifecycle.step(self.now_s, message, node)
 
 
@@ -199,6 +198,35 @@ def test_one_token_is_progress_unless_the_node_died(code: str) -> None:
     # The first token is computed with the prompt: the node died in its first decode step.
     drive.says(D, TokenEntry(key, 8, [9]))
     assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
+
+
+def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -> None:
+    drive = Driver(max_tokens=50, max_attempts=9)
+    drive.place()
+    drive.says(D, TokenEntry(KEY, 3, [9, 9]))
+    assert drive.says(D, Crashed((Key(RequestId("other")),), LOST)) == []
+    assert drive.says(D, Crashed((KEY,), LOST)) == []
+    (place,) = of_type(drive.step(NodeLost(D, LOST)), Place)
+    assert isinstance(place, Place)
+    assert place.is_suspect
+    drive.step(Placed(place.key, P, D, EPOCHS))
+    assert drive.says(D, Crashed((KEY,), LOST)) == [], "that leg is over"
+    drive.says(D, TokenEntry(place.key, 5, [9, 9]))
+    commands = drive.says(D, Crashed((place.key,), LOST))
+    (outcome,) = of_type(commands, Outcome)
+    assert isinstance(outcome, Outcome)
+    assert outcome.failure is not None
+    assert (outcome.failure.code, outcome.failure.http_status) == ("request_kills_nodes", 422)
+    assert of_type(drive.step(NodeLost(D, LOST)), Place) == []
+
+
+def test_a_node_that_drains_sends_a_leg_elsewhere_at_no_cost() -> None:
+    drive = Driver(max_attempts=1)
+    drive.place()
+    draining = Failure(DRAINING, "it is to end", retryable=True, http_status=503)
+    (place,) = of_type(drive.says(D, Failed(KEY, draining)), Place)
+    assert isinstance(place, Place)
+    assert place.avoid == {(D, EPOCHS[D])}
 
 
 @pytest.mark.parametrize("node", [P, D])

@@ -112,6 +112,16 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_leg_at_a_t
     assert registry.pairs.health(later_s) == ()
 
 
+def test_nobody_shares_a_node_with_a_suspect_as_long_as_there_is_another() -> None:
+    registry = cluster(*PAIRS)
+    suspect = msgspec.structs.replace(place("a", 33), is_suspect=True)
+    assert choose(registry, suspect) == ("p0", "d0")
+    for name in "bc":
+        assert choose(registry, place(name, 90)) == ("p1", "d1")
+    registry.forget(suspect.key.request_id)
+    assert choose(registry, place("d")) == ("p0", "d0")
+
+
 def test_a_probe_that_ends_without_an_answer_makes_room_for_another() -> None:
     registry = cluster(*PAIRS[1:3])  # p0 and d1
     registry.pairs.failed(0.0, process("p0"), process("d1"), UNREADABLE)

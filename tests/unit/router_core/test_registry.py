@@ -33,6 +33,10 @@ def beat(info: NodeInfo, age_s: float = 0.0, load: Load = BUSY, predicted_s: flo
     return Beat(info.node_id, info.epoch, load, age_s, predicted_s)
 
 
+def hanging(info: NodeInfo, loop_age_s: float) -> Beat:
+    return Beat(info.node_id, info.epoch, Load(), loop_age_s=loop_age_s)
+
+
 def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
     registry, info = Registry(), node_info("d0", "decode")
     peer = info.node_id
@@ -71,14 +75,29 @@ def test_three_missed_beats_and_no_less_put_a_node_out() -> None:
         (beat(node_info("d0", "decode"), 10.1, predicted_s=2.0), False),
         (beat(node_info("d0", "decode"), 16.1, predicted_s=2.0), True),
         (beat(node_info("d0", "decode"), 99.0, Load()), False),
+        (hanging(node_info("d0", "decode"), 9.9), False),
+        (hanging(node_info("d0", "decode"), 10.1), True),
     ],
 )
-def test_stuck_is_an_old_step_with_work_at_hand(message: Beat, is_stuck: bool) -> None:
+def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(message: Beat, is_stuck: bool) -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
     changes = registry.beat(1.0, message)
     assert [type(change) for change in changes] == ([Left] if is_stuck else [])
     assert (registry.nodes_health(1.0)[0].state == "stuck") == is_stuck
+
+
+@pytest.mark.parametrize("by_beat", [True, False])
+def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has(by_beat: bool) -> None:
+    registry, info = Registry(), node_info("d0", "decode")
+    join(registry, info)
+    if by_beat:
+        assert registry.beat(1.0, Beat(info.node_id, info.epoch, BUSY, is_draining=True)) == []
+    else:
+        registry.drains(info.node_id)
+    assert registry.nodes_health(1.0)[0].state == "draining"
+    assert ids(registry, "decode") == []
+    assert [type(change) for change in registry.tick(99.0)] == [Left]
 
 
 def test_beats_of_another_epoch_count_for_nobody() -> None:
