@@ -40,7 +40,7 @@ log = logger("router")
 
 
 class Engine(Protocol):
-    """The part of `AsyncLLM` that handlers need."""
+    """The part of `TextRouter` that handlers need."""
 
     async def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
@@ -61,6 +61,7 @@ class Work:
     """One HTTP request and the answer that it is getting."""
 
     ask: Ask
+    params: SamplingParams
     answer: Answer
     prompts: list[str | list[int] | bytes]  # bytes are packed token ids
     echoes: list[str]  # per prompt, the text before each of its choices; empty without `echo`
@@ -149,7 +150,7 @@ class Handlers:
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.answer.id, text=_shown(ready))
-                running.streams.append(await self._engine.submit(ready, work.ask.params, name))
+                running.streams.append(await self._engine.submit(ready, work.params, name))
         return work
 
     def _model(self) -> ServedModel:
@@ -178,7 +179,7 @@ class Handlers:
             token_ids=ask.token_ids,
             timeline=ask.timeline,
         )
-        return Work(ask, answer, prompts, echoes, request_id_of(request) or answer.id)
+        return Work(ask, ask.params, answer, prompts, echoes, request_id_of(request) or answer.id)
 
     async def _ids_of(self, prompt: Prompt, ask: Ask, model: ServedModel) -> str | list[int]:
         """Return a prompt as the engine takes it: what only it can check is left to it."""
@@ -200,7 +201,7 @@ class Handlers:
 
     async def _whole(self, work: Work, running: Running) -> web.Response:
         streams = running.streams
-        num_choices = work.ask.params.n
+        num_choices = work.params.n
         wholes = [Merged(num_choices) for _ in streams]
         for stream, whole in zip(streams, wholes, strict=True):
             stream.send_to(self._counted(whole.add))
@@ -221,7 +222,7 @@ class Handlers:
 
     async def _echo(self, request: web.Request, work: Work) -> web.StreamResponse:
         """Answer with the prompts alone, as `max_tokens` 0 asks; no node takes part."""
-        num_choices = work.ask.params.n
+        num_choices = work.params.n
         outputs = [
             CompletionOutput(index, work.echoes[index // num_choices], [], None, "length")
             for index in range(len(work.echoes) * num_choices)
@@ -251,13 +252,18 @@ class Handlers:
     ) -> web.StreamResponse:
         streams = running.streams
         # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
-        # delta; but not so long that the client is left in silence.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._silence_s):
-                await streams[0].changed()
+        # delta; but not so long that the client is left in silence, unless the request still waits
+        # for a node: then it may get 503.
+        has_nodes = False
+        while not has_nodes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._silence_s):
+                    await streams[0].changed()
+                break
+            has_nodes = streams[0].metrics.num_attempts > 0
         headers = _headers(work, [stream.metrics for stream in streams])
         events = EventStream(request, work.answer.id, headers, self._silence_s)
-        relay = Relay(events, work.answer, work.ask.params.n, work.echoes, self._metrics)
+        relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
         await events.open()
         try:
             for index, stream in enumerate(streams):

@@ -1,6 +1,6 @@
 """Text to tokens and back: the one part of the router that knows the tokenizer.
 
-`AsyncLLM` encodes a prompt once and makes a `Detokenizer` per choice. All that is needed is the
+`TextRouter` encodes a prompt once and makes a `Detokenizer` per choice. All that is needed is the
 package `tokenizers` and a tokenizer.json: torch and transformers must never load here.
 """
 

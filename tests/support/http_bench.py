@@ -1,7 +1,7 @@
 """The HTTP side of the router on a free port, before an engine that a test plays word by word.
 
-`ScriptedEngine` stands in for `AsyncLLM` behind the handlers' own interface; streams, detokenizers
-and the server are the real ones.
+`ScriptedEngine` stands in for `TextRouter` behind the handlers' own interface; streams,
+detokenizers and the server are the real ones.
 """
 
 import asyncio
