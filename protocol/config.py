@@ -29,9 +29,15 @@ def says(
     ge: int | None = None,
     gt: int | None = None,
     le: int | None = None,
+    repeated: bool = False,
 ) -> Meta:
-    """Return what a setting means, its unit and its bounds."""
-    extra = {"unit": unit} if unit else None
+    """Return what a setting means, its unit and its bounds.
+
+    The flag of a `repeated` one is given once per entry.
+    """
+    extra: dict[str, object] = {"unit": unit} if unit else {}
+    if repeated:
+        extra["repeated"] = True
     if gt is not None:
         return Meta(gt=gt, le=le, description=meaning, extra=extra)
     return Meta(ge=ge, le=le, description=meaning, extra=extra)
@@ -43,6 +49,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         says("folder of the model, or its name on the Hugging Face hub; empty is the demo model"),
     ] = ""
     name: Annotated[str, says("name of the model in the API; empty takes the folder's name")] = ""
+    chat_template: Annotated[
+        str, says("file with a chat template that takes the place of the model's own")
+    ] = ""
     dtype: Annotated[Dtype, says("type of weights and KV blocks; auto takes the checkpoint's")] = (
         "auto"
     )
@@ -121,7 +130,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_attempts: Annotated[
         int, says("most attempts in a row that bring a request no token", ge=1)
     ] = 3
-    max_body_mib: Annotated[int, says("largest body of an HTTP request", "MiB", ge=1)] = 16
+    max_body_mib: Annotated[
+        int,
+        says(
+            "largest body of an HTTP request; less where the model's longest prompt needs less",
+            "MiB",
+            ge=1,
+        ),
+    ] = 16
     max_connections: Annotated[
         int,
         says("most open connections of clients; fewer where the limit of open files is low", ge=1),
@@ -133,6 +149,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unread_s: Annotated[
         float, says("how long a client may leave its answer unread until it is cut off", "s", gt=0)
     ] = 30.0
+    api_keys: Annotated[
+        tuple[str, ...],
+        says("keys of which clients must send one; none lets everybody in", repeated=True),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        says("host names that requests may name in the header Host; none allows all"),
+    ] = ()
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

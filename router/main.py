@@ -9,7 +9,7 @@ import gc
 import sys
 from urllib.parse import urlsplit
 
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.router.http.app import App, Server
 from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
@@ -43,7 +43,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     loop.add_reader(interrupts.fileno(), asked_to_end.set)
     loop.set_exception_handler(AcceptErrors(loop))
     router = TextRouter.from_config(config)
-    app = App(router, config, _chat_template(config.model.path))
+    app = App(router, config, _chat_template(config.model))
     server = Server(app, config.router)
     stats = _Stats(app, router, config.log.stats_s)
     try:
@@ -67,11 +67,13 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     return 0
 
 
-def _chat_template(model_path: str) -> ChatTemplate | None:
-    """Return the model's chat template. Without a usable one, all but chats is served."""
+def _chat_template(model: ModelConfig) -> ChatTemplate | None:
+    """Return the chat template. Without one that is usable, all but chats is served."""
     try:
-        return ChatTemplate.load(model_path)
+        return ChatTemplate.load(model.path, model.chat_template)
     except ConfigError as error:
+        if model.chat_template:  # this one was asked for
+            raise
         log.warning("chats are not served", reason=error.message)
         return None
 

@@ -16,7 +16,13 @@ from baton.router.outputs import CompletionOutput, RequestMetrics
 _encode = msgspec.json.Encoder().encode
 
 # The types that OpenAI's clients expect for a status. The code says more.
-_ERROR_TYPES = {429: "rate_limit_error", 503: "overloaded_error", 504: "overloaded_error"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "overloaded_error",
+}
+RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
@@ -145,7 +151,7 @@ def error_of(error: BatonError) -> bytes:
 
 def retry_headers(error: BatonError) -> dict[str, str]:
     """Return when to try again: in seconds for HTTP, in milliseconds for OpenAI's clients."""
-    if error.http_status not in (429, 503, 504):
+    if error.http_status not in RETRY_STATUSES:
         return {}
     after_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
     return {

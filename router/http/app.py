@@ -7,7 +7,9 @@ is turned into OpenAI's form here, except in a stream that has begun: its handle
 import asyncio
 import contextlib
 import errno
+import importlib.metadata
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 
@@ -17,9 +19,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
-from baton.router.http.handlers import Engine, Handlers
+from baton.router.http.handlers import Engine, Handlers, request_id_of
 from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
 from baton.router.http.sse import SILENCE_S
 from baton.router.text.chat_template import ChatTemplate
@@ -30,7 +33,7 @@ BACKLOG = 4096
 ACCEPTS = 16
 # What is answered on the connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
-MIB = 1024 * 1024
+DISTRIBUTION = "baton"
 # How long the end of the server waits: for answers under way, then for those told to end.
 GRACE_S = 1.0
 CLOSE_S = 0.3
@@ -53,14 +56,13 @@ class App:
     ) -> None:
         self.metrics = HttpMetrics()
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
+        self._access = Access(config.router.api_keys, config.router.allowed_hosts)
         self._engine = engine
         self._created = int(time.time())
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.web = web.Application(
-            middlewares=[self._answer_errors], client_max_size=config.router.max_body_mib * MIB
-        )
+        self.web = web.Application(middlewares=[self._answer_errors])
         self.web.add_routes(
             [
                 web.post("/v1/completions", self._handlers.completions),
@@ -70,6 +72,7 @@ class App:
                 web.get("/health", self._health),
                 web.get("/live", self._live),
                 web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
             ]
         )
 
@@ -79,6 +82,10 @@ class App:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+
+    def close(self) -> None:
+        """End the processes that help. May be called again."""
+        self._handlers.close()
 
     # --- endpoints ------------------------------------------------------------------------------
 
@@ -129,6 +136,9 @@ class App:
             headers={"Content-Type": CONTENT_TYPE},
         )
 
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json(msgspec.json.encode({"version": importlib.metadata.version(DISTRIBUTION)}))
+
     # --- around every request -------------------------------------------------------------------
 
     @web.middleware
@@ -144,6 +154,9 @@ class App:
             status = response.status
             if connection.is_spare:
                 response.force_close()
+            if not response.prepared and "X-Request-Id" not in response.headers:
+                name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
+                response.headers["X-Request-Id"] = name
             return response
         finally:
             connection.ended()
@@ -157,14 +170,24 @@ class App:
             if connection_of(request).is_spare and request.path not in PROBES:
                 text = "the router has too many open connections"
                 raise Overloaded(text, code="too_many_connections")
+            self._access.check(request)
             return await handler(request)
         except BatonError as error:
-            return _error(error)
+            return self._error(error)
         except web.HTTPException as error:
-            return _error(_named(request, error), error.headers.get("Allow"))
+            return self._error(_named(request, error), error.headers.get("Allow"))
         except Exception:
             log.exception("a request broke", route=_route(request))
-            return _error(BatonError("the router failed to handle this request"))
+            return self._error(BatonError("the router failed to handle this request"))
+
+    def _error(self, error: BatonError, allow: str | None = None) -> web.Response:
+        self.metrics.failed(error)
+        headers = retry_headers(error)
+        if allow is not None:
+            headers["Allow"] = allow
+        if error.http_status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return _json(error_of(error), error.http_status, headers)
 
 
 class Server:
@@ -216,6 +239,7 @@ class Server:
             self._listener.close()
         if self._connections is not None:
             self._connections.close()
+        self._app.close()
         await self._runner.cleanup()
 
 
@@ -241,9 +265,6 @@ def _named(request: web.Request, error: web.HTTPException) -> BatonError:
         case 405:
             text = f"{clip(request.path)} does not take {clip(request.method)}"
             code = "method_not_allowed"
-        case 413:
-            limit = request.client_max_size // MIB
-            text, code = f"the body is larger than {limit} MiB", "body_too_large"
         case _:
             text, code = error.text or error.reason, "invalid_request"
     return RequestError(text, code=code, http_status=error.status)
@@ -252,13 +273,6 @@ def _named(request: web.Request, error: web.HTTPException) -> BatonError:
 def _route(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"
-
-
-def _error(error: BatonError, allow: str | None = None) -> web.Response:
-    headers = retry_headers(error)
-    if allow is not None:
-        headers["Allow"] = allow
-    return _json(error_of(error), error.http_status, headers)
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -16,22 +16,24 @@ from typing import Protocol
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.protocol.errors import BatonError, NodeError, Overloaded
 from baton.protocol.sampling import SamplingParams
 from baton.router.http.answers import Answer, clamped_to
+from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.connections import connection_of
+from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.prepare import Job, check_ids, check_name, rendered, unpacked
 from baton.router.http.relay import Relay
-from baton.router.http.schema import Ask, Chat, parse_chat, parse_completion
+from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
 from baton.router.http.sse import SILENCE_S, EventStream
-from baton.router.outputs import CompletionOutput, Merged
+from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream, Sink
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
-from baton.runtime.log import clip, logger
+from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
-BODY_TIMEOUT_S = 60.0
 MAX_REQUEST_ID_CHARS = 128
 
 log = logger("router")
@@ -59,14 +61,24 @@ class Work:
     """One HTTP request and the answer that it is getting."""
 
     ask: Ask
+    params: SamplingParams
     answer: Answer
-    prompts: list[str | list[int]]
+    prompts: list[str | list[int] | bytes]  # bytes are packed token ids
     echoes: list[str]  # per prompt, the text before each of its choices; empty without `echo`
     request_id: str  # the client's own, or the answer's
+
+
+@dataclass(slots=True)
+class Running:
+    """The requests of the router that one HTTP request made, and how they ended."""
+
+    streams: list[RequestStream]
     outcome: str = BatonError.code  # as long as nothing better is known
 
 
 class Handlers:
+    """Call `close` in the end."""
+
     def __init__(
         self,
         engine: Engine,
@@ -81,116 +93,115 @@ class Handlers:
         self._chat_template = chat_template
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
+        self._max_body_mib = config.router.max_body_mib
+        self._bodies = Bodies(config.router.max_body_mib)
+        self._large = LargeBodies(config.model.path, config.model.chat_template)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        return await self._serve(request, parse_completion(await self._body(request)))
+        return await self._serve(request, is_chat=False)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        return await self._serve(request, parse_chat(await self._body(request)))
+        return await self._serve(request, is_chat=True)
 
-    async def _serve(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+    def close(self) -> None:
+        self._large.close()
+
+    async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         """Submit a request per prompt and answer. All of them are closed and counted in the end."""
-        work = await self._prepare(request, ask)
-        streams: list[RequestStream] = []
+        running = Running([])
         try:
-            for index, prompt in enumerate(work.prompts):
-                if index:  # a long list of prompts must not hold up other requests
-                    await asyncio.sleep(0)
-                if self._logs_prompts:
-                    log.info("prompt", request=work.answer.id, text=clip(str(prompt)))
-                name = f"{work.answer.id}-{index}"
-                streams.append(await self._engine.submit(prompt, ask.params, name))
-            if ask.is_streamed:
-                return await self._stream(request, work, streams)
-            return await self._whole(work, streams)
+            work = await self._submit(request, running, is_chat=is_chat)
+            if not work.ask.generates:
+                return await self._echo(request, work)
+            if work.ask.is_streamed:
+                return await self._stream(request, work, running)
+            return await self._whole(work, running)
         except asyncio.CancelledError:
-            work.outcome = "client_gone"
+            running.outcome = "client_gone"
             raise
         except BatonError as error:
-            work.outcome = error.code
+            running.outcome = error.code
             raise
         finally:
-            for stream in streams:
+            for stream in running.streams:
                 stream.close()
-                self._metrics.ended(stream.metrics, work.outcome, ask.params.n)
+                self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
     # --- before submitting ----------------------------------------------------------------------
 
-    async def _body(self, request: web.Request) -> bytes:
-        data = await self._read(request)
-        connection_of(request).began()
-        return data
-
-    async def _read(self, request: web.Request) -> bytes:
+    async def _submit(self, request: web.Request, running: Running, *, is_chat: bool) -> Work:
+        """Read the body and submit its prompts. Then the memory that the body took is free."""
         if self.is_draining:
             raise Overloaded("the router is shutting down", code="shutting_down")
-        try:
-            if request.content.is_eof():
-                return await request.read()  # the whole body has come, so no wait needs a deadline
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await request.read()
-        except TimeoutError:
-            text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
-            raise RequestError(text, code="timeout", http_status=408) from None
-        except web.RequestPayloadError as error:
-            text = "the body is not encoded in the way that its headers say"
-            raise RequestError(text, code="invalid_body") from error
+        model = self._model()
+        token_bytes = self._engine.get_tokenizer().max_token_bytes
+        max_bytes = body_limit(self._max_body_mib, model, token_bytes)
+        with self._bodies.room() as room:
+            body = await self._bodies.read(request, room, max_bytes)
+            connection_of(request).began()
+            work = await self._prepare(request, body, Job(is_chat, model))
+            del body
+            for index, prompt in enumerate(work.prompts if work.ask.generates else ()):
+                if index:  # a long list of prompts must not hold up other requests
+                    await asyncio.sleep(0)
+                name = f"{work.answer.id}-{index}"
+                ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
+                if self._logs_prompts:
+                    log.info("prompt", request=work.answer.id, text=_shown(ready))
+                running.streams.append(await self._engine.submit(ready, work.params, name))
+        return work
 
-    def _model(self, name: str | None) -> ServedModel:
-        """Return the served model; raises if the client names another one."""
+    def _model(self) -> ServedModel:
         try:
-            model = self._engine.get_model_config()
+            return self._engine.get_model_config()
         except NodeError as error:
             raise Overloaded("no node is ready yet", code="not_ready") from error
-        if name and name not in (model.name, model.path):
-            text = f"the model {clip(name)!r} does not exist; this server has {model.name!r}"
-            raise RequestError(text, code="model_not_found", param="model", http_status=404)
-        return model
 
-    async def _prepare(self, request: web.Request, ask: Ask) -> Work:
-        model = self._model(ask.model)
-        prompts = [
-            await self._render(prompt, model.max_model_len - 1)
-            if isinstance(prompt, Chat)
-            else prompt
-            for prompt in ask.prompts
-        ]
+    async def _prepare(self, request: web.Request, body: bytes, job: Job) -> Work:
+        prompts: list[str | list[int] | bytes]
+        if len(body) > SMALL_BYTES:
+            prepared = await self._large.prepare(job, body)
+            ask, prompts, echoes = prepared.ask, [*prepared.prompts], prepared.echoes
+        else:
+            ask = parse_chat(body) if job.is_chat else parse_completion(body)
+            check_name(ask.model, job.model)
+            small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
+            prompts = [*small]
+            echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
         answer = Answer(
             id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            model=model.name,
+            model=job.model.name,
             created=int(time.time()),
             is_chat=ask.is_chat,
             include_usage=ask.include_usage,
             token_ids=ask.token_ids,
             timeline=ask.timeline,
         )
-        echoes = [self._text_of(prompt) for prompt in prompts] if ask.echo else []
-        return Work(ask, answer, prompts, echoes, _request_id(request, answer))
+        return Work(ask, ask.params, answer, prompts, echoes, request_id_of(request) or answer.id)
+
+    async def _ids_of(self, prompt: Prompt, ask: Ask, model: ServedModel) -> str | list[int]:
+        """Return a prompt as the engine takes it: what only it can check is left to it."""
+        max_tokens = model.max_model_len - 1
+        text = self._engine.get_tokenizer()
+        if isinstance(prompt, Chat):
+            chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
+            return await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
+        if isinstance(prompt, str) and not ask.generates:
+            prompt = await text.encode(prompt, max_tokens=max_tokens)
+        if isinstance(prompt, list) and ask.echo:
+            check_ids(prompt, model)
+        return prompt
 
     def _text_of(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._engine.get_tokenizer().decode(prompt)
 
-    async def _render(self, chat: Chat, max_tokens: int) -> list[int]:
-        template = self._chat_template
-        if template is None:
-            text = "this model has no chat template; use /v1/completions"
-            raise RequestError(text, code="no_chat_template", http_status=404)
-        text = await asyncio.to_thread(
-            template.render,
-            chat.messages,
-            add_generation_prompt=chat.add_generation_prompt,
-            options=chat.options,
-        )
-        return await self._engine.get_tokenizer().encode(
-            text, add_special_tokens=False, max_tokens=max_tokens
-        )
-
     # --- answering ------------------------------------------------------------------------------
 
-    async def _whole(self, work: Work, streams: list[RequestStream]) -> web.Response:
-        num_choices = work.ask.params.n
+    async def _whole(self, work: Work, running: Running) -> web.Response:
+        streams = running.streams
+        num_choices = work.params.n
         wholes = [Merged(num_choices) for _ in streams]
         for stream, whole in zip(streams, wholes, strict=True):
             stream.send_to(self._counted(whole.add))
@@ -202,10 +213,32 @@ class Handlers:
                 if work.echoes:
                     output.text = work.echoes[index] + output.text
                 outputs.append(output)
-        body = work.answer.whole(outputs, [stream.metrics for stream in streams])
-        headers = _headers(work, streams)
-        work.outcome = "finished"
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        metrics = [stream.metrics for stream in streams]
+        body = work.answer.whole(outputs, metrics)
+        running.outcome = "finished"
+        return web.Response(
+            body=body, content_type="application/json", headers=_headers(work, metrics)
+        )
+
+    async def _echo(self, request: web.Request, work: Work) -> web.StreamResponse:
+        """Answer with the prompts alone, as `max_tokens` 0 asks; no node takes part."""
+        num_choices = work.params.n
+        outputs = [
+            CompletionOutput(index, work.echoes[index // num_choices], [], None, "length")
+            for index in range(len(work.echoes) * num_choices)
+        ]
+        metrics = [RequestMetrics(num_prompt_tokens=_num_ids(ids)) for ids in work.prompts]
+        headers = _headers(work, metrics)
+        if not work.ask.is_streamed:
+            body = work.answer.whole(outputs, metrics)
+            return web.Response(body=body, content_type="application/json", headers=headers)
+        events = EventStream(request, work.answer.id, headers, self._silence_s)
+        relay = Relay(events, work.answer, num_choices, (), self._metrics)
+        await events.open()
+        for output in outputs:
+            relay.sink(0)(output)
+        relay.finish(metrics)
+        return await events.close()
 
     def _counted(self, sink: Sink) -> Sink:
         def take(delta: CompletionOutput) -> None:
@@ -215,8 +248,9 @@ class Handlers:
         return take
 
     async def _stream(
-        self, request: web.Request, work: Work, streams: list[RequestStream]
+        self, request: web.Request, work: Work, running: Running
     ) -> web.StreamResponse:
+        streams = running.streams
         # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
         # delta; but not so long that the client is left in silence, unless the request still waits
         # for a node: then it may get 503.
@@ -227,18 +261,18 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        headers = _headers(work, streams)
+        headers = _headers(work, [stream.metrics for stream in streams])
         events = EventStream(request, work.answer.id, headers, self._silence_s)
-        relay = Relay(events, work.answer, work.ask.params.n, work.echoes, self._metrics)
+        relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
         await events.open()
         try:
             for index, stream in enumerate(streams):
                 stream.send_to(relay.sink(index))
             await _all_ended(streams)
             relay.finish([stream.metrics for stream in streams])
-            work.outcome = "finished"
+            running.outcome = "finished"
         except BatonError as error:
-            work.outcome = error.code
+            running.outcome = error.code
             relay.fail(error)
         except Exception:
             log.exception("a streamed answer broke", request=work.answer.id)
@@ -264,16 +298,25 @@ async def _all_ended(streams: Sequence[RequestStream]) -> None:
         raise errors.exceptions[0] from None
 
 
-def _request_id(request: web.Request, answer: Answer) -> str:
-    """Return the client's own id of its request if it is fit for a header and a log."""
+def request_id_of(request: web.Request) -> str:
+    """Return the client's own id of its request if it is fit for a header and a log, else ""."""
     given = request.headers.get("X-Request-Id", "")
     is_fit = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS
-    return given if given and is_fit else answer.id
+    return given if is_fit else ""
 
 
-def _headers(work: Work, streams: list[RequestStream]) -> dict[str, str]:
+def _headers(work: Work, metrics: Sequence[RequestMetrics]) -> dict[str, str]:
     headers = {"X-Request-Id": work.request_id}
-    clamped = clamped_to([stream.metrics for stream in streams])
+    clamped = clamped_to(metrics)
     if clamped is not None:
         headers["Baton-Max-Tokens"] = str(clamped)
     return headers
+
+
+def _shown(prompt: str | list[int]) -> str:
+    return clip(str(prompt[:MAX_PROMPT_CHARS]))
+
+
+def _num_ids(prompt: str | list[int] | bytes) -> int:
+    assert not isinstance(prompt, str), "a prompt that is only echoed was encoded"
+    return len(unpacked(prompt) if isinstance(prompt, bytes) else prompt)

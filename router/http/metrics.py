@@ -9,7 +9,9 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from baton.protocol.errors import BatonError
 from baton.protocol.ids import NodeId
+from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.router.registry import Health
 
@@ -34,6 +36,8 @@ class HttpMetrics:
         requests = self._counter("requests", "Ended requests by path and outcome", "path outcome")
         # Finding a counter by its labels takes longer than counting.
         self._answers = cache(answers.labels)
+        refusals = self._counter("refusals", "Answers that ask to try again later", "status code")
+        self._refusals = cache(refusals.labels)
         self._requests = cache(requests.labels)
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of ended prompts")
         self._cached_tokens = self._counter(
@@ -72,6 +76,11 @@ class HttpMetrics:
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP answer. `route` is a pattern of ours, never what a client sent."""
         self._answers(route, status).inc()
+
+    def failed(self, error: BatonError) -> None:
+        """Count an error that a client got, as a status or as an event, if it says to try again."""
+        if error.http_status in RETRY_STATUSES:
+            self._refusals(error.http_status, error.code).inc()
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
         """Count the end of one request of the router; an HTTP request has one per prompt."""

@@ -63,6 +63,7 @@ class Relay:
     def fail(self, error: BatonError) -> None:
         """Send what is held, then the error that ends the answer."""
         self._release_all()
+        self._metrics.failed(error)
         self._events.send(error_of(error))
 
     def stop(self) -> None:

@@ -174,13 +174,17 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     is_chat: bool
     model: str | None
     prompts: Sequence[Prompt]  # at least one, none of them empty
-    params: SamplingParams
+    sampling: dict[str, object]  # the given fields of `SamplingParams`, which has checked them
     is_streamed: bool
     include_usage: bool
     token_ids: bool
     timeline: bool
     echo: bool = False
     generates: bool = True  # False: the answer is the prompt alone
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling)  # type: ignore[arg-type]
 
 
 def parse_completion(data: bytes) -> Ask:
@@ -227,7 +231,7 @@ def _ask(
         is_chat=isinstance(body, ChatBody),
         model=body.model,
         prompts=prompts,
-        params=_sampling_of(body, limit_name),
+        sampling=_sampling_of(body, limit_name),
         is_streamed=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
@@ -257,16 +261,17 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     return prompts
 
 
-def _sampling_of(body: GenerationBody, limit_name: str) -> SamplingParams:
+def _sampling_of(body: GenerationBody, limit_name: str) -> dict[str, object]:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     given.setdefault("max_tokens", None)
     try:
-        return SamplingParams(**given)
+        SamplingParams(**given)
     except RequestError as error:
         if error.param != "max_tokens":
             raise
         text = error.message.replace("max_tokens", limit_name)
         raise RequestError(text, param=limit_name) from None
+    return given
 
 
 # `_check` has seen to it that the fields of `NEUTRAL` ask for nothing.

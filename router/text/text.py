@@ -39,6 +39,8 @@ class Text:
         self._short_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-short")
         self._long_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-long")
         self._automata = AutomatonCache()
+        # No token is the text of more bytes: its spelling is as long as its text, or longer.
+        self.max_token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
 
     @classmethod
     def load(cls, model_path: str) -> "Text":

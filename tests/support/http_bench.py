@@ -27,6 +27,7 @@ from tests.support.small_tokenizers import small_text
 
 MODEL = ServedModel("tiny", "/models/tiny", "model", "layout", 256, 400, 16)
 WAIT_S = 20.0
+JSON = {"Content-Type": "application/json"}
 
 
 class ScriptedEngine:
@@ -132,7 +133,7 @@ class HttpBench:
 
     async def post(self, body: dict[str, object] | bytes, path: str = "/v1/completions") -> "Reply":
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(path, data=io.BytesIO(data)) as reply:
+        async with self.session.post(path, data=io.BytesIO(data), headers=JSON) as reply:
             return Reply(reply.status, reply.headers, await reply.text())
 
     async def get(self, path: str) -> "Reply":

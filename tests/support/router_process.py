@@ -92,10 +92,15 @@ async def with_toy_nodes(
 
 def ask(url: str, body: dict[str, object]) -> bytes:
     wait_until_ready(url)
-    request = urllib.request.Request(f"{url}/v1/completions", msgspec.json.encode(body))
+    request = post(url, body)
     with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
         data: bytes = reply.read()
     return data
+
+
+def post(url: str, body: dict[str, object]) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/completions", msgspec.json.encode(body), headers)
 
 
 def wait_until_ready(url: str) -> None:

@@ -14,6 +14,7 @@ from tests.support.http_bench import HttpBench, ScriptedEngine, events_of, serve
 from tests.support.small_tokenizers import small_text
 
 TEXT = small_text()
+TYPE = "Content-Type: application/json\r\n"
 
 
 def hello(stream: RequestStream) -> None:
@@ -202,7 +203,7 @@ async def test_a_client_that_leaves_cancels_its_request(
     body = json.dumps({"prompt": [[5], [6]], "stream": streamed}).encode()
     host, port = bench.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await engine.stream(1)
     if has_begun:
@@ -261,7 +262,7 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
     body = json.dumps({"prompt": [5], "stream": True}).encode()
     host, port = bench.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-    head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.0\r\n{TYPE}Content-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     stream = await engine.stream()
     stream.push(0, [token_id], None)
@@ -381,7 +382,7 @@ async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(
 async def test_broken_http_is_400_and_no_traceback(
     bench: HttpBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + TYPE.encode()
     broken = [
         head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
         head + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",

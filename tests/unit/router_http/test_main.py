@@ -14,6 +14,7 @@ from tests.support.router_process import (
     WAIT_S,
     StartRouter,
     ask,
+    post,
     wait_until_ready,
     with_toy_nodes,
 )
@@ -60,7 +61,7 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
 
     def read_and_end() -> list[bytes]:
         wait_until_ready(url)
-        request = urllib.request.Request(f"{url}/v1/completions", msgspec.json.encode(body))
+        request = post(url, body)
         with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
             lines = [reply.readline()]
             os.kill(router.process.pid, signal.SIGTERM)

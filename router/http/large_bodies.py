@@ -1,0 +1,149 @@
+"""The router's end of the process that turns large bodies into token ids.
+
+`Handlers` calls `prepare` on the event loop, which only copies bytes. The process starts with the
+first large body and again after it ended; it works on one body at a time, in the order in which
+they came. A client that leaves gives its place up.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from baton.protocol.errors import Overloaded, from_failure
+from baton.router.http.body_process import JOB_HEAD, REPLY_HEAD, Reply
+from baton.router.http.prepare import Job, Prepared
+from baton.runtime.clock import monotonic
+from baton.runtime.log import logger
+from baton.runtime.process import Child, Command
+
+MODULE = "baton.router.http.body_process"
+# From the first byte that the process gets of a body, which includes its start, to its reply.
+TIMEOUT_S = 60.0
+REAP_S = 1.0
+
+log = logger("router")
+
+
+class LargeBodies:
+    """Call `close` in the end."""
+
+    def __init__(self, model_path: str, template_file: str) -> None:
+        self._arguments = (model_path, template_file)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._turn = asyncio.Lock()
+        self._socket: _BodySocket | None = None
+
+    async def prepare(self, job: Job, body: bytes) -> Prepared:
+        """Return the token ids of a body; raises `RequestError` or `Overloaded`."""
+        await self._turn.acquire()
+        # From here on the turn ends with the reply or the process, whether the client waits or not.
+        try:
+            stream = self._socket
+            if stream is None or stream.is_lost:
+                stream = self._socket = await self._start()
+        except BaseException:
+            self._turn.release()
+            raise
+        reply = stream.ask(self._encoder.encode(job), body)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await reply
+        except TimeoutError:
+            stream.kill()
+            text = f"the body could not be read within {TIMEOUT_S:g} s"
+            raise Overloaded(text, code="body_timeout") from None
+        if answer.failure is not None:
+            raise from_failure(answer.failure)
+        assert answer.prepared is not None
+        return answer.prepared
+
+    def close(self) -> None:
+        """End the process. May be called again."""
+        if self._socket is not None:
+            self._socket.kill()
+            self._socket.reap()
+
+    async def _start(self) -> "_BodySocket":
+        if self._socket is not None:
+            self._socket.reap()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = (str(theirs.fileno()), *self._arguments)
+            command = Command("bodies", arguments, MODULE, pass_fds=(theirs.fileno(),))
+            try:
+                child = Child(command)
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(
+            lambda: _BodySocket(child, self._turn.release), sock=ours
+        )
+        return stream
+
+
+class _BodySocket(asyncio.Protocol):
+    """The socket to one process. `on_free` is called once after each `ask`."""
+
+    def __init__(self, child: Child, on_free: Callable[[], None]) -> None:
+        self.is_lost = False
+        self._child = child
+        self._on_free = on_free
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._reply: asyncio.Future[Reply] | None = None
+
+    def ask(self, job: bytes, body: bytes) -> asyncio.Future[Reply]:
+        """Send a body; the last one must have been answered."""
+        assert self._reply is None
+        assert self._transport is not None
+        self._reply = asyncio.get_running_loop().create_future()
+        self._transport.write(JOB_HEAD.pack(len(job), len(body)) + job)
+        self._transport.write(body)
+        return self._reply
+
+    def kill(self) -> None:
+        self.is_lost = True
+        self._child.kill()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def reap(self) -> None:
+        """Wait for the end of a process that was killed, which takes milliseconds."""
+        self._child.wait(monotonic() + REAP_S)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        if len(received) < REPLY_HEAD.size:
+            return
+        (length,) = REPLY_HEAD.unpack_from(received)
+        if len(received) < REPLY_HEAD.size + length:
+            return
+        reply = self._decoder.decode(memoryview(received)[REPLY_HEAD.size :])
+        self._received = bytearray()
+        self._end(reply)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        self._child.kill()
+        if self._reply is not None:
+            log.warning("the process that reads large bodies ended", pid=self._child.pid)
+            text = "the process that reads large bodies ended; try again"
+            lost = Overloaded(text, code="body_process_lost")
+            self._end(Reply(failure=lost.to_failure()))
+
+    def _end(self, answer: Reply) -> None:
+        reply, self._reply = self._reply, None
+        assert reply is not None, "the process answers only what it was asked"
+        if not reply.done():
+            reply.set_result(answer)
+        self._on_free()

@@ -1,0 +1,163 @@
+"""What is asked of every request before its body counts, and what is counted."""
+
+import asyncio
+import json
+
+import pytest
+
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.errors import Overloaded
+from baton.router.stream import RequestStream
+from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, events_of, served
+from tests.support.small_tokenizers import small_text
+
+TEXT = small_text()
+TYPE = "Content-Type: application/json\r\n"
+LOCKED = ClusterConfig(router=RouterConfig(api_keys=("first", "sécond")))
+NAMED = ClusterConfig(router=RouterConfig(allowed_hosts=("llm.example", "::1")))
+
+
+def hello(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now(" hello"), "stop")
+    stream.finish()
+
+
+async def ask(bench: HttpBench, path: str = "/v1/completions", **headers: str) -> Reply:
+    async with bench.session.post(
+        path, data=b'{"prompt":[5]}', headers={**JSON, **headers}
+    ) as reply:
+        return Reply(reply.status, reply.headers, await reply.text())
+
+
+@served(script=hello, config=LOCKED)
+async def test_only_a_valid_key_opens_more_than_the_probes(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    for wrong in ("", "first", "Basic first", "Bearer", "Bearer firs", "Bearer first second"):
+        refused = await ask(bench, Authorization=wrong)
+        assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+        assert refused.error["type"] == "authentication_error"
+        assert refused.headers["WWW-Authenticate"] == "Bearer"
+    for path in ("/v1/models", "/metrics", "/version", "/nothing"):
+        assert (await bench.get(path)).status == 401
+    assert engine.streams == []
+    for right in ("Bearer first", "bearer sécond"):
+        assert (await ask(bench, Authorization=right)).status == 200
+    for path in ("/live", "/health"):
+        assert (await bench.get(path)).status == 200
+
+
+@served(script=hello, config=NAMED)
+async def test_other_hosts_are_refused_if_hosts_are_named(bench: HttpBench) -> None:
+    for host in ("evil.example", "llm.example.evil.example:80", "llm.example:x"):
+        refused = await ask(bench, Host=host)
+        assert (refused.status, refused.error["code"]) == (421, "wrong_host")
+    for host in ("llm.example", "LLM.example:8000"):
+        assert (await ask(bench, Host=host)).status == 200
+    assert (await bench.get("/live")).status == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+@served()
+async def test_a_body_that_does_not_say_it_is_json_is_415(bench: HttpBench, kind: str) -> None:
+    async with bench.session.post(
+        "/v1/completions",
+        data=b'{"prompt":[5]}',
+        headers={"Content-Type": kind} if kind else {},
+        skip_auto_headers=["Content-Type"],
+    ) as reply:
+        assert reply.status == 415
+        error = json.loads(await reply.text())["error"]
+    assert error["code"] == "unsupported_media_type"
+    assert "application/json" in error["message"]
+
+
+@served(script=hello)
+async def test_the_kind_of_json_may_have_parameters(bench: HttpBench) -> None:
+    for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
+        assert (await ask(bench, **{"Content-Type": kind})).status == 200
+
+
+@served(script=hello)
+async def test_every_answer_has_a_request_id_errors_too(bench: HttpBench) -> None:
+    for path, status in (("/nothing", 404), ("/v1/completions", 405), ("/live", 200)):
+        async with bench.session.get(path, headers={"X-Request-Id": "mine-7"}) as reply:
+            assert (reply.status, reply.headers["X-Request-Id"]) == (status, "mine-7")
+    names = {(await bench.post(b"{")).headers["X-Request-Id"] for _ in range(2)}
+    assert len(names) == 2
+    assert (await ask(bench, **{"X-Request-Id": "mine-8"})).headers["X-Request-Id"] == "mine-8"
+
+
+@served()
+async def test_the_version_is_told(bench: HttpBench) -> None:
+    assert set((await bench.get("/version")).json) == {"version"}
+
+
+def full(stream: RequestStream) -> None:
+    stream.finish(Overloaded("full", code="queue_full", http_status=429))
+
+
+def full_later(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now(" hello"), None)
+    stream.finish(Overloaded("no node", code="no_nodes"))
+
+
+@served()
+async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    engine.refusal = Overloaded("full", code="queue_full", http_status=429)
+    assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
+    engine.refusal, engine.script = None, full
+    assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
+    engine.script = full_later
+    assert (await bench.post({"prompt": [5], "stream": True})).status == 200
+    engine.is_ready = False
+    assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
+    text = (await bench.get("/metrics")).text
+    for code, status, num in (("queue_full", 429, 2), ("no_nodes", 503, 1), ("not_ready", 503, 1)):
+        assert f'baton_refusals_total{{code="{code}",status="{status}"}} {num}.0' in text
+
+
+@served()
+async def test_an_echo_of_no_tokens_is_the_prompt(bench: HttpBench, engine: ScriptedEngine) -> None:
+    body = {"prompt": ["the end", "hello"], "max_tokens": 0, "echo": True, "n": 2}
+    whole = (await bench.post({**body})).json
+    texts = [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]]  # type: ignore[attr-defined]
+    assert texts == [("the end", "length")] * 2 + [("hello", "length")] * 2
+    num_prompt = sum(len(TEXT.encode_now(text)) for text in ("the end", "hello"))
+    assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == num_prompt  # type: ignore[index]
+    streamed = await bench.post({**body, "prompt": [5, 6], "n": 1, "stream": True})
+    chunk, done = events_of(streamed.text)
+    assert json.loads(chunk[1])["choices"][0]["text"] == TEXT.decode([5, 6])
+    assert done[1] == "[DONE]"
+    too_long = await bench.post({**body, "prompt": [5] * 256})
+    assert (too_long.status, too_long.error["code"]) == (400, "context_length_exceeded")
+    assert engine.streams == []
+
+
+@served(config=ClusterConfig(router=RouterConfig(max_body_mib=64)))
+async def test_a_body_larger_than_the_models_longest_prompt_is_413(bench: HttpBench) -> None:
+    """The model takes 256 tokens, so 4 MiB are plenty."""
+    reply = await bench.post({"prompt": "x" * 5_000_000})
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+    assert "4 MiB" in str(reply.error["message"])
+
+
+@served(script=hello, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
+async def test_bodies_that_are_still_coming_leave_room_for_small_ones(bench: HttpBench) -> None:
+    """Sixteen bodies of the largest size may be in memory at once."""
+    host, port = bench.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {2**20}\r\n\r\n"
+    coming = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+    for _, writer in coming:
+        writer.write(head.encode() + b" " * 9_000)
+    lines = [asyncio.create_task(reader.readline()) for reader, _ in coming]
+    answers = asyncio.as_completed(lines)
+    assert {(await next(answers)).split()[1] for _ in range(4)} == {b"503"}
+    assert (await bench.post({"prompt": [5]})).status == 200
+    for _, writer in coming:
+        writer.close()
+    assert [await answer for answer in answers] == [b""] * 16
+    while (await bench.post({"prompt": [5], "user": "x" * 9_000})).status == 503:
+        pass  # until the router knows that the clients left

@@ -1,0 +1,198 @@
+"""Large bodies: another process reads them, so they hold nobody up and cost the router little."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.router.stream import RequestStream
+from baton.router.text.chat_template import ChatTemplate
+from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine
+from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
+from tests.support.scripted_nodes import toy_answer
+from tests.support.small_tokenizers import small_text, write_tokenizer
+
+TEXT = small_text()
+PADDING = "x" * 200_000
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def hello(stream: RequestStream) -> None:
+    for choice in range(stream.params.n):
+        stream.push(choice, TEXT.encode_now(" hello"), "stop")
+    stream.finish()
+
+
+def model_in(folder: Path) -> ClusterConfig:
+    path = write_tokenizer(folder / "tiny")
+    (folder / "tiny" / "chat_template.jinja").write_text(CHAT)
+    return ClusterConfig(model=ModelConfig(path=path))
+
+
+class Bench:
+    """A server with a model folder, before a scripted engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = ScriptedEngine(hello)
+        self.http = HttpBench(self.engine, model_in(folder), ChatTemplate(CHAT, {}))
+
+    async def __aenter__(self) -> "Bench":
+        await self.http.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.http.__aexit__(*error)
+        self.engine.close()
+        assert body_processes(os.getpid()) == []
+
+    async def both(self, body: dict[str, object], path: str) -> tuple[Reply, Reply]:
+        """The answers to a body as it is and as a large one."""
+        return await self.http.post({**body}, path), await self.large(body, path)
+
+    async def large(self, body: dict[str, object], path: str = "/v1/completions") -> Reply:
+        return await self.http.post({**body, "user": PADDING}, path)
+
+
+def body_processes(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children()
+    return [child for child in children if "baton.router.http.body_process" in child.cmdline()]
+
+
+def shown(reply: Reply) -> dict[str, object]:
+    """An answer without what differs between any two."""
+    drop = ("id", "created")
+    return {key: value for key, value in reply.json.items() if key not in drop}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "the end"},
+        {"prompt": [5, 6, 7], "echo": True},
+        {"prompt": ["the", "end"], "n": 2, "echo": True, "max_tokens": 3, "stop": ["x"]},
+        {"prompt": [[1, 2], [3]], "return_token_ids": True},
+        {"prompt": ["the", "end"], "echo": True, "max_tokens": 0},
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"prompt": "x", "model": "other"},
+        {"prompt": [400], "echo": True},
+        {"prompt": "x", "wish": 1},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ],
+)
+def test_a_large_body_gets_the_answer_of_a_small_one(
+    tmp_path: Path, body: dict[str, object]
+) -> None:
+    async def use() -> None:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        async with Bench(tmp_path) as bench:
+            small, large = await bench.both(body, path)
+            assert small.status == large.status
+            streams = bench.engine.streams
+            assert shown(small) == shown(large)
+            half = len(streams) // 2
+            for first, second in zip(streams[:half], streams[half:], strict=True):
+                assert first.prompt_token_ids == second.prompt_token_ids
+                assert first.params == second.params
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("prompt", [[5] * 300, "the end " * 300, "x" * 500_000, [5, 400]])
+def test_what_the_model_cannot_take_is_refused_there(
+    tmp_path: Path, prompt: str | list[int]
+) -> None:
+    async def use() -> None:
+        async with Bench(tmp_path) as bench:
+            refused = await bench.large({"prompt": prompt})
+            code = "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
+            assert (refused.status, refused.error["code"]) == (400, code)
+            assert bench.engine.streams == []
+
+    asyncio.run(use())
+
+
+def test_others_are_served_while_a_large_body_is_read(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with Bench(tmp_path) as bench:
+            assert (await bench.large({"prompt": [5]})).status == 200
+            (process,) = body_processes(os.getpid())
+            process.suspend()
+            waiting = [asyncio.create_task(bench.large({"prompt": [5]})) for _ in range(3)]
+            for _ in range(20):
+                assert (await bench.http.post({"prompt": "the end"})).status == 200
+            waiting[1].cancel()  # its client leaves
+            process.resume()
+            for task in (waiting[0], waiting[2]):
+                assert (await task).status == 200
+            assert body_processes(os.getpid()) == [process]
+
+    asyncio.run(use())
+
+
+def test_the_loss_of_the_process_is_one_refusal(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with Bench(tmp_path) as bench:
+            assert (await bench.large({"prompt": [5]})).status == 200
+            (process,) = body_processes(os.getpid())
+            process.suspend()
+            waiting = asyncio.create_task(bench.large({"prompt": [5]}))
+            # Another large body has to wait for its turn, and is read by the next process.
+            other = asyncio.create_task(bench.large({"prompt": [5]}))
+            await bench.http.post({"prompt": [5]})
+            process.kill()
+            lost = await waiting
+            assert (await other).status == 200
+            assert (lost.status, lost.error["code"]) == (503, "body_process_lost")
+            assert "Retry-After" in lost.headers
+            assert (await bench.large({"prompt": [5]})).status == 200
+
+    asyncio.run(use())
+
+
+def test_hostile_bodies_leave_a_router_small_and_serving(
+    config: ClusterConfig, start: StartRouter
+) -> None:
+    router = start(config)
+    url = router.wait_for_url()
+    mib = 2**20
+
+    def refused(body: bytes) -> int:
+        request = urllib.request.Request(f"{url}/v1/completions", body, JSON)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=WAIT_S)
+        with caught.value as error:
+            return error.code
+
+    def attack() -> bytes:
+        wait_until_ready(url)
+        hostile = [
+            b'{"prompt":"' + b"hello 1 " * (2 * mib) + b'"}',
+            b'{"prompt":[' + b"5," * (7 * mib) + b"5]}",
+            b'{"prompt":[' + b"{}," * (5 * mib) + b"{}]}",
+            b'{"prompt":"x","' + b"k" * (15 * mib) + b'":1}',
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            codes = list(pool.map(refused, hostile * 2))
+        assert set(codes) <= {400, 413}
+        for number in range(70):
+            stops = [f"{number} {index} " + "y" * 1_000 for index in range(4)]
+            ask(url, {"prompt": [5], "max_tokens": 1, "stop": stops})
+        return ask(url, {"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True})
+
+    answer = json.loads(asyncio.run(with_toy_nodes(config, attack)))
+    assert answer["choices"][0]["token_ids"] == toy_answer([5, 6], 3)
+    status = Path(f"/proc/{router.process.pid}/status").read_text()
+    (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    assert int(peak_kib) * 1024 < 400 * mib
+    os.kill(router.process.pid, signal.SIGTERM)
+    router.end()
+    assert router.process.returncode == 0, router.lines
