@@ -29,6 +29,7 @@ from baton.runtime.clock import monotonic
 # a moment before it takes the connection away.
 PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
+FRAMES_PER_LOOK = 256  # a peer that floods must not keep newcomers waiting for their handshakes
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -73,6 +74,7 @@ class Listener(Generic[Out, In]):
         self._sessions: dict[bytes, Session] = {}
         self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers were not told yet
         self._probes_at_s: deque[float] = deque()
+        self._num_read = 0  # frames since the last look at the connections
         self._events: deque[Received[In]] = deque()
         self._wire = Wire(context, zmq.ROUTER, keys)
         self.socket = self._wire.socket
@@ -110,17 +112,12 @@ class Listener(Generic[Out, In]):
         for _ in range(SKIPPED_FRAMES):
             if self._events:
                 return self._events.popleft()
-            if self._wire.readable():
+            if self._num_read < FRAMES_PER_LOOK and self._wire.readable():
+                self._num_read += 1
                 self._read()
-            elif changes := self._wire.changes():
-                self.refusals += changes.count("refused")
-                if "lost" in changes:
-                    now_s = monotonic()
-                    self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
-            elif self._probes_at_s and self._probes_at_s[0] <= monotonic():
-                self._probes_at_s.popleft()
-                self._probe()
-            else:
+                continue
+            self._num_read = 0
+            if not self._look_around() and not self._wire.readable():
                 next_s = self._probes_at_s[0] - monotonic() if self._probes_at_s else None
                 self._wire.settle(next_s)
                 return None
@@ -156,6 +153,20 @@ class Listener(Generic[Out, In]):
 
     def close(self) -> None:
         self._wire.close()
+
+    def _look_around(self) -> bool:
+        """Answer handshakes and try connections that may be gone; return whether there were any."""
+        if changes := self._wire.changes():
+            self.refusals += changes.count("refused")
+            if "lost" in changes:
+                now_s = monotonic()
+                self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
+            return True
+        if self._probes_at_s and self._probes_at_s[0] <= monotonic():
+            self._probes_at_s.popleft()
+            self._probe()
+            return True
+        return False
 
     def _read(self) -> None:
         peer = self.socket.recv(zmq.NOBLOCK)

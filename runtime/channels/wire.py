@@ -35,12 +35,16 @@ CONNECT_TIMEOUT_MS = 3000
 # What encryption adds to a frame: the command's name, nonce, authenticator and flags.
 CURVE_BYTES = 33
 
+_REFUSALS = (zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
+# All that a dialer with another key learns is that the listener closed. To a listener the same says
+# nothing of the dialer: it comes when a process pauses or ends in a handshake.
+_CLOSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 _WATCHED = (
     zmq.Event.DISCONNECTED
     | zmq.Event.HANDSHAKE_SUCCEEDED
     | zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | _CLOSED
 )
 
 _INPUT = int(zmq.POLLIN)  # an int is tested in a tenth of the time of a flag
@@ -57,6 +61,7 @@ class Wire:
     ) -> None:
         """With a key, a ROUTER lets in those who have it and a DEALER speaks only to those."""
         self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self._refusals = _REFUSALS if kind is zmq.ROUTER else (*_REFUSALS, _CLOSED)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -94,12 +99,12 @@ class Wire:
         found: list[ConnectionChange] = []
         while _has_input(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            if event["event"] == zmq.Event.DISCONNECTED:
-                found.append("lost")
-            elif event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
                 found.append("up")
-            else:
+            elif event["event"] in self._refusals:
                 found.append("refused")
+            else:
+                found.append("lost")
         return found
 
     def wake_if_readable(self, anything_else: bool = False) -> None:

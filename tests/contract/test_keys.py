@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,8 @@ from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends,
 from tests.support.checkpoints import model_folder
 from tests.support.cluster import START_TIMEOUT_S, Cluster
 
+# What a ZMTP 3.0 client with CURVE sends first: signature, version, mechanism, filler.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 REMOTE = "tcp://192.0.2.1:5570"  # an address of no host
 
 
@@ -203,6 +206,36 @@ def test_a_key_costs_a_channel_without_one_nothing(tmp_path: Path) -> None:
 
 
 # --- without a key ------------------------------------------------------------------------------
+
+
+def test_a_dialer_that_ends_in_its_handshake_was_not_refused(tmp_path: Path) -> None:
+    """It is the same to the router as one that paused: nothing is wrong with its key."""
+    with ends(tmp_path, keys=new_key(tmp_path)) as pair:
+        for _ in range(5):
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(str(tmp_path / "channel"))
+                link.sendall(GREETING)
+                link.settimeout(DEADLINE_S)
+                assert link.recv(1)
+        until_connected(pair.dial("d0"), pair)
+        assert pair.listener.refusals == 0
+
+
+def test_a_flood_of_one_peer_keeps_no_other_out(tmp_path: Path) -> None:
+    """The listener answers handshakes itself, so it must look up from its messages."""
+    with ends(tmp_path, keys=new_key(tmp_path)) as pair:
+        flooder = pair.dial("d0")
+        flooder.send(note(0))
+        pair.hear(1)
+        newcomer = pair.dial("d1")
+        deadline_s, num_unread = monotonic() + DEADLINE_S, 0
+        while not newcomer.connected:
+            assert monotonic() < deadline_s
+            while num_unread < 2000:  # so that there is always something left to read
+                assert flooder.send(note(1))
+                num_unread += 1
+            num_unread -= pair.listener.receive() is not None
+            newcomer.receive()
 
 
 def test_no_channel_leaves_this_host_without_a_key(tmp_path: Path) -> None:
