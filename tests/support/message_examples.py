@@ -78,7 +78,7 @@ TO_ROUTER: tuple[Message, ...] = (
 TO_DECODE: tuple[Message, ...] = (
     PeerHello(1, NODE, EPOCH, "model-1", "layout-1"),
     Offered(KEY, 33, 3, 30.0),
-    Span(KEY, 2, (8, 9), (1, 4)),
+    Span(KEY, 2, (8, 9), (1, 4), ((10, 11), (12, 13))),
     End(KEY, FIRST),
     Withdrawn(KEY, FAILURE),
     Renewed(KEY),
