@@ -25,7 +25,7 @@ from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.interfaces import ReadEnded
+from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, ReadEnded
 from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
@@ -68,6 +68,9 @@ class NodeObserver:
 
     def read_ended(self, rank: int, event: ReadEnded) -> None:
         self._records.read(rank, event)
+        if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
+            num_corrupt = self._records.counters.num_corrupt_reads
+            log.error(event.failure.message, rank=rank, so_far=num_corrupt)
 
     def set_load(self, load: Load) -> None:
         now_s = boottime()

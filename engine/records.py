@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from baton.engine.plan import StepPlan, StepResult
-from baton.kv_transfer.interfaces import ReadEnded
+from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, ReadEnded
 from baton.protocol.ids import Key, NodeId
 
 
@@ -49,6 +49,7 @@ class Counters(msgspec.Struct):
     num_prompt_tokens: int = 0  # computed here
     num_output_tokens: int = 0  # sampled here
     num_bytes_read: int = 0
+    num_corrupt_reads: int = 0  # of which a block had other bytes than were sent (verify_kv)
 
 
 class Records:
@@ -79,6 +80,8 @@ class Records:
 
     def read(self, rank: int, event: ReadEnded) -> None:
         self.counters.num_bytes_read += event.num_bytes
+        if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
+            self.counters.num_corrupt_reads += 1
         if self._file is not None:
             failure = event.failure.code if event.failure else None
             self._write(

@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns
+from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns, Checksums
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, PoolMemory, Transport
 from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import InvariantBroken
+from baton.protocol.errors import ConfigError, InvariantBroken
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import boottime
@@ -35,17 +35,29 @@ def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig)
     """
     transports = make_transports(pool, epoch, config)
     shape = pool.shape if isinstance(pool, HostPool) else pool
-    return TransferAgent(transports, shape.block_bytes, AgentLimits(read_s=config.lease_s))
+    checksums = None
+    if config.verify_kv:
+        if not isinstance(pool, HostPool):
+            raise ConfigError("transfer.verify_kv needs pools in host memory; turn it off on GPUs")
+        checksums = pool.checksums
+    limits = AgentLimits(read_s=config.lease_s)
+    return TransferAgent(transports, shape.block_bytes, limits, checksums)
 
 
 class TransferAgent:
     """`TransferPort` over `transports`, which it owns from here on."""
 
     def __init__(
-        self, transports: Sequence[Transport], block_bytes: int, limits: AgentLimits | None = None
+        self,
+        transports: Sequence[Transport],
+        block_bytes: int,
+        limits: AgentLimits | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         self._transports = tuple(transports)
-        self._turns = AgentTurns(transports, block_bytes, limits or AgentLimits(), boottime)
+        self._turns = AgentTurns(
+            transports, block_bytes, limits or AgentLimits(), boottime, checksums
+        )
         self._address = RankAddress({t.name: t.address() for t in transports})
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()

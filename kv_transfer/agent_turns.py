@@ -6,27 +6,32 @@ is still not certain after `quiet_s` that it is quiet. Never waits; time comes f
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
 
 from baton.kv_transfer.interfaces import (
+    CORRUPT_BLOCKS,
     AddPeer,
     AgentCommand,
     AgentEvent,
+    BlocksSummed,
     CancelRead,
     PeerDown,
     PeerUp,
     Read,
     ReadEnded,
     RemovePeer,
+    SumBlocks,
     Transport,
 )
 from baton.protocol.errors import Cancelled, Failure, TransferError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import Clock
+
+Checksums = Callable[[Sequence[int]], tuple[int, ...]]
 
 MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
 
@@ -73,10 +78,17 @@ class AgentTurns:
     """The peers and reads of one rank over `transports`. The owner calls `hear` and `turn`."""
 
     def __init__(
-        self, transports: Sequence[Transport], block_bytes: int, limits: AgentLimits, clock: Clock
+        self,
+        transports: Sequence[Transport],
+        block_bytes: int,
+        limits: AgentLimits,
+        clock: Clock,
+        checksums: Checksums | None = None,
     ) -> None:
+        """`checksums` sums up blocks of the local pool; without it nothing is checked."""
         self._limits = limits
         self._clock = clock
+        self._checksums = checksums
         self._slice_blocks = max(1, limits.slice_bytes // block_bytes)
         self._block_bytes = block_bytes
         self._transports = {transport.name: transport for transport in transports}
@@ -94,6 +106,9 @@ class AgentTurns:
                     self._remove(now_s, self._peers[epoch], TransferError("the peer was removed"))
             case Read():
                 self._start(now_s, command)
+            case SumBlocks(ticket=ticket, block_ids=block_ids):
+                assert self._checksums is not None, "only nodes that verify ask for checksums"
+                self._events.append(BlocksSummed(ticket, self._checksums(block_ids)))
             case CancelRead(ticket=ticket):
                 peer = self._readings.get(ticket)
                 for reading in peer.reads if peer else ():
@@ -263,6 +278,9 @@ class AgentTurns:
 
     def _end(self, peer: _ReadablePeer, reading: _Reading) -> None:
         ended_s = self._clock()
+        if reading.failure is None and self._is_corrupt(reading.command):
+            text = f"blocks of {reading.command.peer} arrived with other bytes than were sent"
+            reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
         ticket, quiet = reading.command.ticket, not reading.in_flight
         peer.reads.remove(reading)
@@ -270,3 +288,8 @@ class AgentTurns:
         self._events.append(
             ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, quiet)
         )
+
+    def _is_corrupt(self, command: Read) -> bool:
+        if self._checksums is None or not command.checksums:
+            return False
+        return self._checksums(command.local) != command.checksums

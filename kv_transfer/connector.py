@@ -7,10 +7,12 @@ and never touches a clock, a socket or memory. `docs/transfer.md` shows the mach
 from collections.abc import Sequence
 from typing import assert_never
 
+from baton.kv_transfer.announced_sums import AnnouncedSums
 from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
     AgentEvent,
+    BlocksSummed,
     ConnectorEvent,
     ConnectorStep,
     Expect,
@@ -52,7 +54,8 @@ class NodeConnector:
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._lease_s = transfer.lease_s
         self._peers = PeerTable(node, transfer)
-        self._offers = Offers(self._peers, transfer.lease_s)
+        sums = AnnouncedSums(len(node.ranks)) if transfer.verify_kv else None
+        self._offers = Offers(self._peers, transfer.lease_s, sums)
         self._landings = Landings(node, self._peers)
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep:
@@ -135,6 +138,9 @@ class NodeConnector:
     def _on_rank(self, now_s: float, rank: int, event: AgentEvent, out: Effects) -> None:
         if isinstance(event, ReadEnded):
             self._landings.read_ended(now_s, event, out)
+            return
+        if isinstance(event, BlocksSummed):
+            self._offers.summed(now_s, rank, event, out)
             return
         peer = self._peers.of_epoch(event.peer)
         if peer is None:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import zlib
 from collections.abc import Sequence
 
 import msgspec
@@ -91,6 +92,11 @@ class HostPool:
         """One writable generation per block; bumped *before* a new owner's first store."""
         offset = self.shape.generations_offset
         return np.frombuffer(self._file, np.uint32, self.shape.num_blocks, offset)
+
+    def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the CRC-32 of each block. Any thread may ask for blocks that are not written."""
+        size = self.shape.block_bytes
+        return tuple(zlib.crc32(self._file[size * b : size * (b + 1)]) for b in block_ids)
 
     @property
     def address(self) -> int:

@@ -26,6 +26,8 @@ from baton.protocol.messages import (
 
 PeerName = tuple[NodeId, Epoch]  # one process: the same node id with another epoch is another
 
+CORRUPT_BLOCKS = "corrupt_blocks"  # code of a read whose checksums are not those that were sent
+
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
 
 
@@ -62,6 +64,14 @@ class Read(AgentMessage, frozen=True):
     remote: tuple[int, ...]
     local: tuple[int, ...]
     generations: tuple[int, ...]
+    checksums: tuple[int, ...] = ()  # that `local` must have afterwards; empty: not checked
+
+
+class SumBlocks(AgentMessage, frozen=True):
+    """Return the checksums of blocks of the local pool. BlocksSummed follows."""
+
+    ticket: int
+    block_ids: tuple[int, ...]
 
 
 class CancelRead(AgentMessage, frozen=True):
@@ -70,7 +80,7 @@ class CancelRead(AgentMessage, frozen=True):
     ticket: int
 
 
-AgentCommand = AddPeer | RemovePeer | Read | CancelRead
+AgentCommand = AddPeer | RemovePeer | Read | CancelRead | SumBlocks
 
 
 class PeerUp(AgentMessage, frozen=True):
@@ -94,7 +104,12 @@ class ReadEnded(AgentMessage, frozen=True):
     quiet: bool = True
 
 
-AgentEvent = PeerUp | PeerDown | ReadEnded
+class BlocksSummed(AgentMessage, frozen=True):
+    ticket: int
+    checksums: tuple[int, ...]
+
+
+AgentEvent = PeerUp | PeerDown | ReadEnded | BlocksSummed
 
 
 class TransferPort(Protocol):

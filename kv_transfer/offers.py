@@ -6,8 +6,9 @@ ended, or that was never offered, is told that the handoff was withdrawn.
 
 from collections.abc import Iterable
 
+from baton.kv_transfer.announced_sums import AnnouncedSums
 from baton.kv_transfer.effects import Effects
-from baton.kv_transfer.interfaces import Offer, PeerName, Released
+from baton.kv_transfer.interfaces import BlocksSummed, Offer, PeerName, Released
 from baton.kv_transfer.peers import Peer, PeerTable
 from baton.kv_transfer.source import (
     ChannelLost,
@@ -24,7 +25,9 @@ from baton.protocol.messages import Declined, Done, End, Renew, Span, Withdrawn
 
 
 class Offers:
-    def __init__(self, peers: PeerTable, lease_s: float) -> None:
+    def __init__(self, peers: PeerTable, lease_s: float, sums: AnnouncedSums | None = None) -> None:
+        """With `sums`, spans travel with checksums of their blocks."""
+        self._sums = sums
         self._peers = peers
         self._lease_s = lease_s
         self._sources: dict[Key, SourceHandoff] = {}
@@ -48,8 +51,19 @@ class Offers:
 
     def advance(self, now_s: float, event: Span | End | Withdrawn, out: Effects) -> None:
         """Take the scheduler's events of an offer; one that crossed Released is dropped."""
-        if event.key in self._sources:
+        if event.key not in self._sources:
+            return
+        if self._sums is None or isinstance(event, Withdrawn):
             self._on(now_s, self._sources[event.key], event, out)
+        else:
+            self._sums.add(event, out)
+            self._announce(now_s, event.key, out)
+
+    def summed(self, now_s: float, rank: int, event: BlocksSummed, out: Effects) -> None:
+        """Take the checksums of a span from one rank."""
+        key = self._sums.summed(rank, event) if self._sums is not None else None
+        if key is not None:
+            self._announce(now_s, key, out)
 
     def answered(
         self,
@@ -90,10 +104,18 @@ class Offers:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _announce(self, now_s: float, key: Key, out: Effects) -> None:
+        assert self._sums is not None
+        for message in self._sums.take(key):
+            if key in self._sources:
+                self._on(now_s, self._sources[key], message, out)
+
     def _on(self, now_s: float, source: SourceHandoff, event: SourceEvent, out: Effects) -> None:
         source.on(now_s, event, out)
         if source.state is SourceState.RELEASED:
             del self._sources[source.key]
+            if self._sums is not None:
+                self._sums.forget(source.key)
             failure = source.failure or TransferError("the blocks were given back").to_failure()
             self._tombstones.bury(source.key, Withdrawn(source.key, failure))
 

@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # tokens, positions, token ids
 Generation = Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
 BlockCount = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 BlockId = Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]
+Checksum = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 HttpStatus = Annotated[int, Meta(ge=100, le=599)]

@@ -187,6 +187,9 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Annotated[
         float, says("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
     ] = 30.0
+    verify_kv: Annotated[
+        bool, says("check a checksum of every KV block that was read; set it alike on all nodes")
+    ] = False
     device: Annotated[
         str,
         says(

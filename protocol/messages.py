@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.protocol.bounds import BlockCount, BlockId, Count, Generation, NumBytes
+from baton.protocol.bounds import BlockCount, BlockId, Checksum, Count, Generation, NumBytes
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.sampling import Sampling
@@ -279,6 +279,8 @@ class Span(Message, frozen=True):
     first_block: BlockCount
     block_ids: tuple[BlockId, ...]
     generations: tuple[Generation, ...]
+    # Of each block on each rank, where `transfer.verify_kv` is on.
+    checksums: tuple[tuple[Checksum, ...], ...] = ()
 
 
 class End(Message, frozen=True):

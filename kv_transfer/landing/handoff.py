@@ -265,6 +265,10 @@ class LandingHandoff:
             return "a span does not follow the last one"
         if num_blocks == 0 or num_blocks != len(span.generations):
             return "a span is malformed"
+        if span.checksums and [len(sums) for sums in span.checksums] != (
+            [num_blocks] * self._num_ranks
+        ):
+            return "a span's checksums are not those of its blocks"
         if span.first_block + num_blocks > self._num_blocks:
             return "a span has more blocks than were offered"
         return None

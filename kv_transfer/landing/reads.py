@@ -38,7 +38,8 @@ class SpanReads:
         local = self.block_ids[start : start + len(remote)]
         ticket = take_ticket()
         self.outstanding[ticket] = (rank, local)
-        return Read(ticket, peer, remote, local, span.generations[skip:])
+        checksums = span.checksums[rank][skip:] if span.checksums else ()
+        return Read(ticket, peer, remote, local, span.generations[skip:], checksums)
 
     def ended(self, event: ReadEnded) -> None:
         _, local = self.outstanding.pop(event.ticket)

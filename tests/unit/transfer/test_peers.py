@@ -5,6 +5,8 @@ import msgspec
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AddPeer,
+    BlocksSummed,
+    CancelRead,
     ConnectorStep,
     DialPeer,
     DropPeer,
@@ -19,6 +21,7 @@ from baton.kv_transfer.interfaces import (
     Read,
     Released,
     RemovePeer,
+    SumBlocks,
     ToRank,
 )
 from baton.protocol.config import TransferConfig
@@ -26,6 +29,8 @@ from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Declined,
+    End,
+    FirstToken,
     KVLayout,
     RankAddress,
     Span,
@@ -50,6 +55,7 @@ from tests.support.connectors import (
 )
 
 SPAN = Span(key(), 0, (5,), (0,))
+END = End(key(), (FirstToken(7),))
 
 
 def codes(step: ConnectorStep) -> list[str | None]:
@@ -251,3 +257,35 @@ def test_no_transport_in_common_ends_the_landing_with_both_sides_named() -> None
     connector = decode(prefill=strange)
     step = connector.step(0.0, [Expect(key(), P)])
     assert codes(step) == ["no_transport"]
+
+
+def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their_order() -> None:
+    two_ranks = {"num_ranks": 2}
+    decode_info = node("d", "decode", **two_ranks)  # type: ignore[arg-type]
+    source = NodeConnector(node("p", "prefill", **two_ranks), TransferConfig(verify_kv=True))  # type: ignore[arg-type]
+    source.step(0.0, [PeersChanged((decode_info,)), offer(), *heard(DECODE, hello(decode_info))])
+    spans = [Span(key(), block, (5 + block,), (0,)) for block in range(2)]
+    step = source.step(0.0, [*spans, END])
+    assert said(step) == []
+    assert [(c.rank, c.command) for c in step.commands if isinstance(c, ToRank)] == [
+        (rank, SumBlocks(ticket, (4 + ticket,))) for ticket in (1, 2) for rank in (0, 1)
+    ]
+    late = [FromRank(rank, BlocksSummed(2, (20 + rank,))) for rank in (0, 1)]
+    assert said(source.step(1.0, [*late, FromRank(1, BlocksSummed(1, (11,)))])) == []
+    assert said(source.step(2.0, [FromRank(0, BlocksSummed(1, (10,)))])) == [
+        msgspec.structs.replace(spans[0], checksums=((10,), (11,))),
+        msgspec.structs.replace(spans[1], checksums=((20,), (21,))),
+        END,
+    ]
+    target = NodeConnector(decode_info, TransferConfig(verify_kv=True))
+    peer = node("p", "prefill", **two_ranks)  # type: ignore[arg-type]
+    target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
+    target.step(0.0, [FromRank(rank, PeerUp(PREFILL.epoch, "shm")) for rank in (0, 1)])
+    target.step(0.0, [*heard(PREFILL, offered()), Land(key(), 0, (20, 21))])
+    summed = msgspec.structs.replace(spans[0], checksums=((10,), (11,)))
+    step = target.step(0.0, [*heard(PREFILL, summed)])
+    reads = [c.command for c in step.commands if isinstance(c, ToRank)]
+    assert [read.checksums for read in reads if isinstance(read, Read)] == [(10,), (11,)]
+    wrong = msgspec.structs.replace(spans[1], checksums=((20,),))
+    step = target.step(0.0, [*heard(PREFILL, wrong)])
+    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2

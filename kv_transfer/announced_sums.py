@@ -1,0 +1,74 @@
+"""Announcements that wait for the checksums of their blocks. Used where `transfer.verify_kv` is on.
+
+Held by the offers of a prefill node. Each rank's agent sums up the blocks of a span in its own
+pool; the span leaves when all ranks have answered, and what follows it keeps its place behind it.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.kv_transfer.effects import Effects
+from baton.kv_transfer.interfaces import BlocksSummed, SumBlocks
+from baton.protocol.ids import Key
+from baton.protocol.messages import End, Span
+
+
+@dataclass(slots=True)
+class _Waiting:
+    message: Span | End
+    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of each rank that answered
+
+
+class AnnouncedSums:
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._tickets = itertools.count(1)
+        self._queues: dict[Key, deque[_Waiting]] = {}
+        self._asked: dict[int, _Waiting] = {}
+
+    def add(self, message: Span | End, out: Effects) -> None:
+        """Ask all ranks for the sums of a span; an End asks for nothing and waits for its turn."""
+        waiting = _Waiting(message)
+        self._queues.setdefault(message.key, deque()).append(waiting)
+        if isinstance(message, Span):
+            ticket = next(self._tickets)
+            self._asked[ticket] = waiting
+            for rank in range(self._num_ranks):
+                out.order(rank, SumBlocks(ticket, message.block_ids))
+
+    def summed(self, rank: int, event: BlocksSummed) -> Key | None:
+        """Note an answer, and return the key whose announcements may go on."""
+        waiting = self._asked.get(event.ticket)
+        if waiting is None:
+            return None  # its handoff has ended
+        waiting.sums[rank] = event.checksums
+        if len(waiting.sums) < self._num_ranks:
+            return None
+        del self._asked[event.ticket]
+        return waiting.message.key
+
+    def take(self, key: Key) -> Iterator[Span | End]:
+        """Yield what can be announced now, in order."""
+        queue = self._queues.get(key)
+        while queue:
+            message, sums = queue[0].message, queue[0].sums
+            if isinstance(message, Span):
+                if len(sums) < self._num_ranks:
+                    return
+                ordered = tuple(sums[rank] for rank in range(self._num_ranks))
+                message = msgspec.structs.replace(message, checksums=ordered)
+            queue.popleft()
+            yield message
+        self._queues.pop(key, None)
+
+    def forget(self, key: Key) -> None:
+        gone = self._queues.pop(key, ())
+        self._asked = {
+            ticket: waiting
+            for ticket, waiting in self._asked.items()
+            if not any(waiting is one for one in gone)
+        }
