@@ -1,6 +1,6 @@
 """Wrong bytes give wrong tokens: what decode says comes from the blocks that were moved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from baton.async_llm import AsyncLLM
 from baton.engine.records import ReadRecord
-from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import PoolMemory, Transport
+from baton.kv_transfer.interfaces import Transport
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -19,18 +18,9 @@ from baton.protocol.config import (
     ModelConfig,
     TransferConfig,
 )
-from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import FAMILIES, model_folder
-from tests.support.damage import (
-    BlockOfAnother,
-    Hurt,
-    nothing,
-    shift_by_one,
-    swap_two,
-    zero_one,
-)
-from tests.support.faulty_transport import Faults, FaultyTransport
+from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(6 * 16 + 5)]
@@ -118,38 +108,26 @@ def answer_with(hurt: Hurt, family: str, folder: Path) -> list[int]:
         return NodeThreads(folder, never_local(config)).run(answer)
 
 
-class FlipsOneBit(FaultyTransport):
-    """Flips the last bit of the first block that it reads, once."""
+def flip_one_bit() -> Callable[[Transport, HostPool], Transport]:
+    """Flip the last bit of the first block that any transport brings, once."""
+    flipped: list[int] = []
 
-    has_flipped = False
+    def wrap(inner: Transport, pool: HostPool) -> Transport:
+        def landed(local: tuple[int, ...]) -> None:
+            if not flipped:
+                flipped.append((local[0] + 1) * pool.shape.block_bytes - 1)
+                pool.buffer[flipped[0]] ^= 1
 
-    def __init__(self, inner: Transport, pool: HostPool) -> None:
-        super().__init__(inner, Faults(), 0, pool.buffer, pool.shape.block_bytes)
-        self._bytes, self._size = pool.buffer, pool.shape.block_bytes
+        return FaultyTransport(inner, landed=landed)
 
-    def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
-    ) -> int:
-        handle = super().read(peer, remote, local, generations)  # shm has copied when it returns
-        if not self.has_flipped:
-            self.has_flipped = True
-            self._bytes[(local[0] + 1) * self._size - 1] ^= 1
-        return handle
+    return wrap
 
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_flipped_bit_is_a_retry_where_blocks_are_verified(
     verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = agent.make_transports
-
-    def make_flipping(
-        pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
-    ) -> list[Transport]:
-        assert isinstance(pool, HostPool)
-        return [FlipsOneBit(inner, pool) for inner in make(pool, epoch, config)]
-
-    monkeypatch.setattr(agent, "make_transports", make_flipping)
+    wrap_transports(monkeypatch, flip_one_bit())
     config = ClusterConfig(
         model=ModelConfig(path=str(model_folder("qwen3"))),
         cache=CacheConfig(num_blocks=64, prefix=False),
