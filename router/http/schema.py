@@ -131,17 +131,9 @@ class ChatBody(GenerationBody, kw_only=True):
     response_format: ResponseFormat | None = None
 
 
-# The values besides null that ask for nothing.
+# The values besides null that ask for nothing. `logprobs` has another type in chats.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
+    **{name: values for name, values in NEUTRAL.items() if name != "logprobs"},
     "priority": (0,),
     "suffix": ("",),
     "add_special_tokens": (True,),

@@ -79,7 +79,7 @@ class ModelTokenizer:
         return self.encode(prompt, add_special_tokens=False) if tokenize else prompt
 
     def _chat_template(self) -> ChatTemplate:
-        self._template = self._template or ChatTemplate.load(self._model.path)
+        self._template = self._template or ChatTemplate.load(self._model.path, self._model.chat_template)
         if self._template is None:
             raise RequestError("this model has no chat template", code="no_chat_template")
         return self._template
