@@ -279,10 +279,10 @@ class _Around:
         # An empty bin is as good as the one before it.
         levels = list(accumulate(bins, lambda level, one: _attainment([one], level), initial=share))
         levels = levels[len(levels) - len(after) :]
-        numbers = range(len(after))
+        numbers, whole = range(len(after)), range(len(after) - size + 1)
         steady = [_attainment(after[place : place + size], 1.0) >= at_least for place in numbers]
         # The last windows are cut by the end, so few requests would judge the bins before them.
-        first = 1 + max((place for place in numbers[: 1 - size] if not steady[place]), default=-1)
+        first = 1 + max((place for place in whole if not steady[place]), default=-1)
         for place in numbers[first:]:
             is_good = levels[place] >= at_least and steady[place]
             if is_good and after[place].start_s >= quiet_s:
