@@ -185,7 +185,7 @@ def test_loads_and_summaries_survive_being_written_as_json_and_records_being_rea
     assert msgspec.json.decode(before, type=LoadResult) == result
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(records=loads(), data=st.data())
 def test_the_figures_of_any_load_agree_with_each_other(
     records: list[Record], data: st.DataObject
@@ -214,7 +214,7 @@ def test_the_figures_of_any_load_agree_with_each_other(
     assert total_ms == pytest.approx(spans_ms)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(records=loads(), start_ms=st.integers(0, 5_000), length_ms=st.integers(1, 5_000))
 def test_windows_side_by_side_share_all_requests_out(
     records: list[Record], start_ms: int, length_ms: int
