@@ -33,6 +33,7 @@ class VitalSigns(msgspec.Struct, frozen=True):
     load: Load = Load()
     step_started_s: float | None = None
     predicted_s: float = 0.0
+    is_draining: bool = False
 
 
 class Vitals:
@@ -41,9 +42,17 @@ class Vitals:
     def __init__(self) -> None:
         # A frozen value behind one reference: replacing it is atomic, and only one thread writes.
         self._signs = VitalSigns()
+        self._turned_s: float | None = None
 
     def read(self) -> VitalSigns:
         return self._signs
+
+    def turned(self, now_s: float) -> None:
+        """The loop had nothing left to do at `now_s` on the clock that the thread was given."""
+        self._turned_s = now_s
+
+    def loop_age_s(self, now_s: float) -> float:
+        return 0.0 if self._turned_s is None else max(0.0, now_s - self._turned_s)
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Start-up progress; has the form of an executor's `Progress`."""
@@ -51,6 +60,9 @@ class Vitals:
 
     def set_ready(self) -> None:
         self._signs = msgspec.structs.replace(self._signs, ready=True)
+
+    def set_draining(self) -> None:
+        self._signs = msgspec.structs.replace(self._signs, is_draining=True)
 
     def set_load(self, load: Load) -> None:
         self._signs = msgspec.structs.replace(self._signs, load=load)
@@ -113,7 +125,11 @@ class BeatThread:
         if not signs.ready:
             return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)
         age_s = 0.0 if signs.step_started_s is None else max(0.0, now_s - signs.step_started_s)
-        return Beat(self._node_id, self._epoch, signs.load, age_s, signs.predicted_s)
+        loop_age_s = self._vitals.loop_age_s(now_s)
+        return Beat(
+            self._node_id, self._epoch, signs.load, age_s, signs.predicted_s, loop_age_s,
+            signs.is_draining,
+        )  # fmt: skip
 
     def _run(self) -> None:
         due_s = 0.0

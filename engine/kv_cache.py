@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.model_config import DecoderConfig
 from baton.kv_transfer.host_pool import HostPool
+from baton.protocol.bounds import MAX_BLOCKS
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import KVLayout
@@ -80,7 +81,7 @@ def num_blocks_for(cache: CacheConfig, layout: KVLayout, num_ranks: int) -> int:
     """Return how many blocks are configured or fit the memory; `ConfigError` if none fits."""
     if cache.num_blocks:
         return cache.num_blocks
-    num_blocks = (cache.memory_mib << 20) // (layout.block_bytes * num_ranks)
+    num_blocks = min((cache.memory_mib << 20) // (layout.block_bytes * num_ranks), MAX_BLOCKS)
     if num_blocks == 0:
         needed = -(-layout.block_bytes * num_ranks >> 20)
         raise ConfigError(f"cache.memory_mib is too small: one KV block takes {needed} MiB")

@@ -9,12 +9,13 @@ import msgspec
 
 from baton.engine.outputs import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
+from baton.protocol.codec import Unreadable
 from baton.protocol.messages import ToNode, ToRouter
 
 
 class FromRouter(msgspec.Struct, frozen=True):
     origin: Origin
-    message: ToNode
+    message: ToNode | Unreadable
 
 
 class RouterLost(msgspec.Struct, frozen=True):

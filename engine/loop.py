@@ -24,13 +24,17 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     ToRank,
 )
+from baton.protocol.codec import Unreadable
 from baton.protocol.errors import InvariantBroken, NodeError
-from baton.protocol.messages import Cancel, Decode, Load, Peers, Prefill, Refused, ToNode
+from baton.protocol.messages import Cancel, Decode, Failed, Load, Peers, Prefill, Refused, ToNode
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25
 RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
+# The first step may load, map and compile; a router takes a step of eight times as long for stuck.
+COLD_STEP_S = 15.0
+FORECAST_WEIGHT = 0.1  # of the newest step, where it was quicker than was known
 
 
 class LoopObserver(Protocol):
@@ -42,25 +46,38 @@ class LoopObserver(Protocol):
 
     def read_ended(self, rank: int, event: ReadEnded) -> None: ...
 
-    def set_load(self, load: Load) -> None: ...
+    def set_load(self, load: Load) -> None:
+        """Hear the load at the end of each turn of the loop."""
+        ...
 
 
 class StepForecast:
-    """Predicts the seconds of a step from the recent seconds per token and per step."""
+    """Predicts the seconds of a step from recent steps of about as many tokens.
+
+    It rises at once and falls slowly: a router that takes a long step for one that hangs ends every
+    stream of the node.
+    """
 
     def __init__(self) -> None:
-        self._per_token_s = 0.0
-        self._per_step_s = 0.0
+        self._seconds: dict[int, float] = {}  # by the number of tokens, in powers of two
 
     def predict(self, plan: StepPlan) -> float:
-        tokens = sum(part.length for part in plan.slices)
-        return max(self._per_step_s, tokens * self._per_token_s)
+        size, known = _size(plan), self._seconds
+        if size in known:
+            return known[size]
+        smaller = max((other for other in known if other < size), default=None)
+        if smaller is None:
+            return max([COLD_STEP_S, *known.values()])
+        return max(known[smaller], min(COLD_STEP_S, known[smaller] * (1 << (size - smaller))))
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        took_s = result.ended_s - result.started_s
-        tokens = sum(part.length for part in plan.slices)
-        self._per_step_s += 0.1 * (took_s - self._per_step_s)
-        self._per_token_s += 0.1 * (took_s / tokens - self._per_token_s)
+        took_s, size = result.ended_s - result.started_s, _size(plan)
+        known_s = self._seconds.get(size, took_s)
+        self._seconds[size] = max(took_s, known_s + FORECAST_WEIGHT * (took_s - known_s))
+
+
+def _size(plan: StepPlan) -> int:
+    return sum(part.length for part in plan.slices).bit_length()
 
 
 class EngineLoop:
@@ -120,17 +137,18 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _hear_router(self, now_s: float, origin: Origin, message: ToNode) -> None:
+    def _hear_router(self, now_s: float, origin: Origin, message: ToNode | Unreadable) -> None:
         match message:
+            case Unreadable(key=key, failure=failure):
+                self.scheduler.outputs.say(origin, Failed(key, failure))
             case Prefill() | Decode():
                 self.scheduler.add(now_s, origin, message)
             case Cancel(keys=keys):
                 self.scheduler.cancel(origin, keys)
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
-            case Refused(failure=failure):
-                text = f"the router refused this node: {failure.message}"
-                raise NodeError(text, code=failure.code)
+            case Refused():  # the links ask again
+                self.scheduler.forget(origin)
             case _:
                 assert_never(message)
 

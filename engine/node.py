@@ -8,13 +8,14 @@ non-zero exit.
 import os
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
+
+import msgspec
 
 from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
+from baton.engine.event_ring import folder_for_dumps
 from baton.engine.executor import Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.loop import EngineLoop
@@ -25,14 +26,17 @@ from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import ReadEnded
+from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import boottime
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
+from baton.runtime.network_devices import devices_for
 from baton.runtime.process import die_with_parent
 
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
@@ -42,13 +46,16 @@ log = logger("node")
 
 
 class NodeObserver:
-    """The observer that passes the loop's reports to the beat thread, records and stats line."""
+    """The observer that passes the loop's reports to the beat thread, records and stats line.
+
+    There is no stats line for an interval in which the node did nothing.
+    """
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
         self._vitals = vitals
         self._records = records
         self._stats_s = stats_s
-        self._next_stats_s = monotonic() + stats_s
+        self._next_stats_s = boottime() + stats_s
         self._last = (0, 0, 0)
         self._load = Load()
 
@@ -63,11 +70,13 @@ class NodeObserver:
         self._records.read(rank, event)
 
     def set_load(self, load: Load) -> None:
+        now_s = boottime()
+        self._vitals.turned(now_s)
         if load != self._load:
             self._load = load
             self._vitals.set_load(load)
-        if self._stats_s and monotonic() >= self._next_stats_s:
-            self._next_stats_s = monotonic() + self._stats_s
+        if self._stats_s and now_s >= self._next_stats_s:
+            self._next_stats_s = now_s + self._stats_s
             self._log_stats(load)
 
     def _log_stats(self, load: Load) -> None:
@@ -75,6 +84,8 @@ class NodeObserver:
         now = (c.num_prompt_tokens, c.num_output_tokens, c.num_bytes_read)
         prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
+        if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
+            return
         log.info(
             "stats",
             running=load.num_running,
@@ -97,7 +108,9 @@ class EngineNode:
         make_scheduler: MakeScheduler,
         make_executor: MakeExecutor | None = None,
     ) -> None:
-        self.config = config
+        device = config.transfer.device or devices_for(config.node)
+        transfer = msgspec.structs.replace(config.transfer, device=device)
+        self.config = msgspec.structs.replace(config, transfer=transfer)
         self.role = role
         self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
         self.epoch = Epoch(secrets.token_hex(8))
@@ -127,7 +140,7 @@ class EngineNode:
         """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
         keys = load_keys(self.config.keys)
         beats = BeatThread(
-            self._vitals, self.node_id, self.epoch, self.config.node.routers, monotonic, keys
+            self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
@@ -143,13 +156,14 @@ class EngineNode:
             records.close()
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = self._start(executor)
+        info = self._start(executor, sockets)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
             node_id=self.node_id,
             epoch=self.epoch,
             role=self.role,
             control_endpoint=endpoint,
+            reaches=reaches_of(info.ranks, self.config.transfer),
             **{name: getattr(info, name) for name in info.__struct_fields__},
         )
         pool = BlockPool(
@@ -168,7 +182,7 @@ class EngineNode:
             NodeConnector(node, self.config.transfer),
             sockets,
             NodeObserver(self._vitals, records, self.config.log.stats_s),
-            monotonic,
+            boottime,
         )
         self._vitals.set_ready()
         sockets.ready(node)
@@ -177,6 +191,7 @@ class EngineNode:
             role=self.role,
             blocks=info.num_blocks,
             max_len=info.max_model_len,
+            threads=threads_per_rank(self.config.engine),
             batch_invariant=info.batch_invariant,
             compute=info.compute,
         )
@@ -184,20 +199,28 @@ class EngineNode:
             while not self._stopping.is_set():
                 loop.turn()
         except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
-            path = Path(self.config.log.records or tempfile.gettempdir())
+            path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
-            log.error("an invariant broke; the events before it were written", file=str(path))
+            log.error(
+                "an invariant broke; the events before it, with prompts, are in a private file",
+                file=str(path),
+            )
             raise
 
-    def _start(self, executor: Executor) -> ExecutorInfo:
-        """Load under one deadline: end the process if its start hangs."""
+    def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
+        """Load under one deadline: end the process if its start hangs or a router refuses it."""
         seconds = self.config.node.start_timeout_s
         watchdog = threading.Timer(seconds, self._too_late, (seconds,))
         watchdog.daemon = True
         watchdog.start()
+
+        def progress(phase: str, done: int, total: int) -> None:
+            self._vitals.progress(phase, done, total)
+            sockets.starting()
+
         try:
-            return executor.start(self._vitals.progress)
+            return executor.start(progress)
         finally:
             watchdog.cancel()
 

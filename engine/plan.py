@@ -46,7 +46,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     """The result of a plan: `tokens[i]` holds one token id per draw of slice i.
 
-    `started_s` and `ended_s` are on this host's monotonic clock. A result is delivered after every
+    `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.
     """
 

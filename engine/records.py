@@ -22,7 +22,7 @@ class SliceRecord(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag="step"):
-    """Times are seconds on the host's monotonic clock."""
+    """Times are seconds since the host's boot."""
 
     step_id: int
     started_s: float

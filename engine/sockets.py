@@ -4,6 +4,7 @@ Implements `Links` for the engine loop, its only caller, on one thread. A router
 Ready again whenever its channel begins anew, so a router that restarts needs no memory.
 """
 
+import math
 import select
 from dataclasses import dataclass
 from typing import assert_never
@@ -14,17 +15,20 @@ from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.outputs import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
+    NodeInbox,
+    Unreadable,
     to_decode_codec,
-    to_node_codec,
     to_prefill_codec,
     to_router_codec,
 )
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import (
     Hello,
     NodeInfo,
     PeerHello,
+    Peers,
     Ready,
+    Refused,
     ToDecode,
     ToNode,
     ToPrefill,
@@ -33,10 +37,15 @@ from baton.protocol.messages import (
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.listener import Listener
+from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
 # Failed handshakes in a row before the log says so: one may fail because a router ends.
 REFUSALS_TO_TELL = 3
+
+# How long a node that was refused waits before it asks again.
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 10.0
 
 log = logger("sockets")
 
@@ -54,6 +63,18 @@ class Introduced:
         return self.hello.node_id, self.hello.epoch
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A router refused this ready node, which asks again later each time."""
+
+    ask_at_s: float = 0.0
+    _delay_s: float = FIRST_WAIT_S
+
+    def refused(self, now_s: float) -> None:
+        self.ask_at_s = now_s + self._delay_s
+        self._delay_s = min(2 * self._delay_s, LONGEST_WAIT_S)
+
+
 class EngineSockets:
     """Dials `routers`; `listen` opens the endpoint that prefill nodes dial (decode nodes only)."""
 
@@ -63,14 +84,15 @@ class EngineSockets:
         self._hello = hello
         self._keys = keys
         self._refusing: set[Origin] = set()
+        self._waits: dict[Origin, _Wait] = {}
         self._ready: Ready | None = None
         self._epoll = select.epoll()
         self._routers = [
-            Dialer[ToRouter, ToNode](
+            Dialer[ToRouter, ToNode | Unreadable](
                 endpoint,
                 str(hello.node_id).encode(),
                 to_router_codec(),
-                to_node_codec(),
+                NodeInbox(),
                 self._context,
                 keys,
             )
@@ -106,13 +128,25 @@ class EngineSockets:
                     events.append(RouterLost(origin))
                     self._introduce(dialer)
                 else:
+                    self._note_answer(origin, dialer, message)
                     events.append(FromRouter(origin, message))
             self._tell_refusals(origin, dialer)
+            self._ask_again(origin, dialer)
         for peer in list(self._dialled):
             self._receive_dialled(peer, events)
         if self._listener is not None:
             self._receive_listener(self._listener, events)
         return events
+
+    def starting(self) -> None:
+        """Hear the routers before `ready`. Raises `NodeError` if one of them refuses this node."""
+        for dialer in self._routers:
+            while (message := dialer.receive()) is not None:
+                if isinstance(message, Disconnected):
+                    self._introduce(dialer)
+                elif isinstance(message, Refused):
+                    text = f"the router refused this node: {message.failure.message}"
+                    raise NodeError(text, code=message.failure.code)
 
     def to_router(self, origin: Origin, message: ToRouter) -> None:
         # A full queue ends the session, which `receive` reports as a lost router.
@@ -147,12 +181,35 @@ class EngineSockets:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _introduce(self, dialer: Dialer[ToRouter, ToNode]) -> None:
+    def _introduce(self, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
         dialer.send(self._hello)
         if self._ready is not None:
             dialer.send(self._ready)
 
-    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode]) -> None:
+    def _note_answer(
+        self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable], message: object
+    ) -> None:
+        """Wait for another answer after a refusal: the set of nodes may change, or the router."""
+        if isinstance(message, Refused):
+            wait = self._waits.get(origin)
+            if wait is None:
+                wait = self._waits[origin] = _Wait()
+                log.warning(
+                    "the router refused this node, which asks again from time to time",
+                    router=dialer.endpoint,
+                    reason=message.failure.message,
+                )
+            wait.refused(monotonic())
+        elif isinstance(message, Peers) and self._waits.pop(origin, None) is not None:
+            log.info("the router took this node in", router=dialer.endpoint)
+
+    def _ask_again(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
+        wait = self._waits.get(origin)
+        if wait is not None and monotonic() >= wait.ask_at_s:
+            wait.ask_at_s = math.inf  # until the answer, or a new session
+            self._introduce(dialer)
+
+    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
         """Log a refusal once, not once per try."""
         if dialer.connected:
             self._refusing.discard(origin)

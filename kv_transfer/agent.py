@@ -20,7 +20,7 @@ from baton.protocol.config import TransferConfig
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import boottime
 
 MIN_WAIT_S = 0.0001
 MAX_WAIT_S = 0.005
@@ -45,7 +45,7 @@ class TransferAgent:
         self, transports: Sequence[Transport], block_bytes: int, limits: AgentLimits | None = None
     ) -> None:
         self._transports = tuple(transports)
-        self._turns = AgentTurns(transports, block_bytes, limits or AgentLimits(), monotonic)
+        self._turns = AgentTurns(transports, block_bytes, limits or AgentLimits(), boottime)
         self._address = RankAddress({t.name: t.address() for t in transports})
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()
@@ -112,7 +112,7 @@ class TransferAgent:
         for transport in self._transports:
             if transport.fileno() >= 0:
                 poller.register(transport.fileno(), select.POLLIN)
-        moved_s = monotonic()
+        moved_s = boottime()
         while not self._closing:
             while self._commands:
                 self._turns.hear(self._commands.popleft())
@@ -121,10 +121,10 @@ class TransferAgent:
                 self._events.extend(events)
                 os.eventfd_write(self._ready, 1)
             if moved or self._commands:
-                moved_s = monotonic()
+                moved_s = boottime()
                 continue
             # Scaled with how long slices take: an end is seen at most an eighth of that late.
-            self._wait(poller, min(max(MIN_WAIT_S, (monotonic() - moved_s) / 8), MAX_WAIT_S))
+            self._wait(poller, min(max(MIN_WAIT_S, (boottime() - moved_s) / 8), MAX_WAIT_S))
             _drain(self._wake)
 
     def _wait(self, poller: select.poll, poll_s: float) -> None:
@@ -133,7 +133,7 @@ class TransferAgent:
         if wake_at_s is None:
             poller.poll()
             return
-        left_s = max(0.0, wake_at_s - monotonic())
+        left_s = max(0.0, wake_at_s - boottime())
         if left_s >= 0.001:
             poller.poll(left_s * 1e3)
         elif not poller.poll(0):

@@ -36,7 +36,6 @@ class AgentLimits(msgspec.Struct, frozen=True):
     not quiet after `quiet_s` ends as not quiet."""
 
     slice_bytes: int = 16 << 20
-    connect_s: float = 10.0
     read_s: float = 30.0
     quiet_s: float = 30.0
 
@@ -158,14 +157,14 @@ class AgentTurns:
         except TransferError as error:
             self._events.append(PeerDown(command.peer, error.to_failure()))
             return
-        by_s = now_s + self._limits.connect_s
+        by_s = now_s + transport.connect_s
         self._peers[command.peer] = _ReadablePeer(command, transport, by_s)
 
     def _connect(self, now_s: float, peer: _ReadablePeer) -> None:
         try:
             peer.up = peer.transport.connected(peer.command.peer)
             if not peer.up and now_s >= peer.connect_by_s:
-                raise TransferError(f"no connection within {self._limits.connect_s:g} s")
+                raise TransferError(f"no connection within {peer.transport.connect_s:g} s")
         except TransferError as error:
             self._lose(now_s, peer.command.peer, error)
         if peer.up:

@@ -151,6 +151,8 @@ class NodeConnector:
     def _rank_down(
         self, now_s: float, peer: Peer, rank: int, failure: Failure, out: Effects
     ) -> None:
+        if self._peers.fall_back(now_s, peer, rank, out):
+            return
         self._peers.remove_rank(peer, rank, out)
         self._landings.rank_down(now_s, peer.name, failure, out)
 

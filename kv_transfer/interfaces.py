@@ -2,7 +2,7 @@
 node sees it, and `Connector` knows requests: events in, commands and reports out.
 
 A read is *stale* if it ended after its lease did. The connector decides that; transports only say
-when a read was posted and when it ended. All times are seconds on this host's monotonic clock.
+when a read was posted and when it ended. All times are seconds since this host's boot (`boottime`).
 """
 
 from collections.abc import Sequence
@@ -131,6 +131,7 @@ class Transport(Protocol):
     """
 
     name: str
+    connect_s: float  # a peer that is not connected for so long is given up
 
     def address(self) -> bytes:
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""

@@ -17,9 +17,10 @@ from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
+from baton.protocol.pairs import degree_problem, transport_problem
 
 HELLO_S = 10.0  # from dialling to the peer's PeerHello
-CONNECT_S = 60.0  # from AddPeer to PeerUp; a cold RDMA pair may take most of it
+CONNECT_S = 90.0  # from AddPeer to PeerUp or PeerDown; longer than any transport takes
 MAX_UNLISTED = 256
 
 
@@ -48,6 +49,8 @@ class Peer:
     heard_s: float = 0.0
     ranks: list[RankLink] = field(default_factory=list)
     adding_s: list[float] = field(default_factory=list)
+    transports: list[str] = field(default_factory=list)  # of each rank, the last that was chosen
+    failed: set[str] = field(default_factory=set)  # transports that did not connect
 
     @property
     def epoch(self) -> Epoch:
@@ -91,7 +94,10 @@ class PeerTable:
         if name not in self._peers:
             num_ranks = len(self._node.ranks)
             self._peers[name] = Peer(
-                name, ranks=[RankLink.ABSENT] * num_ranks, adding_s=[0.0] * num_ranks
+                name,
+                ranks=[RankLink.ABSENT] * num_ranks,
+                adding_s=[0.0] * num_ranks,
+                transports=[""] * num_ranks,
             )
         return self._peers[name]
 
@@ -137,7 +143,7 @@ class PeerTable:
         if peer.refusal is not None or peer.info is None:
             return peer.refusal
         theirs = (peer.info.model, peer.info.layout.fingerprint)
-        return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._degrees(peer.info)
+        return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._problem(peer.info)
 
     def dial(self, now_s: float, peer: Peer, out: Effects) -> None:
         """Open a channel to it; messages that are sent now wait until the channel is open."""
@@ -175,20 +181,29 @@ class PeerTable:
     # --- ranks ---------------------------------------------------------------------------------
 
     def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
-        """Begin to connect every rank that is not connected.
+        """Begin to connect every rank that is not connected or connecting.
 
         Raises `TransferError` if one never can be: no transport serves both sides.
         """
         info = peer.info
         if info is None:
             return
-        for rank, address in enumerate(info.ranks):
-            if peer.ranks[rank] is not RankLink.ABSENT:
-                continue
-            transport = choose_transport(address, self._node.ranks[rank], self._transfer.transport)
-            peer.ranks[rank], peer.adding_s[rank] = RankLink.ADDING, now_s
-            add = AddPeer(peer.epoch, transport, address, info.num_blocks, info.layout.block_bytes)
-            out.order(rank, add)
+        for rank in range(len(info.ranks)):
+            if peer.ranks[rank] is RankLink.ABSENT:
+                self._add_rank(now_s, peer, info, rank, out)
+
+    def fall_back(self, now_s: float, peer: Peer, rank: int, out: Effects) -> bool:
+        """Connect a rank by another transport if it did not connect by the first; else False."""
+        if peer.ranks[rank] is not RankLink.ADDING or peer.info is None:
+            return False
+        peer.failed.add(peer.transports[rank])
+        self.remove_rank(peer, rank, out)
+        try:
+            self._add_rank(now_s, peer, peer.info, rank, out)
+        except TransferError:
+            peer.failed.clear()  # none has worked, so the next landing begins with the first again
+            return False
+        return True
 
     def rank_up(self, peer: Peer, rank: int, out: Effects) -> None:
         if peer.ranks[rank] is RankLink.ABSENT:  # it was given up in the meantime
@@ -212,6 +227,14 @@ class PeerTable:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _add_rank(self, now_s: float, peer: Peer, info: NodeInfo, rank: int, out: Effects) -> None:
+        address, ours = info.ranks[rank], self._node.ranks[rank]
+        transport = choose_transport(address, ours, self._transfer.transport, peer.failed)
+        peer.ranks[rank], peer.adding_s[rank] = RankLink.ADDING, now_s
+        peer.transports[rank] = transport
+        add = AddPeer(peer.epoch, transport, address, info.num_blocks, info.layout.block_bytes)
+        out.order(rank, add)
+
     def _hello(self) -> PeerHello:
         node = self._node
         fingerprint = node.layout.fingerprint
@@ -231,14 +254,12 @@ class PeerTable:
                 return TransferError(text, code="peer_mismatch").to_failure()
         return None
 
-    def _degrees(self, info: NodeInfo) -> Failure | None:
-        """Refuse a peer with another number of ranks: a read names whole blocks of one rank."""
-        theirs, ours = len(info.ranks), len(self._node.ranks)
-        if theirs == ours:
-            return None
-        prefill, decode = (theirs, ours) if self._node.role == "decode" else (ours, theirs)
-        text = (
-            f"prefill with {prefill} ranks cannot feed decode with {decode}: reads of part of a "
-            "block are not supported yet; give both nodes the same tensor_parallel"
-        )
-        return TransferError(text, code="peer_mismatch").to_failure()
+    def _problem(self, info: NodeInfo) -> Failure | None:
+        """Refuse a peer whose blocks, or whose reads, can never arrive."""
+        own, pair = self._node, (info, self._node)
+        prefill, decode = pair if own.role == "decode" else pair[::-1]
+        if (problem := degree_problem(prefill, decode)) is not None:
+            return TransferError(problem, code="peer_mismatch").to_failure()
+        if (problem := transport_problem(prefill, decode)) is not None:
+            return TransferError(problem, code="no_transport").to_failure()
+        return None

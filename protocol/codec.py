@@ -1,14 +1,15 @@
 """Bytes to messages and back, one typed decoder per channel and direction.
 
 Sizes are bounded before anything is allocated. A reader counts malformed messages, drops them and
-logs some; they never end a process.
+logs some; they never end a process. A node answers a malformed request whose key can be read.
 """
 
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, Failure
+from baton.protocol.ids import Key
 from baton.protocol.messages import ToDecode, ToNode, ToPrefill, ToRouter
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -38,6 +39,38 @@ class Codec(Generic[T]):
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedMessage(str(error)) from error
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A `Prefill` or `Decode` that is malformed, except for its key. It never travels itself."""
+
+    key: Key
+    failure: Failure
+
+
+class _Keyed(msgspec.Struct):
+    """The part of a `Prefill` or `Decode` by which it can be refused."""
+
+    type: Literal["Prefill", "Decode"]
+    key: Key
+
+
+class NodeInbox(Codec[ToNode | Unreadable]):
+    """Decodes what a node hears of its routers: no request may be left without an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(ToNode)  # type: ignore[arg-type]
+        self._requests = msgspec.msgpack.Decoder(_Keyed)
+
+    def decode(self, data: bytes | memoryview) -> ToNode | Unreadable:
+        try:
+            return super().decode(data)
+        except MalformedMessage as error:
+            try:
+                key = self._requests.decode(data).key
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                raise error from None
+            return Unreadable(key, error.to_failure())
 
 
 def to_node_codec() -> Codec[ToNode]:

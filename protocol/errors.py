@@ -15,6 +15,8 @@ they become OpenAI-shaped JSON.
 
 import msgspec
 
+from baton.protocol.bounds import HttpStatus
+
 
 class Failure(msgspec.Struct, frozen=True):
     """An error as it travels between processes."""
@@ -22,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True):
     code: str
     message: str
     retryable: bool = False
-    http_status: int = 500
+    http_status: HttpStatus = 500
     param: str | None = None
     retry_after_s: float | None = None
 

@@ -8,6 +8,8 @@ from typing import NewType
 
 import msgspec
 
+from baton.protocol.bounds import Count
+
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
 # Random per process start. The same node id with another epoch is another process.
@@ -22,8 +24,8 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """
 
     request_id: RequestId
-    choice: int = 0
-    attempt: int = 0
+    choice: Count = 0
+    attempt: Count = 0
 
     def of_choice(self, choice: int) -> "Key":
         return Key(self.request_id, choice, self.attempt)

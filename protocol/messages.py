@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from baton.protocol.bounds import BlockCount, BlockId, Count, Generation, NumBytes
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.sampling import Sampling
@@ -30,8 +31,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     block is one contiguous region for all layers.
     """
 
-    block_size: int  # tokens
-    block_bytes: int
+    block_size: Count  # tokens
+    block_bytes: NumBytes
     fingerprint: str  # covers everything that two pools must share
 
 
@@ -48,15 +49,17 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: Epoch
     role: Role
     control_endpoint: str  # where peers dial; empty when the node takes no peers
-    num_blocks: int
+    num_blocks: BlockCount
     layout: KVLayout
     ranks: tuple[RankAddress, ...]
     model: str  # fingerprint: configuration and weights
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
+    max_model_len: Count
+    vocab_size: Count
+    eos_token_ids: tuple[Count, ...] = ()
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
+    # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
+    reaches: tuple[str, ...] = ()
 
 
 # --- router to node ---------------------------------------------------------------------------
@@ -76,10 +79,10 @@ class Prefill(Message, frozen=True):
     """
 
     key: Key
-    token_ids: list[int]
-    num_prompt_tokens: int
+    token_ids: list[Count]
+    num_prompt_tokens: Count
     sampling: Sampling
-    num_choices: int = 1
+    num_choices: Count = 1
     decode_node: NodeId | None = None
 
 
@@ -90,10 +93,10 @@ class Decode(Message, frozen=True):
     """
 
     key: Key
-    token_ids: list[int]
-    num_prompt_tokens: int
+    token_ids: list[Count]
+    num_prompt_tokens: Count
     sampling: Sampling
-    num_choices: int = 1
+    num_choices: Count = 1
     prefill_node: NodeId | None = None
 
 
@@ -105,7 +108,10 @@ class Cancel(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """This Hello or Ready cannot be accepted; the node exits non-zero with the message."""
+    """This Hello or Ready cannot be accepted.
+
+    A node that is still starting exits non-zero with the message; one that is ready asks again.
+    """
 
     failure: Failure
 
@@ -117,7 +123,7 @@ ToNode = Peers | Prefill | Decode | Cancel | Refused
 
 
 class Hello(Message, frozen=True):
-    version: int
+    version: Count
     node_id: NodeId
     role: Role
     epoch: Epoch
@@ -129,8 +135,8 @@ class Starting(Message, frozen=True):
     node_id: NodeId
     epoch: Epoch
     phase: str
-    done: int
-    total: int
+    done: Count
+    total: Count
 
 
 class Ready(Message, frozen=True):
@@ -140,12 +146,12 @@ class Ready(Message, frozen=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """A node's work in hand and blocks, for routing and for the stats line."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    free_blocks: int = 0  # evictable cached blocks included
-    total_blocks: int = 0
-    cached_blocks: int = 0
-    quarantined_blocks: int = 0
+    num_running: Count = 0
+    num_waiting: Count = 0
+    free_blocks: Count = 0  # evictable cached blocks included
+    total_blocks: Count = 0
+    cached_blocks: Count = 0
+    quarantined_blocks: Count = 0
 
 
 class Beat(Message, frozen=True):
@@ -156,13 +162,15 @@ class Beat(Message, frozen=True):
     load: Load
     step_age_s: float = 0.0
     predicted_s: float = 0.0
+    loop_age_s: float = 0.0  # since the loop last had nothing left to do; it never computes
+    is_draining: bool = False  # the node takes no new legs and ends when it has none
 
 
 class Accepted(Message, frozen=True):
     """Decode has reserved every block that the handoff, or computing the prompt itself, needs."""
 
     key: Key
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -174,14 +182,14 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     exposed_s: float = 0.0  # transfer time after the last chunk was announced
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
-    transfer_bytes: int = 0
-    num_cached_tokens: int = 0
+    transfer_bytes: NumBytes = 0
+    num_cached_tokens: Count = 0
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """The first token of one choice, and whether it already ends the sequence."""
 
-    token_id: int
+    token_id: Count
     finish_reason: FinishReason | None = None
 
 
@@ -189,7 +197,7 @@ class FirstTokens(Message, frozen=True):
     """The first tokens of a prompt: entry i is choice `key.choice + i`, all at `position`."""
 
     key: Key
-    position: int
+    position: Count
     tokens: tuple[FirstToken, ...]
     times: StageTimes = StageTimes()
 
@@ -198,8 +206,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence; the first of them stands at absolute `position`."""
 
     key: Key
-    position: int
-    token_ids: list[int]
+    position: Count
+    token_ids: list[Count]
     finish_reason: FinishReason | None = None
     times: StageTimes | None = None  # with a sequence's first entry
 
@@ -232,7 +240,7 @@ ToRouter = Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | F
 class PeerHello(Message, frozen=True):
     """The first message on every peer connection, in both directions."""
 
-    version: int
+    version: Count
     node_id: NodeId
     epoch: Epoch
     model: str
@@ -243,8 +251,8 @@ class Offered(Message, frozen=True):
     """Prefill holds all `num_blocks` blocks of this prompt until its lease ends."""
 
     key: Key
-    num_tokens: int
-    num_blocks: int
+    num_tokens: Count
+    num_blocks: BlockCount
     lease_s: float
 
 
@@ -255,9 +263,9 @@ class Span(Message, frozen=True):
     """
 
     key: Key
-    first_block: int
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
+    first_block: BlockCount
+    block_ids: tuple[BlockId, ...]
+    generations: tuple[Generation, ...]
 
 
 class End(Message, frozen=True):

@@ -2,14 +2,17 @@
 
 `agent` asks for a rank's transports, the connector chooses for each pair of ranks that meets. The
 choice is a plain rule over what both have published: same host and shm on both sides take shm,
-other pairs take nixl. A setting forces one. Nothing is tried out here.
+other pairs take nixl. A setting forces one. Nothing is tried out here: a rank that could not be
+connected is chosen for again, without the transport that failed.
 """
+
+from collections.abc import Collection, Sequence
 
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory, Transport
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.kv_transfer.transports.shm import ShmAddress, ShmTransport
+from baton.kv_transfer.transports.shm import ShmAddress, ShmTransport, this_place
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
@@ -33,18 +36,39 @@ def make_transports(
         return [NixlTransport(pool, epoch, config.device)]
     transports: list[Transport] = []
     if config.transport != NIXL:
-        transports.append(ShmTransport(pool, epoch))
-    if config.transport == NIXL or (
-        config.transport == "auto" and config.device and is_installed()
-    ):
+        try:
+            transports.append(ShmTransport(pool, epoch))
+        except ConfigError:
+            if config.transport == SHM or not is_installed():
+                raise
+    if not transports or (config.transport == "auto" and config.device and is_installed()):
         memory = PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
         transports.append(NixlTransport(memory, epoch, config.device))
     return transports
 
 
-def choose_transport(source: RankAddress, target: RankAddress, forced: TransportChoice) -> str:
-    """Return the transport by which `target` reads `source`; raises `TransferError` if none can."""
-    common = source.metadata.keys() & target.metadata.keys()
+def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[str, ...]:
+    """Return the ways in which the pools of a node can be read, as `NodeInfo` publishes them.
+
+    Two nodes with an equal text have that transport in common where they run.
+    """
+    names = set.intersection(*({*rank.metadata} for rank in ranks))
+    here = "/".join(this_place())
+    near = {SHM: f"{SHM}@{here}", NIXL: NIXL if config.device else f"{NIXL}@{here}"}
+    return tuple(sorted(near[name] for name in names))
+
+
+def choose_transport(
+    source: RankAddress,
+    target: RankAddress,
+    forced: TransportChoice,
+    failed: Collection[str] = (),
+) -> str:
+    """Return the transport by which `target` reads `source`; raises `TransferError` if none can.
+
+    `failed` are those that were tried for this pair.
+    """
+    common = (source.metadata.keys() & target.metadata.keys()) - {*failed}
     if forced != "auto":
         if forced not in common:
             raise _nothing_in_common(source, target, f"transfer.transport is {forced}, but ")
@@ -63,8 +87,9 @@ def choose_transport(source: RankAddress, target: RankAddress, forced: Transport
 
 def _on_one_host(source: RankAddress, target: RankAddress) -> bool:
     """Compare what both say; the proof is the nonce that the reader finds in its mapping."""
-    hosts = [ShmAddress.decode(rank.metadata[SHM]).host for rank in (source, target)]
-    return hosts[0] == hosts[1]
+    ours, theirs = (ShmAddress.decode(rank.metadata[SHM]) for rank in (source, target))
+    is_one_network = "" in (ours.network, theirs.network) or ours.network == theirs.network
+    return ours.host == theirs.host and is_one_network
 
 
 def _nothing_in_common(source: RankAddress, target: RankAddress, prefix: str) -> TransferError:

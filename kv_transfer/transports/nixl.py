@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -21,15 +22,21 @@ from numpy.typing import NDArray
 from baton.kv_transfer.host_pool import check_read
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
+from baton.protocol.bounds import BlockCount, NumBytes
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
+from baton.runtime.clock import monotonic
 
 WARM_UP_BYTES = 64
 MAX_PARKED = 8
+WARM_UP_S = 600.0  # then a warm-up that has not ended is given up, connection and all
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
 DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20
+MAX_DEVICE_DIGITS = 3
+
+Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
 
 
 class NixlTransport:
@@ -40,6 +47,7 @@ class NixlTransport:
     """
 
     name = "nixl"
+    connect_s = 60.0  # a cold RDMA pair may take most of it
 
     def __init__(self, memory: PoolMemory, epoch: Epoch, network_device: str = "") -> None:
         self._memory = memory
@@ -137,6 +145,7 @@ class NixlTransport:
     def remove_peer(self, peer: Epoch) -> None:
         found = self._peers.pop(peer, None)
         if found is not None:
+            found.give_up_s = monotonic() + WARM_UP_S
             self._leaving.append(found)
             self._forget_quiet_ones()
 
@@ -244,6 +253,8 @@ class NixlTransport:
             if flight.peer in self._leaving:
                 self.cancel(handle)
         for peer in [peer for peer in self._leaving if not peer.num_in_flight]:
+            if self._is_warming(peer):
+                continue  # the next attempt finds it further on
             self._leaving.remove(peer)
             connected = peer.warm_up is None and not peer.gone
             peer.release()
@@ -255,6 +266,14 @@ class NixlTransport:
             agent = next(iter(self._parked))
             del self._parked[agent]
             self._agent.remove_remote_agent(agent)
+
+    def _is_warming(self, peer: "_PreparedPeer") -> bool:
+        try:
+            if peer.warm_up is not None and self._has_ended(peer.warm_up):
+                peer.warm_up = None
+        except TransferError:
+            return False
+        return peer.warm_up is not None and monotonic() < peer.give_up_s
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -268,9 +287,9 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     epoch: Epoch
     agent: str  # unique per agent, not only per process
     device: str  # "cpu" or "cuda:0"
-    pool_address: int
-    num_blocks: int
-    block_bytes: int
+    pool_address: Address
+    num_blocks: BlockCount
+    block_bytes: NumBytes
     metadata: bytes
 
     def encode(self) -> bytes:
@@ -301,6 +320,7 @@ class _PreparedPeer:
     warm_up: "_Flight | None" = None
     num_in_flight: int = 0
     gone: bool = False
+    give_up_s: float = 0.0  # of a warm-up, once the peer was removed
 
     def release(self) -> None:
         if self.warm_up is not None:
@@ -322,7 +342,11 @@ class _Flight:
 def _segment(device: str) -> tuple[str, int]:
     """Return NIXL's memory type and device number of "cpu" or "cuda:1"."""
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+    if (
+        kind not in ("cpu", "cuda")
+        or not (index or "0").isdecimal()
+        or (len(index) > MAX_DEVICE_DIGITS)
+    ):
         raise TransferError(f"nixl knows no device {device!r}")
     return ("VRAM" if kind == "cuda" else "DRAM"), int(index or 0)
 

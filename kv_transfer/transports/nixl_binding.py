@@ -102,8 +102,8 @@ def _load() -> ModuleType:
         except ImportError as error:
             reasons.append(str(error))
     raise ConfigError(
-        "the nixl transport needs the NIXL wheel; install the extra baton[nixl] "
-        f"({'; '.join(reasons)})"
+        "the nixl transport needs the NIXL wheel: run `pip install -e '.[nixl]'` in baton's "
+        f"folder, or start with `make serve EXTRAS=nixl` ({'; '.join(reasons)})"
     )
 
 

@@ -1,8 +1,9 @@
 """Reads between processes of one host: the reader maps the peer's pool and copies its blocks.
 
-The owner passes its memfd over a unix socket to a reader that knows the pool's nonce. The reader
-maps it read-only, finds the nonce in the mapping (the proof that both see the same memory), and
-reads the generations again after each copy: a block that got a new owner meanwhile fails the read.
+The owner passes its memfd over a unix socket to a reader that knows the pool's nonce
+(`pool_lender`). The reader maps it read-only, finds the nonce in the mapping (the proof that both
+see the same memory), and reads the generations again after each copy: a block that got a new owner
+meanwhile fails the read.
 Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands later. Never
 `multiprocessing.shared_memory`: it unlinks when any attacher exits and outlives a killed owner.
 """
@@ -10,7 +11,6 @@ Only an agent's thread calls it. A copy has ended when `read` returns, so nothin
 import fcntl
 import mmap
 import os
-import secrets
 import select
 import socket
 from collections.abc import Iterable, Sequence
@@ -22,16 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape, check_read
+from baton.kv_transfer.transports.fence import make_fence
+from baton.kv_transfer.transports.pool_lender import PoolLender, is_trusted, unix_socket
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
-MAX_READERS = 1024
-
 
 class ShmTransport:
-    """Lends the local `pool` to other processes and reads the pools of peers."""
+    """Lends the local `pool` to other processes and reads the pools of peers.
+
+    Raises `ConfigError` where the order of reads cannot be enforced (`fence`).
+    """
 
     name = "shm"
+    connect_s = 10.0
 
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
         self._pool = pool
@@ -40,22 +44,21 @@ class ShmTransport:
         self._ended: set[int] = set()
         self._next_handle = 0
         self._peers: dict[Epoch, _MappedPeer] = {}
-        self._readers: dict[int, socket.socket] = {}
         self._links: dict[int, Epoch] = {}
         self._gone: list[Epoch] = []
         self._poller = select.epoll()
-        self._socket_name = f"baton-{secrets.token_hex(8)}"
-        self._listener = _unix_socket()
-        self._listener.bind("\0" + self._socket_name)
-        self._listener.listen(64)
-        self._poller.register(self._listener, select.EPOLLIN)
+        self._lender = PoolLender(pool)
+        self._poller.register(self._lender, select.EPOLLIN)
+        self._fence = make_fence()
 
     def address(self) -> bytes:
-        return ShmAddress(this_host(), self._socket_name, self._pool.nonce, self._epoch).encode()
+        host, network = this_place()
+        name, nonce = self._lender.name, self._pool.nonce
+        return ShmAddress(host, name, nonce, self._epoch, network).encode()
 
     def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
         where = ShmAddress.decode(address)
-        if where.host != this_host():
+        if where.host != this_place()[0]:
             raise TransferError("the pool is on another host")
         if where.epoch != peer or len(where.nonce) != NONCE_BYTES:
             raise TransferError("the address is not that peer's")
@@ -63,9 +66,11 @@ class ShmTransport:
             mine = self._pool.shape.block_bytes
             raise TransferError(f"its blocks have {block_bytes} bytes, ours {mine}")
         self.remove_peer(peer)
-        link = _unix_socket()
+        link = unix_socket()
         try:
             link.connect("\0" + where.socket)
+            if not is_trusted(link):
+                raise OSError("its socket is another user's")
             link.send(where.nonce)
         except (OSError, ValueError) as error:
             link.close()
@@ -98,6 +103,7 @@ class ShmTransport:
         copy_blocks(self._blocks, target, mapping.blocks, source)
         # After the copy: a generation is bumped before the first store of a block's next owner, so
         # equal numbers mean that nothing of the next owner was copied.
+        self._fence()
         _check_generations(mapping, source, expected)
         self._next_handle += 1
         self._ended.add(self._next_handle)
@@ -116,10 +122,8 @@ class ShmTransport:
 
     def service(self) -> list[Epoch]:
         for descriptor, _ in self._poller.poll(0):
-            if descriptor == self._listener.fileno():
-                self._accept()
-            elif descriptor in self._readers:
-                self._answer(descriptor)
+            if descriptor == self._lender.fileno():
+                self._lender.service()
             elif descriptor in self._links:
                 self._hear_owner(descriptor)
         gone, self._gone = self._gone, []
@@ -128,43 +132,8 @@ class ShmTransport:
     def close(self) -> None:
         for peer in list(self._peers):
             self.remove_peer(peer)
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
-        self._listener.close()
+        self._lender.close()
         self._poller.close()
-
-    # --- the owner's side -----------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        try:
-            reader, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(self._readers) >= MAX_READERS:
-            reader.close()
-            return
-        reader.setblocking(False)
-        self._readers[reader.fileno()] = reader
-        self._poller.register(reader, select.EPOLLIN)
-
-    def _answer(self, descriptor: int) -> None:
-        """Pass the pool on for the right nonce; anything else ends the connection."""
-        reader = self._readers[descriptor]
-        try:
-            said = reader.recv(NONCE_BYTES + 1)
-            # Every process in this network namespace can connect to an abstract name. The nonce is
-            # the key: it only travels over authenticated control channels.
-            if secrets.compare_digest(said, self._pool.nonce):
-                socket.send_fds(reader, [b"pool"], [self._pool.fileno()])
-                return
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        del self._readers[descriptor]
-        self._poller.unregister(reader)
-        reader.close()
 
     # --- the reader's side ----------------------------------------------------------------------
 
@@ -215,6 +184,7 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
     socket: str  # name in the abstract namespace
     nonce: bytes
     epoch: Epoch
+    network: str = ""  # the namespace of the socket; an older owner does not say
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -228,10 +198,10 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError(f"not an shm address: {error}") from error
 
 
-def this_host() -> str:
-    """Return an id that is random per boot and equal for all processes of a kernel."""
+def this_place() -> tuple[str, str]:
+    """Return the id of this boot of the kernel, and of the namespace of our abstract sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+        return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
 
 
 @dataclass(slots=True)
@@ -338,9 +308,3 @@ def _check_generations(
     if changed.any():
         block = int(blocks[changed.argmax()])
         raise TransferError(f"block {block} of the peer has a new owner", code="stale_block")
-
-
-def _unix_socket() -> socket.socket:
-    return socket.socket(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    )

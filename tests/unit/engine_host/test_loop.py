@@ -2,7 +2,6 @@
 
 import os
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
-from baton.engine.loop import MAX_LAUNCHED, EngineLoop
+from baton.engine.loop import COLD_STEP_S, MAX_LAUNCHED, EngineLoop, StepForecast
 from baton.engine.outputs import Origin
-from baton.engine.plan import StepPlan, StepResult
+from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduler import NodeLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
@@ -26,6 +25,7 @@ from baton.kv_transfer.interfaces import (
     ToPeer,
     TransferPort,
 )
+from baton.protocol.codec import Unreadable
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import (
@@ -33,6 +33,7 @@ from baton.protocol.messages import (
     CancelDone,
     Done,
     End,
+    Failed,
     FirstToken,
     Load,
     Offered,
@@ -44,7 +45,7 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from tests.support.connectors import node
-from tests.support.drive import handed, key, local
+from tests.support.drive import handed, key, local, sampling
 from tests.support.toy_executor import ToyExecutor, continuation
 
 NUM_BLOCKS, BLOCK = 40, 4
@@ -169,10 +170,15 @@ def test_the_next_step_is_planned_while_one_runs() -> None:
     assert bench.tokens() == continuation(PROMPT, 6)
 
 
-def test_a_lost_router_takes_its_requests_with_it() -> None:
+@pytest.mark.parametrize(
+    "event", [RouterLost(0), FromRouter(0, Refused(Failure("no", "wrong model")))]
+)
+def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(
+    event: LinkEvent,
+) -> None:
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
-    bench.hear(RouterLost(0))
+    bench.hear(event)
     bench.run()
     assert bench.pool.num_free == NUM_BLOCKS
     assert len(bench.tokens()) < 10
@@ -185,6 +191,12 @@ def test_a_cancel_is_answered_while_a_step_runs() -> None:
     assert bench.wire.said[-1] == CancelDone((key("r"), key("unknown")))
     bench.run()
     assert bench.pool.num_free == NUM_BLOCKS
+
+
+def test_a_request_that_cannot_be_read_fails_once() -> None:
+    bench, failure = Bench(), Failure("malformed_message", "max_tokens is no integer")
+    bench.hear(FromRouter(0, Unreadable(key("r"), failure)))
+    assert bench.wire.said == [Failed(key("r"), failure)]
 
 
 def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
@@ -212,6 +224,35 @@ def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
     assert [m for m in bench.wire.to_peers if isinstance(m, ToPeer)][-1].message == Done(key("a"))
 
 
+def step(num_tokens: int, took_s: float) -> tuple[StepPlan, StepResult]:
+    slices = (Slice(key("r"), 0, num_tokens, (), (), (), sampling(4), num_tokens),)
+    return StepPlan(1, slices), StepResult(1, ((),), 100.0, 100.0 + took_s)
+
+
+def test_no_step_of_20_s_is_taken_for_one_that_hangs() -> None:
+    """A router calls a step stuck after ten seconds, or eight times what was predicted."""
+    forecast = StepForecast()
+    for num_tokens in (512, 512, 1, 512, 64, 1):
+        plan, result = step(num_tokens, 20.0)
+        assert max(10.0, 8 * forecast.predict(plan)) > 20.0
+        forecast.learn(plan, result)
+
+
+def test_a_forecast_follows_what_steps_of_that_size_take() -> None:
+    forecast = StepForecast()
+    for _ in range(3):
+        forecast.learn(*step(1, 0.05))
+    assert forecast.predict(step(1, 0)[0]) == pytest.approx(0.05)
+    assert forecast.predict(step(512, 0)[0]) == COLD_STEP_S  # nothing like it was seen
+    forecast.learn(*step(512, 0.4))
+    assert forecast.predict(step(600, 0)[0]) == pytest.approx(0.4)
+    forecast.learn(*step(512, 4.0))
+    assert forecast.predict(step(512, 0)[0]) == pytest.approx(4.0)
+    forecast.learn(*step(512, 0.4))
+    assert 3.0 < forecast.predict(step(512, 0)[0]) < 4.0
+    assert forecast.predict(step(1, 0)[0]) == pytest.approx(0.05)
+
+
 def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
@@ -233,15 +274,8 @@ def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[0].startswith('{"now_s":0.0,"type":"FromRouter"')
 
 
-@pytest.mark.parametrize(
-    "hurt",
-    [
-        lambda bench: bench.hear(FromRouter(0, Refused(Failure("no", "wrong model")))),
-        lambda bench: (bench.pool.quarantine(bench.pool.allocate(3)), bench.loop.turn()),
-    ],
-    ids=["refused", "quarantined"],
-)
-def test_some_things_end_the_process(hurt: Callable[[Bench], object]) -> None:
+def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
     bench = Bench()
+    bench.pool.quarantine(bench.pool.allocate(3))
     with pytest.raises(NodeError):
-        hurt(bench)
+        bench.loop.turn()

@@ -1,28 +1,42 @@
 """The sockets of two nodes that face each other: who is who, and what a wrong peer cannot do."""
 
+import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
-from baton.engine.links import LinkEvent
+from baton.engine.executor import ExecutorInfo, Progress
+from baton.engine.links import FromRouter, LinkEvent
 from baton.engine.sockets import EngineSockets
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
+from baton.protocol.codec import Codec, Unreadable, to_router_codec
+from baton.protocol.config import ClusterConfig, NodeConfig
+from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
+    Cancel,
     Done,
     Hello,
     NodeInfo,
     Offered,
     PeerHello,
+    Peers,
+    Ready,
+    Refused,
     Renew,
     Role,
+    ToRouter,
 )
+from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
 from tests.support.connectors import node
-from tests.support.drive import key
+from tests.support.drive import key, local
+from tests.support.node_threads import NodeThread
 
 DEADLINE_S = 20.0
 DECODE = (NodeId("d0"), Epoch("d0-1"))
@@ -93,6 +107,125 @@ def test_a_peer_that_nobody_can_dial_is_lost_and_nothing_else(make: Make, endpoi
     tell(prefill, hello("p0"))
     assert hear(prefill, 1) == [PeerLost(*DECODE)]
     assert prefill.receive() == []
+
+
+class Bytes(Codec[bytes]):
+    """Sends what no encoder would."""
+
+    def __init__(self) -> None: ...
+
+    def encode(self, message: bytes) -> bytes:
+        return message
+
+
+class RouterEnd:
+    """The router's end of a node's channel; says whatever it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._listener = Listener[bytes, ToRouter](
+            f"ipc://{folder}/router", Bytes(), to_router_codec(), self._context
+        )
+        self.endpoint = self._listener.endpoint
+        self._peer = b""
+
+    def hear(self, node: EngineSockets | None = None) -> ToRouter:
+        """The next message, while `node` has its turns."""
+        deadline_s = monotonic() + DEADLINE_S
+        while (received := self._listener.receive()) is None or received.message is None:
+            assert monotonic() < deadline_s
+            if node is not None:
+                node.receive()
+            select.select([self._listener.fileno()], [], [], 0.01)
+        self._peer = received.peer
+        return received.message
+
+    def say(self, message: object) -> None:
+        assert self._listener.send(self._peer, msgspec.msgpack.encode(message))
+
+    def close(self) -> None:
+        self._listener.close()
+        self._context.term()
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[RouterEnd]:
+    end = RouterEnd(tmp_path)
+    yield end
+    end.close()
+
+
+REFUSED = Refused(Failure("model_mismatch", "it serves another model"))
+
+
+def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in(
+    router: RouterEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    introduction = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
+    sockets = EngineSockets((router.endpoint,), introduction)
+    try:
+        sockets.ready(node("d0", "decode"))
+        for answer in (REFUSED, REFUSED, REFUSED, Peers(())):
+            assert router.hear(sockets) == introduction
+            assert router.hear(sockets) == Ready(node("d0", "decode"))
+            router.say(answer)
+        assert hear(sockets, 1) == [FromRouter(0, Peers(()))]
+        said = [record.message for record in caplog.records]
+        assert [text for text in said if "refused" in text] == [
+            "the router refused this node, which asks again from time to time"
+        ]
+        assert said[-1] == "the router took this node in"
+    finally:
+        sockets.close()
+
+
+class EndlessStart:
+    """An executor that loads for as long as it is let."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        for number in range(int(DEADLINE_S / 0.01)):
+            progress("weights", number, 1 << 30)
+            time.sleep(0.01)
+        raise AssertionError("it was never told to stop loading")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -> None:
+    """The second process under an id loaded its whole model before it heard of the first."""
+    config = ClusterConfig(node=NodeConfig(id="d0", routers=(router.endpoint,)))
+    executor = EndlessStart()
+    twin = NodeThread(config, "decode", lambda *_: executor)  # type: ignore[arg-type]
+    while not isinstance(router.hear(), Hello):
+        pass  # its beats come over the same socket
+    router.say(Refused(Failure("duplicate_node", "another process is d0 here")))
+    with pytest.raises(NodeError, match="another process is d0"):
+        twin.stop()
+    assert executor.is_closed
+
+
+def test_a_request_that_cannot_be_read_is_answered_and_other_garbage_is_counted(
+    router: RouterEnd,
+) -> None:
+    introduction = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
+    sockets = EngineSockets((router.endpoint,), introduction)
+    try:
+        assert router.hear() == introduction
+        request = msgspec.to_builtins(local("r", [1, 2, 3]))
+        request["sampling"]["max_tokens"] = 1 << 64 - 1
+        for data in (b"garbage", {**request, "key": "r"}, request, {"type": "Cancel", "keys": []}):
+            router.say(data)
+        unreadable, cancel = (event.message for event in hear(sockets, 2))  # type: ignore[union-attr]
+        assert isinstance(unreadable, Unreadable)
+        assert unreadable.key == key("r")
+        assert cancel == Cancel(())
+    finally:
+        sockets.close()
 
 
 def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:

@@ -23,7 +23,14 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Epoch
-from baton.protocol.messages import PROTOCOL_VERSION, Declined, KVLayout, Span, Withdrawn
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Declined,
+    KVLayout,
+    RankAddress,
+    Span,
+    Withdrawn,
+)
 from tests.support.connectors import (
     DECODE,
     FAILURE,
@@ -181,6 +188,44 @@ def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None
     assert ToRank(0, RemovePeer(PREFILL.epoch)) in step.commands
     step = connector.step(2.0, [Expect(key("other"), P)])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
+
+
+def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_landing_goes_on() -> None:
+    """Both say that they are on one host, but the memory of one cannot be mapped by the other."""
+    far = RankAddress({**PREFILL.ranks[0].metadata, "nixl": b"agent"})
+    source, target = node("p", "prefill", ranks=(far,)), node("d", "decode", ranks=(far,))
+    connector = NodeConnector(target, TransferConfig())
+    connector.step(0.0, [PeersChanged((source,)), *heard(PREFILL, hello(PREFILL))])
+    connector.step(0.0, [Expect(key(), P), *heard(PREFILL, offered(), SPAN)])
+    connector.step(0.0, [Land(key(), 0, (20, 21))])
+    step = connector.step(1.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE))])
+    assert step.reports == []
+    assert [c.command for c in step.commands if isinstance(c, ToRank)] == [
+        RemovePeer(PREFILL.epoch),
+        AddPeer(PREFILL.epoch, "nixl", far, 64, 64),
+    ]
+    step = connector.step(2.0, [FromRank(0, PeerUp(PREFILL.epoch, "nixl"))])
+    assert ToRank(0, Read(1, PREFILL.epoch, (5,), (20,), (0,))) in step.commands
+    # The pair keeps what worked; when that breaks, it does not go back to what never did.
+    step = connector.step(3.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE)), Expect(key("b"), P)])
+    assert ToRank(0, AddPeer(PREFILL.epoch, "nixl", far, 64, 64)) in step.commands
+
+
+def test_a_rank_that_no_transport_reaches_ends_its_landings_and_is_tried_afresh() -> None:
+    connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
+    connector.step(0.0, [Land(key(), 0, (20, 21))])
+    step = connector.step(1.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE))])
+    assert step.reports == [LandingEnded(key(), FAILURE)]
+    step = connector.step(2.0, [Expect(key("b"), P)])
+    assert ToRank(0, AddPeer(PREFILL.epoch, "shm", PREFILL.ranks[0], 64, 64)) in step.commands
+
+
+def test_nodes_that_can_never_reach_each_other_do_not_dial() -> None:
+    far = node("d", "decode", reaches=("shm@b",))
+    connector = NodeConnector(node("p", "prefill", reaches=("shm@a",)), TransferConfig())
+    step = connector.step(0.0, [PeersChanged((far,)), offer()])
+    assert codes(step) == ["no_transport"]
+    assert step.commands == []
 
 
 def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -> None:
