@@ -1,4 +1,4 @@
-"""`baton bench search`: runs load after load until the largest rate that holds is known.
+"""`baton bench search`: run load after load until the largest rate that holds is known.
 
 `figures/search.py` decides what to try next and what is known in the end; this file runs the loads.
 """
