@@ -192,9 +192,7 @@ class _Around:
         self._limits = _wait_limits(records, usual, judgement.stall_factor)
         seen = [self._witness(one, bounds) for one in records if one.intended_s < self._until_s]
         self._asked = [
-            one
-            for one in seen
-            if min([one.record.end_s, *one.noticed_s], default=self._until_s) < self._until_s
+            one for one in seen if min(one.record.end_s, *one.noticed_s, math.inf) < self._until_s
         ]
         self._since = [one for one in self._asked if one.record.end_s >= self._at_s]
         self._in_flight = [one for one in self._since if one.record.intended_s <= self._at_s]
@@ -208,9 +206,8 @@ class _Around:
         noticed = [when for one in self._since for when in one.noticed_s if when < self._until_s]
         interrupted = [one for one in self._in_flight if one.noticed_s]
         resumed = [one.resumed_s for one in self._in_flight if one.resumed_s is not None]
-        share = (
-            sum(one.is_good for one in self._before) / len(self._before) if self._before else None
-        )
+        good_before = [one.is_good for one in self._before]
+        share = sum(good_before) / len(good_before) if good_before else None
         bins = self._bins()
         after = [entry for entry in bins if entry.start_s >= at_s]
         recovered = self._recovered(bins, after, max(resumed, default=at_s), share)
@@ -278,29 +275,25 @@ class _Around:
         """
         if not share:
             return None
-        num_steady, at_least = (
-            self._judgement.num_steady_bins,
-            share * self._judgement.recovered_share,
-        )
+        size, at_least = self._judgement.num_steady_bins, share * self._judgement.recovered_share
         # An empty bin is as good as the one before it.
         levels = list(accumulate(bins, lambda level, one: _attainment([one], level), initial=share))
         levels = levels[len(levels) - len(after) :]
-        windows = [after[number : number + num_steady] for number in range(len(after))]
-        steady = [_attainment(window, 1.0) >= at_least for window in windows]
+        numbers, whole = range(len(after)), range(len(after) - size + 1)
+        steady = [_attainment(after[place : place + size], 1.0) >= at_least for place in numbers]
         # The last windows are cut by the end, so few requests would judge the bins before them.
-        relapses = [number for number in range(len(after) - num_steady + 1) if not steady[number]]
-        for number in range(max(relapses, default=-1) + 1, len(after)):
-            is_good = levels[number] >= at_least and steady[number]
-            if is_good and after[number].start_s >= quiet_s:
-                return number
+        first = 1 + max((place for place in whole if not steady[place]), default=-1)
+        for place in numbers[first:]:
+            is_good = levels[place] >= at_least and steady[place]
+            if is_good and after[place].start_s >= quiet_s:
+                return place
         return None
 
     def _dip(self, after: Sequence[Bin], recovered: int | None, share: float) -> float:
         """Good answers that did not come up to the recovery or the end; below 0 if more came."""
         if not self._judgement.closed_loop:
             return sum(share * one.num_requests - one.num_good for one in after[:recovered])
-        last_s = max((one.record.end_s for one in self._since), default=0.0)
-        over_s = min(self._until_s, last_s)
+        over_s = min(self._until_s, max((one.record.end_s for one in self._since), default=0.0))
         if recovered is not None:
             over_s = self._at_s + recovered * self._judgement.bin_s
         num_good = sum(one.is_good for one in self._since if one.record.end_s <= over_s)

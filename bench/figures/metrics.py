@@ -16,7 +16,6 @@ from baton.bench.figures.paired import Floats, Interval, nearest_rank, share_int
 from baton.bench.records import LoadResult, Outcome, Record
 from baton.protocol.errors import BatonError
 
-STUTTER = 3.0  # a gap of more than this many TPOTs
 # The figures of a request that a summary has distributions of.
 PER_REQUEST = ("ttft", "ttft_from_sent", "tpot", "gap_max", "e2e", "e2e_from_sent", "ntpot")
 
@@ -45,7 +44,6 @@ DEFINITIONS: Mapping[str, str] = {
     "neither this rate nor the others of requests",
     "tokens_per_s": "output tokens that arrived within the window / window",
     "concurrency": "mean number of requests between sending and end, within the window",
-    "stutter_free": "share of answered requests without a chunk_gap over 3 x their own tpot",
     "cached_share": "prompt tokens that the server says it had cached / prompt tokens",
     "percentile": "nearest rank: the smallest sample that p % of the samples do not exceed; no "
     "interpolation. Latencies are of answered requests, in milliseconds",
@@ -112,12 +110,6 @@ class Timing(msgspec.Struct, frozen=True):
     gap_max_ms: float | None = None
     ntpot_ms: float | None = None
 
-    @property
-    def is_stutter_free(self) -> bool:
-        if self.tpot_ms is None or self.gap_max_ms is None:
-            return True
-        return self.gap_max_ms <= STUTTER * self.tpot_ms
-
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A load in figures. Rates are per second, shares between 0 and 1, latencies distributions."""
@@ -145,7 +137,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     attainment: float | None  # None without bounds, as the next two
     attainment_interval: Interval | None
     goodput: float | None
-    stutter_free: float | None
     cached_share: float | None
     concurrency: float
     num_unfinished: int  # arrived within the window and ended after it
@@ -250,10 +241,9 @@ def summarise(
         chunk_gap=distribution(chunk_ms),
         lag=lag,
         bounds=bounds,
-        attainment=_share(met),
+        attainment=sum(met) / len(met) if met else None,
         attainment_interval=share_interval(met) if met else None,
         goodput=_per_s(sum(met), span) if met and offered_rate else None,
-        stutter_free=_share([timing.is_stutter_free for timing in answered]),
         cached_share=_cached_share(good),
         concurrency=_concurrency(every, span),
         num_unfinished=sum(1 for record in records if window and record.end_s > window.end_s),
@@ -280,10 +270,6 @@ def gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
         per_token.append(np.repeat(1e3 * gaps / tokens, tokens.astype(np.int64)))
         num_chunks += len(gaps) + (record.num_tokens > 0)
     return np.concatenate(chunks), np.concatenate(per_token), num_chunks
-
-
-def _share(met: Sequence[bool]) -> float | None:
-    return sum(met) / len(met) if met else None
 
 
 def _per_s(count: float, span: Window) -> float:
@@ -316,6 +302,5 @@ def _concurrency(records: Sequence[Record], span: Window) -> float:
 
 def _cached_share(answered: Sequence[Record]) -> float | None:
     said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
-    cached, prompts = (sum(getattr(one, name) for one in said)
-                       for name in ("cached_tokens", "prompt_tokens"))  # fmt: skip
-    return cached / prompts if said else None
+    prompts = sum(one.prompt_tokens or 0 for one in said)
+    return sum(one.cached_tokens or 0 for one in said) / prompts if said else None

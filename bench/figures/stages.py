@@ -110,7 +110,10 @@ def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
         way_s = stamps[0] - record.sent_s - first_s if first_s is not None else outside_s
         parts["before_server"] = min(max(0.0, way_s), outside_s)
         parts["after_server"] = outside_s - parts["before_server"]
-    parts["decoding"] = _decoding_s(stamps, max(0.0, inside_s - named_s))
+    # From the second token to the last, within what the other stages leave: the client sees the
+    # stamps with the jitter of the network, and no start if the second token came with the first.
+    later_s = stamps[-1] - stamps[1] if len(stamps) > 1 else 0.0
+    parts["decoding"] = min(later_s, max(0.0, inside_s - named_s))
     left_s = record.end_s - record.intended_s - sum(parts.values())
     parts[UNATTRIBUTED] = max(0.0, left_s)
     return [Stage(name, parts.get(name, 0.0)) for name in STAGES]
@@ -142,14 +145,3 @@ def summarise_stages(records: Sequence[Record]) -> StageTable | None:
         max_error_ms=1e3 * max(errors_s),
         num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
     )
-
-
-def _decoding_s(stamps: Sequence[float], room_s: float) -> float:
-    """Return the time from the second token to the last, within what the other stages leave.
-
-    The client sees the stamps with the jitter of the network; if the second token came with the
-    first, it does not see the start at all.
-    """
-    if len(stamps) == 1:
-        return 0.0
-    return min(stamps[-1] - stamps[1], room_s)

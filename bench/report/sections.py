@@ -24,7 +24,7 @@ TOTALS = {
     "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
     "answered_rate": "requests/s", "tokens_per_s": "", "num_requests": "",
     "num_unfinished": "", "num_tokens": "", "num_prompt_tokens": "", "cached_share": "share",
-    "tokens_per_chunk": "", "stutter_free": "share", "concurrency": "",
+    "tokens_per_chunk": "", "concurrency": "",
 }  # fmt: skip
 IMPACT = {
     "at_s": "s", "time_to_detect_s": "s", "time_to_resume_s": "s", "time_to_recover_s": "s",

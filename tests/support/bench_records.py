@@ -1,7 +1,6 @@
-"""Records of loads that never ran: a small queueing model of a server, exactly repeatable.
+"""Records of loads that never ran: the answers of an imagined server, exactly repeatable.
 
-One prefill at a time, decode steps that slow down with the sequences in them, stalls, failures,
-and a fault if wanted. The shapes are those of real servers, so that reports can be looked at.
+Times vary from request to request, some requests fail, and nothing happens while a fault lasts.
 """
 
 import random
@@ -11,7 +10,6 @@ import msgspec
 
 from baton.bench.client.target import Target
 from baton.bench.figures.metrics import PRESETS, Bounds, summarise
-from baton.bench.figures.validity import Problem, Severity
 from baton.bench.judging import Case
 from baton.bench.plan.plan import Plan
 from baton.bench.plan.workload import Workload
@@ -21,6 +19,7 @@ from baton.bench.report.provenance import Machine, Provenance
 from baton.bench.settings import BoundSettings, LoadSettings, Settings
 from tests.support.load_records import request
 
+NUM_TOKENS = 48  # of an answer of a scene
 PROVENANCE = Provenance(
     created_at="2026-03-01T12:00:00+00:00",
     command_line=["baton", "bench", "run", "--arrivals", "poisson:6", "--preset", "chat"],
@@ -41,27 +40,23 @@ class Scene(msgspec.Struct, frozen=True):
     rate: float = 6.0
     duration_s: float = 60.0
     seed: int = 1
-    prefill_s: float = 0.07
-    step_s: float = 0.012
-    step_per_sequence_s: float = 0.0004
-    output_tokens: int = 48
-    stall_share: float = 0.01
     failed_share: float = 0.01
-    lag_s: float = 0.0004
     fault_at_s: float | None = None
     fault_for_s: float = 4.0
     warm_up: int = 2
-    stages: bool = True
 
 
 def scene_result(scene: Scene) -> LoadResult:
     """A whole load."""
     source = random.Random(scene.seed)
-    server = _Server(scene, source)
-    records = [_warm_up(index, scene) for index in range(scene.warm_up)]
+    records = [
+        answered(index, index - scene.warm_up * 1.0, [1.5]) for index in range(scene.warm_up)
+    ]
+    for record in records:
+        record.warm_up = True
     at_s = 0.0
     while (at_s := at_s + source.expovariate(scene.rate)) < scene.duration_s:
-        records.append(server.answer(len(records), at_s))
+        records.append(_answer(scene, source, len(records), at_s))
     wall_s = max(record.end_s for record in records)
     tokens = sum(record.num_tokens for record in records)
     client = ClientProcess(4711, 0.06 * wall_s, wall_s, len(records), tokens, 0.0013)
@@ -93,14 +88,6 @@ def report_of(runs: Sequence[Run], *, command: str = "run", title: str = "A load
         bounds=runs[0].summary.bounds if runs else None,
         runs=list(runs),
     )
-
-
-def invalid(text: str) -> Problem:
-    return Problem(Severity.INVALID, text)
-
-
-def warning(text: str) -> Problem:
-    return Problem(Severity.WARNING, text)
 
 
 def answered(index: int, at_s: float, token_times_s: Sequence[float]) -> Record:
@@ -153,81 +140,25 @@ def ended(*outcomes: Outcome) -> LoadResult:
     )
 
 
-def _warm_up(index: int, scene: Scene) -> Record:
-    record = answered(index, index - scene.warm_up * 1.0, [1.5, 1.52])
-    record.warm_up = True
-    return record
-
-
-class _Server:
-    def __init__(self, scene: Scene, source: random.Random) -> None:
-        self._scene, self._source = scene, source
-        self._prefill_free_s = 0.0
-        self._ends_s: list[float] = []
-
-    def answer(self, index: int, at_s: float) -> Record:
-        scene, source = self._scene, self._source
-        sent_s = at_s + scene.lag_s * source.uniform(0.2, 1.8)
-        if source.random() < scene.failed_share:
-            return failed(index, at_s, Outcome.REFUSED, "503: no room, try again in 1 s")
-        if (start_s := max(sent_s, self._prefill_free_s)) > 8.0 + sent_s:
-            return failed(index, at_s, Outcome.REFUSED, "503: the queue is full")
-        start_s = self._after_fault(start_s)
-        prefill_s = scene.prefill_s * source.lognormvariate(0.0, 0.35)
-        self._prefill_free_s = start_s + prefill_s
-        transfer_s = 0.002 * source.uniform(0.8, 2.0)
-        first_s = self._prefill_free_s + transfer_s
-        self._ends_s = [end_s for end_s in self._ends_s if end_s > first_s]
-        times = self._token_times(first_s, len(self._ends_s))
-        self._ends_s.append(times[-1])
-        record = answered(index, at_s, [time_s - at_s for time_s in times])
-        record.sent_s = sent_s
-        record.cached_tokens = source.choice([0, 0, 128, 256])
-        if scene.stages:
-            record.stages = _stages(at_s, sent_s, start_s, (prefill_s, transfer_s), times)
-        return self._cut(record)
-
-    def _token_times(self, first_s: float, num_running: int) -> list[float]:
-        scene, source = self._scene, self._source
-        step_s = scene.step_s + scene.step_per_sequence_s * num_running
-        stalled_at = source.randrange(1, scene.output_tokens)
-        stalls = source.random() < scene.stall_share
-        times = [first_s]
-        for position in range(1, scene.output_tokens):
-            gap_s = step_s * source.lognormvariate(0.0, 0.12)
-            gap_s += source.uniform(0.1, 0.4) if stalls and position == stalled_at else 0.0
-            times.append(self._after_fault(times[-1] + gap_s))
-        return times
-
-    def _after_fault(self, at_s: float) -> float:
-        """Nothing happens while the server is gone."""
-        fault_s = self._scene.fault_at_s
-        if fault_s is None or not fault_s <= at_s < fault_s + self._scene.fault_for_s:
-            return at_s
-        return fault_s + self._scene.fault_for_s + 0.1 * self._source.random()
-
-    def _cut(self, record: Record) -> Record:
-        """End half of the streams that a fault meets."""
-        fault_s = self._scene.fault_at_s
-        if fault_s is None or not record.intended_s < fault_s < record.end_s:
-            return record
-        if self._source.random() < 0.5:
-            return record
+def _answer(scene: Scene, source: random.Random, index: int, at_s: float) -> Record:
+    """A request of a scene; half of the streams that a fault meets are cut."""
+    if source.random() < scene.failed_share:
+        return failed(index, at_s, Outcome.REFUSED, "503: no room, try again in 1 s")
+    lag_s, fault_s = source.uniform(1e-4, 7e-4), scene.fault_at_s or 1e9
+    parts = [lag_s, source.expovariate(50), 0.07 * source.lognormvariate(0.0, 0.35), 0.003]
+    now_s, after_s = sum(parts), []
+    for _ in range(NUM_TOKENS):
+        if fault_s <= at_s + now_s < fault_s + scene.fault_for_s:
+            now_s += fault_s + scene.fault_for_s - at_s - now_s
+        after_s.append(now_s)
+        now_s += 0.012 * source.lognormvariate(0.0, 0.12)
+    record = answered(index, at_s, after_s)
+    record.sent_s, record.cached_tokens = at_s + lag_s, source.choice([0, 0, 128, 256])
+    names = ("client_lag", "queue", "prefill", "exposed_transfer")
+    record.stages = [Stage(name, part_s) for name, part_s in zip(names, parts, strict=True)]
+    record.stages.append(Stage("decoding", record.end_s - at_s - sum(parts)))
+    if at_s < fault_s < record.end_s and source.random() < 0.5:
         record.arrivals = [arrival for arrival in record.arrivals if arrival.at_s < fault_s]
         record.outcome, record.detail = Outcome.TRUNCATED, "the connection was reset"
         record.end_s, record.stages, record.output_tokens = fault_s + 0.01, [], None
-        return record
-
-
-def _stages(
-    at_s: float, sent_s: float, start_s: float, prompt_s: tuple[float, float], times: list[float]
-) -> list[Stage]:
-    """Parts that sum to the time from `at_s` to the last token."""
-    prefill_s, transfer_s = prompt_s
-    return [
-        Stage("client_lag", sent_s - at_s),
-        Stage("queue", start_s - sent_s),
-        Stage("prefill", prefill_s),
-        Stage("exposed_transfer", transfer_s),
-        Stage("decoding", times[-1] - times[0]),
-    ]
+    return record

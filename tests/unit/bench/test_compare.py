@@ -5,6 +5,7 @@ import pytest
 
 from baton.bench.client.target import Target
 from baton.bench.compare import arms_of, contrast, flags_of, same_servers, whole_rounds
+from baton.bench.figures.validity import invalid
 from baton.bench.parity import (
     UNKNOWN,
     facts_of_flags,
@@ -16,7 +17,7 @@ from baton.bench.parity import (
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, Run
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, invalid, report_of, scene_run
+from tests.support.bench_records import Scene, report_of, scene_run
 
 
 def arm_run(arm: str, number: int, *problems: str) -> Run:

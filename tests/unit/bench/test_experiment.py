@@ -13,6 +13,7 @@ from baton.bench.fault import refuse_late
 from baton.bench.figures.faults import parse_fault
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Ending, Found
+from baton.bench.figures.validity import invalid
 from baton.bench.judging import Case, judge
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import arrivals_of, loop_of, plan_of
@@ -21,7 +22,7 @@ from baton.bench.report.publish import is_usable
 from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, invalid, loaded, report_of, scene_run
+from tests.support.bench_records import Scene, answered, loaded, report_of, scene_run
 
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")

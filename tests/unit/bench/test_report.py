@@ -14,6 +14,7 @@ from baton.bench.figures.faults import FaultSpec, Injected, impacts
 from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Ending, Found, Probe, Purpose
+from baton.bench.figures.validity import invalid, warning
 from baton.bench.records import Outcome
 from baton.bench.report.document import (
     SCHEMA,
@@ -32,16 +33,7 @@ from baton.bench.report.sections import sections
 from baton.bench.report.wording import number, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import (
-    Scene,
-    answered,
-    failed,
-    invalid,
-    loaded,
-    report_of,
-    scene_run,
-    warning,
-)
+from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
@@ -249,7 +241,7 @@ def test_a_page_is_one_file_that_loads_and_runs_nothing(make: Make) -> None:
     elements = Elements(page)
     assert "svg" in elements.names
     assert "default-src 'none'" in page
-    assert "prefers-color-scheme: dark" in page
+    assert "light-dark(" in page
     assert not {"script", "link", "iframe", "img", "object", "image"} & set(elements.names)
     assert not elements.handlers
     assert not elements.addresses

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from baton.bench.console import shown
 from baton.bench.figures.search import Ending, Found, Purpose, RateSearch, SearchOptions
+from baton.bench.figures.validity import invalid
 from baton.bench.judging import judge
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.search import is_servers_fault, observe, with_offered
-from tests.support.bench_records import answered, case_of, ended, invalid, loaded, report_of
+from tests.support.bench_records import answered, case_of, ended, loaded, report_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -166,7 +167,7 @@ def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
     assert 3.8 <= found.rate <= 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     edge=st.floats(0.02, 5000), width=st.floats(0.5, 20), start=st.floats(0.01, 100),
     tolerance=st.floats(0.01, 0.5), noise=st.floats(0, 0.05), seed=st.integers(0, 999),
@@ -191,7 +192,7 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     assert curve(found.failing_rate) <= GOAL + noise
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     answers=st.lists(st.integers(0, 7), min_size=40, max_size=40), max_probes=st.integers(1, 40),
     confirmations=st.integers(1, 4), max_rate=st.none() | st.floats(0.02, 50),

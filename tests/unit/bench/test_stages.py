@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.figures.stages import (
@@ -125,7 +125,6 @@ def test_what_is_no_timeline_is_none(data: bytes) -> None:
 SECONDS = st.integers(0, 500).map(lambda ms: ms / 1e3)
 
 
-@settings(deadline=None)
 @given(
     parts=st.fixed_dictionaries(
         {name: st.none() | SECONDS for name in Timeline.__struct_fields__ if name.endswith("_s")}

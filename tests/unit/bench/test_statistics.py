@@ -19,7 +19,7 @@ from baton.bench.figures.paired import (
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(samples=st.lists(NUMBERS, min_size=1, max_size=60), percent=st.integers(1, 100))
 def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
     samples: list[float], percent: int
@@ -82,7 +82,7 @@ def test_rounds_of_one_server_only_cannot_be_paired(a: list[float], b: list[floa
         paired(a, b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ratios=st.lists(st.floats(0.1, 10), min_size=1, max_size=12))
 def test_the_median_ratio_lies_within_its_interval(ratios: list[float]) -> None:
     found = paired(ratios, [1.0] * len(ratios))
@@ -120,7 +120,7 @@ def test_failures_that_come_together_widen_the_interval_of_a_share() -> None:
     assert burst.high - burst.low > 3 * (spread.high - spread.low)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(met=st.lists(st.booleans(), min_size=1, max_size=100))
 def test_an_interval_of_a_share_is_between_none_and_all(met: list[bool]) -> None:
     found = share_interval(met)
