@@ -61,9 +61,9 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
                 if experiment.interrupted:
                     break
                 label = f"{name}, round {number}"
-                case = experiment.case(servers[name], number - 1, label, arrivals)
-                case.arm, case.round = name, number
-                experiment.put(case)
+                run = experiment.put(servers[name], number - 1, label, arrivals)
+                if run is not None:
+                    run.arm, run.round = name, number
     contrast(report, list(arms), loop_of(settings.arrival))
     # Last: a run that is whole stays in the comparison of the rounds that are.
     return experiment.finish(len(arms) * settings.rounds)

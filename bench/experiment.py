@@ -14,7 +14,7 @@ import msgspec
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, accepted, probe
 from baton.bench.client.target import Target, settled
-from baton.bench.figures.validity import Problem, Severity
+from baton.bench.figures.validity import Problem, invalid
 from baton.bench.judging import Case, judge, mark_mismatches, sent_so_far
 from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.plan.plan import Plan
@@ -124,11 +124,6 @@ class Experiment:
         if self.settings.workload.workload == "file":
             self.report.notes.append(SAME_PROMPTS)
 
-    def case(self, server: Server, place: int, label: str, arrivals: ArrivalProcess | None) -> Case:
-        """Return load number `place`, which has prompts of its own. Raises `ConfigError`."""
-        plan = self._plan(server.workload, place, arrivals)
-        return Case(label, server.target, plan, self.settings, self._concurrency)
-
     def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
         workload = reseeded(workload, place)
         if self._newest is None or self._newest[:2] != (workload, arrivals):
@@ -137,14 +132,25 @@ class Experiment:
             self._newest = workload, arrivals, plan
         return self._newest[2]
 
-    def put(self, case: Case, on_start: OnStart = lambda _: None) -> Run | None:
-        """Run a load and report it.
+    def put(
+        self,
+        server: Server,
+        place: int,
+        label: str,
+        arrivals: ArrivalProcess | None,
+        on_start: OnStart = lambda _: None,
+    ) -> Run | None:
+        """Run and report load number `place`, which has prompts of its own.
 
         Return None if Ctrl-C came before any request had ended; the report then has the earlier
-        loads. `on_start` gets the start of the schedule on the monotonic clock.
+        loads. `on_start` gets the start of the schedule on the monotonic clock. Raises
+        `ConfigError` for a load that cannot be planned.
         """
+        plan = self._plan(server.workload, place, arrivals)
         try:
-            run = self.measure(case, on_start)
+            run = self.measure(
+                Case(label, server.target, plan, self.settings, self._concurrency), on_start
+            )
         except BatonError:
             if self.interrupted and self.report.runs:
                 return None
@@ -152,7 +158,7 @@ class Experiment:
         self.report.runs.append(run)
         return run
 
-    def measure(self, case: Case, on_start: OnStart = lambda _: None) -> Run:
+    def measure(self, case: Case, on_start: OnStart) -> Run:
         """Run a load and judge it; raises `ConfigError` for outputs that cannot be verified."""
         if self._verify:
             check_greedy(case.target)
@@ -191,7 +197,7 @@ class Experiment:
         try:
             references = reference(case.target, case.plan.requests, stop, watch)
         except BatonError as error:  # the measurement is kept, but not as verified
-            return [Problem(Severity.INVALID, f"not verified: {error.message}")], []
+            return [invalid(f"not verified: {error.message}")], []
         known = [record for record in result.records if record.index in references]
         mismatches = compare_outputs(references, known)
         found = mark_mismatches(known, mismatches)
@@ -200,7 +206,7 @@ class Experiment:
         note = f"{count} outputs were compared with those of the requests alone, {what}"
         if stop.is_set():
             text = f"interrupted: only {len(references)} of the requests were asked alone"
-            found.append(Problem(Severity.INVALID, text))
+            found.append(invalid(text))
         return found, [note if mismatches else f"{note}: all equal"]
 
     def finish(self, num_wanted: int = 0) -> int:
@@ -212,7 +218,7 @@ class Experiment:
         runs = self.report.runs
         if runs and len(runs) < num_wanted and not self.report.invalid:
             text = f"interrupted: {len(runs)} of {num_wanted} loads were run"
-            runs[-1].problems.insert(0, Problem(Severity.INVALID, text))
+            runs[-1].problems.insert(0, invalid(text))
         return self._publisher.finish()
 
 

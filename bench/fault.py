@@ -17,7 +17,7 @@ from baton.bench.figures.faults import (
     parse_fault,
 )
 from baton.bench.figures.metrics import Bounds
-from baton.bench.figures.validity import Problem, Severity
+from baton.bench.figures.validity import invalid
 from baton.bench.injector import FaultInjector
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import arrival_times, arrivals_of, loop_of
@@ -40,11 +40,10 @@ def fault(settings: FaultSettings) -> int:
         report = experiment.report
         report.definitions |= DEFINITIONS
         server = experiment.connect_alone(", with faults")
-        case = experiment.case(server, 0, loop_of(settings.arrival), arrivals)
-        run = experiment.put(case, on_start=injector.begin)
+        run = experiment.put(server, 0, loop_of(settings.arrival), arrivals, injector.begin)
         if run is not None and not experiment.interrupted:
             run.faults = injector.finish()
-            missed = [Problem(Severity.INVALID, text) for text in injector.left_out()]
+            missed = [invalid(text) for text in injector.left_out()]
             run.problems[:0] = missed
             judgement = Judgement(settings.bin_s, closed_loop=bool(concurrency))
             run.impacts = impacts(run.records, run.faults, report.bounds or Bounds(), judgement)

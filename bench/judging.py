@@ -5,13 +5,13 @@ the records.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.bench.client.target import Target
 from baton.bench.client.turns import NOT_SENT, units_of
-from baton.bench.figures.metrics import counted, summarise
-from baton.bench.figures.validity import Problem, Severity, check
+from baton.bench.figures.metrics import Summary, counted, summarise
+from baton.bench.figures.validity import Problem, check, invalid, warning
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import bounds_of, is_new, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
@@ -38,8 +38,6 @@ class Case:
     plan: Plan
     settings: Settings
     concurrency: int  # of a closed loop; 0 for an open loop
-    arm: str = ""
-    round: int = 0
 
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
@@ -50,59 +48,57 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """
     if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
-    problems = [_invalid(why_stopped)] if why_stopped else []
+    problems = [invalid(why_stopped)] if why_stopped else []
     asked = case.settings.load
-    window, is_closed = window_of(asked.window), bool(case.concurrency)
+    window = window_of(asked.window)
     if window is not None and not counted(result.records, window):
         text = f"no request arrived in --window {asked.window}: the figures are of all requests"
-        problems, window = [*problems, _invalid(text)], None
+        problems, window = [*problems, invalid(text)], None
     bounds = bounds_of(case.settings.bounds)
+    is_closed = bool(case.concurrency)
     summary = summarise(result, window=window, bounds=bounds, closed_loop=is_closed)
-    planned = case.plan.requests
-    if why_stopped or (is_closed and asked.duration_s):
-        # That others were not sent is said already, or meant.
-        ended = {record.index for record in result.records}
-        planned = [one for one in planned if one.index in ended]
-    limit = None if is_closed else asked.max_concurrency or None
-    try:
-        problems += check(result, summary, planned, max_concurrency=limit)
-    except BatonError as error:
-        if error.code != ALL_FAILED:
-            raise
-        problems.append(_invalid(error.message))
-    if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
-        problems.append(_warning(CACHED))
-    problems += _idle_clients(case)
+    problems += _flaws(case, result, summary, bool(why_stopped))
     return Run(
         label=case.label,
         summary=summary,
-        arm=case.arm,
-        round=case.round,
         rate=case.plan.offered_rate,
         started_at=result.started_at,
         wall_s=result.wall_s,
         notes=list(case.plan.notes),
-        problems=problems + _off_rate(case.plan),
+        problems=problems,
         clients=result.clients,
         records=result.records,
     )
 
 
-def _idle_clients(case: Case) -> list[Problem]:
+def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -> Iterator[Problem]:
+    asked, planned = case.settings.load, case.plan.requests
+    if is_stopped or (case.concurrency and asked.duration_s):
+        # That others were not sent is said already, or meant.
+        ended = {record.index for record in result.records}
+        planned = [one for one in planned if one.index in ended]
+    limit = None if case.concurrency else asked.max_concurrency or None
+    try:
+        yield from check(result, summary, planned, max_concurrency=limit)
+    except BatonError as error:
+        if error.code != ALL_FAILED:
+            raise
+        yield invalid(error.message)
+    if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
+        yield warning(CACHED)
     num_units = len(units_of([one for one in case.plan.requests if not one.warm_up]))
-    if num_units >= case.concurrency:
-        return []
-    return [_warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")]
+    if num_units < case.concurrency:
+        yield warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")
+    yield from _off_rate(case.plan)
 
 
-def _off_rate(plan: Plan) -> list[Problem]:
+def _off_rate(plan: Plan) -> Iterator[Problem]:
     """Warn of drawn arrivals whose rate is far from the one that was asked for."""
     asked, planned = plan.offered_rate, plan.planned_rate
-    if not asked or planned is None or abs(planned / asked - 1) <= MAX_OFF_RATE:
-        return []
-    where = "above" if planned > asked else "below"
-    text = f"the arrivals were drawn at {planned:.4g}/s, {abs(planned / asked - 1):.0%} {where} "
-    return [_warning(f"{text}the {asked:g}/s asked for: a longer load comes closer")]
+    if asked and planned is not None and abs(planned / asked - 1) > MAX_OFF_RATE:
+        off = f"{abs(planned / asked - 1):.0%} {'above' if planned > asked else 'below'}"
+        text = f"the arrivals were drawn at {planned:.4g}/s, {off} the {asked:g}/s asked for"
+        yield warning(f"{text}: a longer load comes closer")
 
 
 def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
@@ -132,13 +128,5 @@ def mark_mismatches(records: Sequence[Record], mismatches: Sequence[Mismatch]) -
             f"{count} of {num_compared} outputs differ from those of the requests alone ({kind}); "
             f"request {first.index}: {first}"
         )
-        problems.append(_warning(text) if kind is MismatchKind.WRONG else _invalid(text))
+        problems.append(warning(text) if kind is MismatchKind.WRONG else invalid(text))
     return problems
-
-
-def _invalid(text: str) -> Problem:
-    return Problem(Severity.INVALID, text)
-
-
-def _warning(text: str) -> Problem:
-    return Problem(Severity.WARNING, text)

@@ -61,7 +61,7 @@ def _put_all(
         if len(labels) > 1:
             experiment.note_repeated_prompts()
         for place, label in enumerate(labels):
-            experiment.put(experiment.case(server, place, label, arrivals[place]))
+            experiment.put(server, place, label, arrivals[place])
             if experiment.interrupted:
                 break
 

@@ -1,4 +1,4 @@
-"""`baton bench search`: runs load after load until the largest rate that holds is known.
+"""`baton bench search`: run load after load until the largest rate that holds is known.
 
 `figures/search.py` decides what to try next and what is known in the end; this file runs the loads.
 """
@@ -42,13 +42,13 @@ def search(settings: SearchSettings) -> int:
             label = f"{rate:g}/s, {rates.purpose}"
             try:
                 arrivals = shaped(settings.shape, rate)
-                case = experiment.case(server, len(report.runs), label, arrivals)
+                run = experiment.put(server, len(report.runs), label, arrivals)
             except ConfigError as error:
                 if not report.runs:
                     raise
                 report.notes.append(f"the search ended at {rate:g}/s: {error.message}")
                 break
-            if (run := experiment.put(case)) is None:
+            if run is None:
                 break
             if run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0) == run.summary.num_requests:
                 raise BatonError(f"no answer has the length asked for: {outcome(run)}")

@@ -1,7 +1,7 @@
 """Run one load: client processes that each send a share of the requests and return the records.
 
 The experiments call `run_load`. All processes count from one start on the host's monotonic clock;
-this process only sleeps meanwhile, so that it takes no CPU from them. Records travel when the load
+this process sleeps while they run, so that it takes no CPU from them. Records travel when the load
 is over. A process that ends without its records is an error, never a smaller number.
 """
 
@@ -129,8 +129,6 @@ def deal(load: Load) -> list[Load]:
     """Return the share of each process, dealt in turn; raises `ConfigError`."""
     if not load.requests:
         raise ConfigError("the load has no request")
-    if load.processes < 1 or (load.concurrency is not None and load.concurrency < 1):
-        raise ConfigError("a load needs at least one process and a concurrency of at least 1")
     if load.closed and load.concurrency is None:
         raise ConfigError("a closed loop needs a concurrency")
     check(load.target, load.requests)

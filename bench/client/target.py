@@ -166,8 +166,6 @@ def check(target: Target, requests: Sequence[Planned]) -> None:
                 "a conversation in token ids needs a server that returns token ids "
                 "(return_token_ids); this one does not: use a conversation in chat messages"
             )
-        if planned.output_tokens < 1:
-            raise ConfigError(f"request {planned.index} asks for no output token")
 
 
 _encoder = msgspec.json.Encoder()

@@ -28,14 +28,12 @@ def units_of(requests: Sequence[Planned]) -> list[Unit]:
 
 def next_turn(planned: Planned, before: Planned, answer: Record) -> Planned:
     """Return `planned` with the whole conversation before it."""
-    said = answer.text or ""
     if planned.messages:
-        told = (*before.messages, Message("assistant", said), *planned.messages)
+        said = Message("assistant", answer.text or "")
+        told = (*before.messages, said, *planned.messages)
         return msgspec.structs.replace(planned, messages=told)
-    if planned.prompt_ids:
-        ids = (*before.prompt_ids, *(answer.token_ids or ()), *planned.prompt_ids)
-        return msgspec.structs.replace(planned, prompt_ids=ids)
-    return msgspec.structs.replace(planned, prompt=before.prompt + said + planned.prompt)
+    ids = (*before.prompt_ids, *(answer.token_ids or ()), *planned.prompt_ids)
+    return msgspec.structs.replace(planned, prompt_ids=ids)
 
 
 def lost_turn(planned: Planned, answer: Record, due_s: float) -> Record | None:

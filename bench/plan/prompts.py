@@ -1,8 +1,8 @@
-"""Lengths and prompts that nobody wrote: seeded, and never the same twice in a plan.
+"""Lengths and prompts that are drawn from a seed, and never come twice in a plan.
 
 `plan.py` draws one prompt for each request. A draw depends on the seed and its key alone, not on
-how many others are drawn, unless its twin was drawn before. No length begins as another does. Ids
-are exact; a word is about one token, and only the server's usage says how many there were.
+how many others are drawn, unless an equal one was drawn before. Prompts of different lengths begin
+differently. Ids are exact; a word is about one token, and the server's usage says how many it was.
 """
 
 import math

@@ -222,10 +222,13 @@ def test_token_ids_of_answers_are_appended_to_the_prompt(closed: bool) -> None:
 
 
 def test_turns_that_a_failure_took_away_count_as_failed() -> None:
-    result, calls = run(refuses(lambda number, _: number == 1), conversations(1))
+    script = refuses(lambda number, _: number == 1)
+    result, calls = run(script, conversations(1, num_turns=4))
     assert len(calls) == 2
-    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.REFUSED: 2}
-    assert result.records[2].detail == "not sent: turn 1 of the conversation failed"
+    assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.REFUSED: 3}
+    for lost in result.records[2:]:
+        assert lost.detail == "not sent: turn 1 of the conversation failed"
+        assert lost.intended_s == lost.end_s
 
 
 def test_a_stop_brings_back_what_there_is() -> None:
@@ -312,8 +315,6 @@ def test_a_client_process_that_dies_is_an_error() -> None:
     ("more", "words"),
     [
         ({"requests": []}, "no request"),
-        ({"processes": 0}, "at least one process"),
-        ({"concurrency": 0}, "a concurrency of at least 1"),
         ({"closed": True}, "needs a concurrency"),
         ({"requests": requests(2, None)}, "needs an arrival time"),
         ({"target": Target("http://a", MODEL, api="chat")}, "chat API takes none"),

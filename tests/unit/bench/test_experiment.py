@@ -148,7 +148,7 @@ def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -
     experiment = Experiment("run", settings, [None], concurrency=1, verify=True)
     server = Server(target, settings.workload, Probed("m", "", "", frozenset()))
     with pytest.raises(ConfigError, match="only greedy outputs can be verified: leave out temp"):
-        experiment.measure(experiment.case(server, 0, "a load", None))
+        experiment.put(server, 0, "a load", None)
 
 
 def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:

@@ -111,7 +111,6 @@ def test_what_the_settings_leave_open_is_filled_in(monkeypatch: pytest.MonkeyPat
         ({"extra_body": '{"model": "other"}'}, {}, "must not set model"),
         ({"api_key": "a\nb"}, {}, "printable"),
         ({"url": "nowhere"}, {}, "http://host:port"),
-        ({}, {"output_tokens": 0}, "no output token"),
     ],
 )
 def test_a_load_that_cannot_be_asked_for_is_refused(

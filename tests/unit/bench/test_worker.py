@@ -10,7 +10,7 @@ import pytest
 
 from baton.bench.client.ask import Session
 from baton.bench.client.target import Target
-from baton.bench.client.turns import lost_turn, next_turn, units_of
+from baton.bench.client.turns import lost_turn, units_of
 from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Strain, new_loop, pause_s
 from baton.bench.records import Arrival, Outcome, Planned, Record
 
@@ -95,22 +95,6 @@ def test_turns_of_a_conversation_stay_together_in_order() -> None:
     ]
     found = [[one.index for one in unit] for unit in units_of(requests)]
     assert found == [[0, 3, 2], [1], [4]]
-
-
-def test_a_prompt_of_text_goes_on_with_what_was_said() -> None:
-    found = next_turn(planned(1, prompt=" c"), planned(0, prompt="a"), answer(text=" b"))
-    assert found.prompt == "a b c"
-
-
-def test_a_turn_after_a_failed_one_counts_as_failed() -> None:
-    turn = planned(1, conversation=2, turn=1)
-    lost = lost_turn(turn, answer("refused", detail="full"), 4.0)
-    assert lost is not None
-    assert (lost.outcome, lost.intended_s, lost.end_s) == (Outcome.REFUSED, 4.0, 4.0)
-    assert lost.detail == "not sent: turn 0 of the conversation failed"
-    later = lost_turn(planned(2, conversation=2, turn=2), lost, 4.0)
-    assert later is not None
-    assert later.detail == lost.detail
 
 
 def test_ids_that_were_not_returned_cannot_be_continued() -> None:
