@@ -117,46 +117,32 @@ def test_a_dialer_that_comes_again_is_another_peer(tmp_path: Path) -> None:
         assert not pair.listener.send(before, hello(1))
 
 
-def test_a_gap_is_a_disconnect(tmp_path: Path) -> None:
+GONE = Received[ToRouter](b"d0", None, disconnected=True)
+
+
+@pytest.mark.parametrize(
+    ("frames", "heard", "reset"),
+    [
+        pytest.param([(7, 2, 3)], [GONE], 7, id="a gap"),
+        pytest.param([(7, 0, 1)], [GONE], 7, id="twice"),
+        pytest.param([(8, 0, 2)], [GONE, Received(b"d0", note(2))], None, id="a new session"),
+        pytest.param([(6, 5, 9), (7, 1, 2)], [Received(b"d0", note(2))], 6, id="one that is over"),
+        pytest.param([(8, 1, 9), (7, 1, 2)], [Received(b"d0", note(2))], 8, id="in its middle"),
+    ],
+)
+def test_a_frame_that_does_not_continue_a_session_is_not_delivered(
+    frames: list[tuple[int, int, int]],
+    heard: list[Received[ToRouter]],
+    reset: int | None,
+    tmp_path: Path,
+) -> None:
     with ends(tmp_path) as pair:
         bare = speaking(pair)
-        bare.send(frame(7, 2, encoded(3)))  # the second frame is missing
-        assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
-        assert HEADER.unpack(bare.recv()) == (7, RESET)
-
-
-def test_a_frame_that_comes_twice_is_a_disconnect(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        bare = speaking(pair)
-        bare.send(frame(7, 0, encoded(1)))
-        assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
-
-
-def test_a_new_session_is_a_disconnect_of_the_old_one(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        bare = speaking(pair)
-        bare.send(frame(8, 0, encoded(2)))
-        assert pair.hear(2) == [
-            Received(b"d0", None, disconnected=True),
-            Received(b"d0", note(2)),
-        ]
-
-
-def test_a_frame_of_a_session_that_is_over_is_answered_and_not_delivered(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        bare = speaking(pair)
-        bare.send(frame(6, 5, encoded(9)))
-        bare.send(frame(7, 1, encoded(2)))
-        assert numbers(pair.hear(1)) == [2]
-        assert HEADER.unpack(bare.recv()) == (6, RESET)
-
-
-def test_a_session_cannot_begin_in_the_middle(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        bare = pair.bare()
-        bare.send(frame(7, 1, encoded(1)))
-        bare.send(frame(7, 0, encoded(2)))
-        assert numbers(pair.hear(1)) == [2]
+        for session, sequence, number in frames:
+            bare.send(frame(session, sequence, encoded(number)))
+        assert pair.hear(len(heard)) == heard
+        if reset is not None:
+            assert HEADER.unpack(bare.recv()) == (reset, RESET)
 
 
 def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path: Path) -> None:

@@ -1,32 +1,22 @@
 """The CUDA backend computes what the CPU backend computes; its kernels run interpreted here."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.module_process import said_by
+
+pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_backend"],
-        cwd=ROOT,
-        env=dict(os.environ, TRITON_INTERPRET="1"),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (line,) = said_by("tests.support.interpret_backend", env={"TRITON_INTERPRET": "1"})
+    said: dict[str, Any] = json.loads(line)
     return said
 
 

@@ -4,15 +4,13 @@ They read these settings when they start, so each set runs in a process of its o
 this machine has are run; the tests themselves, run as usual, use all that it has.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-HERE = Path(__file__).parent.relative_to(ROOT)
+from tests.support.module_process import said_by
+
+HERE = Path(__file__).parent
 CPU_INFO = Path("/proc/cpuinfo")
 # Instruction set -> the flags that a CPU with it has, and how ATen, oneDNN and MKL call it.
 SETS = {
@@ -38,19 +36,11 @@ def flags() -> set[str]:
 @pytest.mark.parametrize("name", [name for name, (needed, _) in SETS.items() if needed <= flags()])
 def test_bits_are_equal_without_newer_instructions(name: str) -> None:
     aten, onednn, mkl = SETS[name][1]
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN,
-            *(str(HERE / file) for file in FILES),
-        ],
-        cwd=ROOT,
-        env=os.environ | {
+    said_by(
+        "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *(str(HERE / f) for f in FILES),
+        env={
             "ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn,
             "MKL_ENABLE_INSTRUCTIONS": mkl,
         },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+        timeout_s=280.0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

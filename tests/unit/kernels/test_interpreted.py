@@ -1,32 +1,22 @@
 """Every kernel against its torch twin, in Triton's interpreter, in one process of its own."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.support.kernel_cases import interpreter_cases
+from tests.support.module_process import said_by
+
+pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str | None]:
     """What became of each case; a traceback where it failed."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_kernels"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    found: dict[str, str | None] = json.loads(child.stdout.splitlines()[-1])
+    (line,) = said_by("tests.support.interpret_kernels", env={"TRITON_INTERPRET": "1"})
+    found: dict[str, str | None] = json.loads(line)
     return found
 
 

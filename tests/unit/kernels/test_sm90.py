@@ -1,17 +1,16 @@
 """Every kernel compiles for a Hopper GPU, without one, and the cubins keep what speed rests on."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.module_process import said_by
+from tests.support.sources import REPOSITORY
+
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
 MAX_SHARED_BYTES = 227 * 1024  # what a block may use of a Hopper multiprocessor
-ROOT = Path(__file__).parents[3]
 Reports = list[dict[str, int | str]]
 
 
@@ -19,18 +18,8 @@ Reports = list[dict[str, int | str]]
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """One report per kernel that the launchers launched, in a process that does not interpret."""
     folder = tmp_path_factory.mktemp("cubins")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.support.compile_kernels", str(folder)],
-        cwd=ROOT,
-        env=env | {"TRITON_CACHE_DIR": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    found: Reports = json.loads(child.stdout.splitlines()[-1])
+    env = {"TRITON_CACHE_DIR": str(folder / "cache")}
+    found: Reports = json.loads(said_by("tests.support.compile_kernels", str(folder), env=env)[-1])
     return found
 
 
@@ -38,7 +27,7 @@ def test_every_kernel_of_the_room_is_compiled(reports: Reports) -> None:
     # A kernel has constants or pointers as its parameters; the device functions are inlined.
     written = {
         line.removeprefix("def ").rstrip("(\n")
-        for path in (ROOT / "kernels").glob("*.py")
+        for path in (REPOSITORY / "kernels").glob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.endswith("_kernel(")
     }

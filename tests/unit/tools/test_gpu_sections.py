@@ -3,14 +3,10 @@
 Without a GPU: each case runs once, tiny, in the interpreter of Triton, in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import msgspec
 import pytest
 
+from tests.support.module_process import said_by
 from tools.gpu.rows import Check, Event, Measured, Note, Unreached
 
 pytest.importorskip("triton")
@@ -23,15 +19,10 @@ ROUNDED_SUMS = {"add + norm, tiny"}
 
 @pytest.fixture(scope="module")
 def events() -> list[Event]:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_gpu_figures"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr
+    env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    lines = said_by("tests.support.interpret_gpu_figures", env=env, timeout_s=240.0)
     decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-    return [decoder.decode(line) for line in child.stdout.splitlines()]
+    return [decoder.decode(line) for line in lines]
 
 
 def test_every_case_could_be_called(events: list[Event]) -> None:
