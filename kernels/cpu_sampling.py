@@ -163,11 +163,13 @@ def _weigh(scaled: Floats, vocab: int, lowest: float) -> None:
 def _edge(values: Floats, bits: Int32s, count: int, sums: Int64s, wanted: int, share: float) -> int:
     """The least number that a filter keeps.
 
-    With `wanted`, of numbers up to 0: the `wanted`-th largest, as the complement of its bits. Else
-    of weights: the last that is needed to make up `share` of their sum, as its bits.
+    With `wanted`, the numbers are 0 or less, and the result is the complement of the bits of the
+    `wanted`-th largest. Else they are weights, and the result is the bits of the last one that is
+    needed to make up `share` of their sum.
 
-    In both forms, the bits but the sign are integers in the order of the numbers. 11 and twice 10
-    of the 31 are told at a time, by what falls to each value of them.
+    In both forms the bits without the sign are integers in the order of the numbers. The highest
+    11 of the 31 are found first, by a histogram of the numbers over the values of these bits, then
+    the next 10, then the last 10, each time among the numbers that share the bits found so far.
     """
     by_weight = wanted == 0
     found, above = 0, 0
