@@ -17,7 +17,7 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.node import EngineNode, MakeScheduler
+from baton.engine.node import EngineNode, MakeExecutor, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
 from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
@@ -37,8 +37,10 @@ SCHEDULERS: dict[Role, MakeScheduler] = {"prefill": PrefillScheduler, "decode": 
 class NodeThread:
     """One engine node on a thread; `error` is what ended it."""
 
-    def __init__(self, config: ClusterConfig, role: Role) -> None:
-        self.node = EngineNode(config, role, SCHEDULERS[role])
+    def __init__(
+        self, config: ClusterConfig, role: Role, make_executor: MakeExecutor | None = None
+    ) -> None:
+        self.node = EngineNode(config, role, SCHEDULERS[role], make_executor)
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=config.node.id, daemon=True)
         self._thread.start()
