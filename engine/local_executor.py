@@ -55,14 +55,15 @@ class InProcessExecutor:
         self._plans.put(plan)
 
     def poll(self) -> StepResult | None:
+        error = self._error  # read first: what came before it is in `_results` then
         if not self._results:
             # Lower the flag, then look again: a result may have come in between.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
         if self._results:
             return self._results.popleft()
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
         return None
 
     def fileno(self) -> int:

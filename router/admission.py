@@ -159,11 +159,17 @@ class Admission:
         """Let others pass a leg that no node can take; return why it may not even wait."""
         for line in self._lines:
             if key in line.next:
-                if line is self._new and len(line.aside) >= self._config.max_queued:
+                if line is self._new and self._is_full_aside():
                     self.leave(key)
                     return self._too_long()
                 line.set_aside(key)
         return None
+
+    def _is_full_aside(self) -> bool:
+        """Return whether one more new leg that stands aside would be too much."""
+        num_aside, num_tokens = len(self._new.aside), self._new.num_tokens
+        is_long = num_aside > 0 and num_tokens > self._max_queued_tokens
+        return is_long or num_aside >= self._config.max_queued
 
     def placed(self, key: Key) -> None:
         """Note that a leg has nodes now."""

@@ -15,6 +15,7 @@ from baton.protocol.messages import (
     Accepted,
     Cancel,
     CancelDone,
+    Crashed,
     Decode,
     Failed,
     FinishReason,
@@ -179,6 +180,7 @@ class World:
         for node in self.nodes:
             if node.is_up:
                 actions += [partial(self.die, node), partial(self.pause, node)]
+                actions.append(partial(self.crash, node))
             else:
                 actions.append(partial(self.come_back, node))
             for key in node.works:
@@ -222,6 +224,11 @@ class World:
         node.inbox.clear()
         node.outbox.clear()
         self.feed(NodeLost(node.node_id, LOST))
+
+    def crash(self, node: WorldNode) -> None:
+        """Die of an error in a step of everything that it has."""
+        self.feed(Crashed(tuple(node.works), LOST), node.node_id)
+        self.die(node)
 
     def pause(self, node: WorldNode) -> None:
         """Out of service for the router, but alive; what it says still arrives."""

@@ -330,10 +330,13 @@ def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nod
     assert admission.num_queued == 2
 
 
-def test_no_more_stand_aside_than_may_wait() -> None:
-    admission = line(max_queued=1)
+@pytest.mark.parametrize(
+    ("bounds", "num_tokens"), [({"max_queued": 1}, 40), ({"max_queued_mib": 1}, 20_000)]
+)
+def test_no_more_stand_aside_than_may_wait(bounds: dict[str, float], num_tokens: int) -> None:
+    admission = line(**bounds)
     for name in "ab":
-        admission.wait(0.0, place(name))
+        admission.wait(0.0, place(name, num_tokens))
     assert admission.set_aside(place("a").key) is None
     failure = admission.set_aside(place("b").key)
     assert failure is not None

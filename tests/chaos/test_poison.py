@@ -1,0 +1,101 @@
+"""A request that breaks the node that computes it: it is stopped, and nobody else is."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.async_llm import AsyncLLM
+from baton.engine.local_executor import InProcessExecutor
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.runner import Runner
+from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, NodeConfig, RouterConfig
+from baton.protocol.errors import NodeError, RequestError
+from baton.protocol.sampling import SamplingParams
+from tests.support.checkpoints import model_folder
+from tests.support.node_threads import NodeThread
+
+POISON = 9
+NUM_NODES = 3
+GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind="delta")
+
+
+class FragileRunner:
+    """Breaks in every step in which a sequence starts with the token."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if any(part.start == 0 and part.token_ids[0] == POISON for part in plan.slices):
+            raise RuntimeError("no kernel for this token")
+        return self._runner.execute(plan)
+
+
+class FragileExecutor(InProcessExecutor):
+    def _work(self, runner: Runner, threads: int) -> None:
+        super()._work(FragileRunner(runner), threads)  # type: ignore[arg-type]
+
+
+class Stream:
+    def __init__(self, llm: AsyncLLM, first: int) -> None:
+        self.tokens: list[int] = []
+        self.has_begun = asyncio.Event()
+        self._outputs = llm.generate([first, 20, 21, 22], GREEDY)
+
+    async def read(self) -> None:
+        async for output in self._outputs:
+            self.tokens += output.outputs[0].token_ids
+            self.has_begun.set()
+
+
+def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path: Path) -> None:
+    config = ClusterConfig(
+        model=ModelConfig(path=str(model_folder("qwen3"))),
+        cache=CacheConfig(num_blocks=64),
+        router=RouterConfig(local_prefill="always", control=f"ipc://{tmp_path}/control"),
+    )
+    nodes = [
+        NodeThread(
+            msgspec.structs.replace(
+                config,
+                node=NodeConfig(
+                    id=f"d{index}",
+                    routers=(f"ipc://{tmp_path}/control",),
+                    bind=f"ipc://{tmp_path}/d{index}",
+                ),
+            ),
+            "decode",
+            FragileExecutor,
+        )
+        for index in range(NUM_NODES)
+    ]
+
+    async def use() -> None:
+        settings = msgspec.structs.replace(config, decode=NUM_NODES)
+        llm = AsyncLLM(config=settings, start_nodes=False)
+        try:
+            await llm.start()
+            await llm.ready(60.0)
+            neighbours = [Stream(llm, 10 + index) for index in range(NUM_NODES)]
+            async with asyncio.timeout(120.0), asyncio.TaskGroup() as group:
+                for stream in neighbours:
+                    group.create_task(stream.read())
+                    await stream.has_begun.wait()
+                with pytest.raises(RequestError) as error:
+                    await Stream(llm, POISON).read()
+            assert (error.value.code, error.value.http_status) == ("request_kills_nodes", 422)
+            for index, stream in enumerate(neighbours):
+                undisturbed = Stream(llm, 10 + index)
+                await undisturbed.read()
+                assert stream.tokens == undisturbed.tokens
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(use())
+    for node in nodes:
+        with contextlib.suppress(NodeError):
+            node.stop()
+    assert sum(node.error is not None for node in nodes) == 2
