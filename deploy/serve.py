@@ -46,7 +46,10 @@ def serve(config: ClusterConfig) -> int:
         try:
             server.start()
             if server.wait_until_ready(interrupts):
-                print(greeting(server.url, config.model.name), flush=True)
+                print(
+                    greeting(server.url, config.model.name, wants_key=bool(config.router.api_keys)),
+                    flush=True,
+                )
                 server.watch(interrupts)
         finally:
             server.stop()
@@ -182,17 +185,23 @@ class _HealthReply(msgspec.Struct):
     nodes: list[_NodeReply] = []
 
 
-def greeting(url: str, model: str) -> str:
-    """Return the text that shows how to call the server, ready to paste into shell and Python."""
+def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
+    """Return the text that shows how to call the server, ready to paste into shell and Python.
+
+    It repeats no API key, because terminals and logs keep what is printed.
+    """
+    key, header = "none", ""
+    if wants_key:
+        key, header = "YOUR_KEY", " -H 'Authorization: Bearer YOUR_KEY'"
     told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
     body = json.dumps({"model": model, "prompt": told, "max_tokens": 32, "temperature": 0})
     return f"""
 baton serves {model} at {url}/v1  (Ctrl-C stops it)
 
-curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
+curl {url}/v1/completions -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}
 
 from openai import OpenAI  # pip install openai
-client = OpenAI(base_url="{url}/v1", api_key="none")
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
 asked = "What is 17 + 25?"
 answer = client.completions.create(model={json.dumps(model)}, prompt=asked, max_tokens=8)
 print(answer.choices[0].text)

@@ -9,7 +9,7 @@ import gc
 import sys
 from urllib.parse import urlsplit
 
-from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.router.http.app import App, Server
 from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
@@ -21,6 +21,7 @@ from baton.runtime.log import logger, setup
 from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED = 1
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logger("router")
 
@@ -54,6 +55,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         gc.freeze()
         tell_parent(urlsplit(url).port or 0)
         log.info(f"listening on {url}")
+        _warn_if_open(config.router)
         stats.start()
         await asked_to_end.wait()
         log.info("ending")
@@ -76,6 +78,14 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
             raise
         log.warning("chats are not served", reason=error.message)
         return None
+
+
+def _warn_if_open(router: RouterConfig) -> None:
+    if not router.api_keys and router.host not in LOOPBACK:
+        log.warning(
+            "anyone who can reach this address can use the model: ask for keys with --api-key",
+            host=router.host,
+        )
 
 
 class _Stats:

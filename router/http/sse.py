@@ -17,7 +17,8 @@ FULL_BYTES = 256 * 1024
 # How long a slow client may take to read the last events.
 CLOSE_TIMEOUT_S = 60.0
 
-_COMMENT = b": waiting\n\n"
+# No blank line follows: after an event with an id, the openai package takes one for an event.
+_COMMENT = b": waiting\n"
 _DONE = b"[DONE]"
 
 

@@ -8,9 +8,10 @@ import openai
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
 from tests.support.async_tests import AsyncTest, Test, with_bench
-from tests.support.http_bench import HttpBench
+from tests.support.http_bench import HttpBench, ScriptedEngine, served
 from tests.support.router_bench import PROMPT, REMOTE, RouterBench
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 from tests.support.small_tokenizers import small_text
@@ -35,6 +36,11 @@ def serving(
         RouterBench(folder, router).run(go)
 
     return with_bench("http", "bench", run=run)
+
+
+def answer_hello(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now(" hello"), "length")
+    stream.finish()
 
 
 def async_client(http: HttpBench) -> openai.AsyncOpenAI:
@@ -227,9 +233,46 @@ async def test_a_stream_whose_nodes_are_lost_for_good_ends_in_an_api_error(
         for _ in range(3):
             await anext(chunks)
         decode.die()
+        await bench.until(lambda: bench.core.health().num_queued == 1)
+        bench.clock.advance(300.0)  # as long as a stream that began waits for a node
         with pytest.raises(openai.APIError) as caught:
             await anext(chunks)
-        assert caught.value.code is not None
+        assert caught.value.code == "no_nodes"
+
+
+@served(silence_s=0.02)
+async def test_silence_between_tokens_is_no_event(bench: HttpBench, engine: ScriptedEngine) -> None:
+    async with async_client(bench) as client:
+        asking = client.completions.create(model="", prompt=PROMPT, stream=True)
+        task = asyncio.create_task(asking)  # type: ignore[arg-type]
+        stream = await engine.stream()
+        engine.say(stream, " hello")
+        chunks = aiter(await task)
+        assert (await anext(chunks)).choices[0].text == " hello"
+        await asyncio.sleep(0.2)
+        engine.say(stream, " world", "length")
+        stream.finish()
+        assert [chunk.choices[0].text async for chunk in chunks] == [" world"]
+
+
+@served(config=ClusterConfig(router=RouterConfig(api_keys=("right",))))
+async def test_a_wrong_key_is_an_authentication_error(bench: HttpBench) -> None:
+    async with async_client(bench) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+        assert (await client.with_options(api_key="right").models.list()).data
+
+
+@served(script=answer_hello, chat_template=TEMPLATE)
+async def test_a_message_can_be_sent_back(bench: HttpBench, engine: ScriptedEngine) -> None:
+    async with async_client(bench) as client:
+        said = await client.chat.completions.create(
+            model="", messages=[{"role": "user", "content": "the end"}]
+        )
+        back = said.choices[0].message.model_dump()
+        assert None in back.values()
+        await client.chat.completions.create(model="", messages=[back])  # type: ignore[list-item]
+    assert engine.streams[1].prompt_token_ids == TEXT.encode_now(" hello")
 
 
 @serving()

@@ -168,8 +168,9 @@ class Reply:
 def events_of(text: str) -> list[tuple[str, str]]:
     events = []
     for block in text.split("\n\n"):
-        if block.startswith("id: "):
-            id_line, data_line = block.split("\n")
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            id_line, data_line = lines
             events.append((id_line.removeprefix("id: "), data_line.removeprefix("data: ")))
     return events
 

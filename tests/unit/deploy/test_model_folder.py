@@ -75,10 +75,14 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
     assert model_of("some/model") == ModelConfig(path=str(snapshot), name="some/model")
 
 
-def test_the_greeting_survives_a_strange_model_name() -> None:
-    lines = greeting("http://127.0.0.1:8000", 'it\'s a "model"').splitlines()
+@pytest.mark.parametrize("wants_key", [False, True])
+def test_the_greeting_survives_a_strange_model_name(wants_key: bool) -> None:
+    text = greeting("http://127.0.0.1:8000", 'it\'s a "model"', wants_key=wants_key)
+    lines = text.splitlines()
     (curl,) = [line for line in lines if line.startswith("curl ")]
     words = shlex.split(curl)
+    assert ("Authorization: Bearer YOUR_KEY" in words) == wants_key
+    assert ('api_key="YOUR_KEY"' in text) == wants_key
     assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s a "model"'
     start = next(i for i, line in enumerate(lines) if line.startswith("from openai"))
     ast.parse("\n".join(lines[start:]))

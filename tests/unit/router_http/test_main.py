@@ -95,3 +95,25 @@ def test_a_model_folder_without_a_tokenizer_is_one_clear_line(
     assert router.process.returncode == 1
     (line,) = router.lines
     assert "tokenizer.json" in line
+
+
+def test_a_chat_template_that_was_chosen_must_be_there(
+    config: ClusterConfig, start: StartRouter
+) -> None:
+    model = msgspec.structs.replace(config.model, chat_template="/nowhere.jinja")
+    router = start(msgspec.structs.replace(config, model=model))
+    router.end()
+    assert router.process.returncode == 1
+    (line,) = router.lines
+    assert "/nowhere.jinja" in line
+
+
+def test_an_open_address_without_keys_is_warned_of(
+    config: ClusterConfig, start: StartRouter
+) -> None:
+    opened = msgspec.structs.replace(config.router, host="0.0.0.0")
+    router = start(msgspec.structs.replace(config, router=opened))
+    assert "--api-key" in router.wait_for("anyone who can reach")
+    os.kill(router.process.pid, signal.SIGTERM)
+    router.end()
+    assert router.process.returncode == 0, router.lines

@@ -42,6 +42,12 @@ def test_variables_win_over_the_file_and_flags_over_variables(tmp_path: Path) ->
         load(SERVE, [], {"BATON_ROUTER_PORT": "tcp://10.0.0.1:80"})
 
 
+def test_each_api_key_has_a_flag_of_its_own_and_may_hold_a_comma() -> None:
+    keys = load(SERVE, ["--api-key", "a", "--api-key", "b,c"]).router.api_keys
+    assert keys == ("a", "b,c")
+    assert load(SERVE, [], {"BATON_ROUTER_API_KEYS": "a,b"}).router.api_keys == ("a", "b")
+
+
 def test_set_wins_wherever_it_stands() -> None:
     assert load(SERVE, ["--set", "router.port=3", "--port", "2"]).router.port == 3
 

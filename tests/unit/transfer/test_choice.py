@@ -63,7 +63,7 @@ def test_a_node_publishes_how_its_pool_can_be_reached() -> None:
         ((), ("shm@b",), None),
         (("shm@a",), (), None),
         (("shm@a",), ("shm@b",), "no common transport: p has shm@a, d has shm@b"),
-        (("nixl@a", "shm@a"), ("nixl", "shm@b"), "set transfer.device"),
+        (("nixl@a", "shm@a"), ("nixl", "shm@b"), "different hosts need NIXL"),
     ],
 )
 def test_two_nodes_know_beforehand_whether_blocks_can_travel(
