@@ -19,7 +19,13 @@ from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduler import NodeLimits, load_of, problem_of
-from baton.kv_transfer.interfaces import ConnectorReport, Landed, LandingEnded, Released
+from baton.kv_transfer.interfaces import (
+    BlocksQuiet,
+    ConnectorReport,
+    Landed,
+    LandingEnded,
+    Released,
+)
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import Failure, InvariantBroken, NodeError, TransferError
 from baton.protocol.ids import Key
@@ -93,6 +99,8 @@ class DecodeScheduler:
                 self._land(now_s, report)
             case LandingEnded():
                 self.intake.landing_ended(report)
+            case BlocksQuiet(block_ids=block_ids):
+                self.pool.readmit(block_ids)
             case Released():
                 raise InvariantBroken("a decode node was told that its offer was released")
             case _:

@@ -2,7 +2,7 @@
 
 The pool lives on the host; only schedulers call it. A block is free, owned (references > 0), idle
 in the prefix cache (evictable), or quarantined: bytes of a read may still land in it, so this pool
-never hands it out again.
+does not hand it out until it is readmitted.
 """
 
 from collections import deque
@@ -74,12 +74,20 @@ class BlockPool:
                 self._free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Take owned blocks out of circulation for good: bytes may still land in them."""
+        """Take owned blocks out of circulation: bytes may still land in them."""
         for block in blocks:
             if self._references[block] != 1 or self.cache.holds(block):
                 raise InvariantBroken(f"block {block} is shared and cannot be quarantined")
             self._references[block] = 0
             self._quarantined.add(block)
+
+    def readmit(self, blocks: Iterable[int]) -> None:
+        """Take quarantined blocks back: nothing can land in them any more."""
+        for block in blocks:
+            if block not in self._quarantined:
+                raise InvariantBroken(f"block {block} is not quarantined")
+            self._quarantined.remove(block)
+            self._free.append(block)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the cached blocks of the longest known prefix, each with one more reference."""

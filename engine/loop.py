@@ -25,7 +25,7 @@ from baton.kv_transfer.interfaces import (
     ToRank,
 )
 from baton.protocol.codec import Unreadable
-from baton.protocol.errors import InvariantBroken, NodeError
+from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import Cancel, Decode, Failed, Load, Peers, Prefill, Refused, ToNode
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
@@ -34,6 +34,9 @@ RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
 # The first step may load, map and compile; a router takes a step of eight times as long for stuck.
 COLD_STEP_S = 15.0
+DRAINING = Failure(
+    "draining", "this node takes no more requests: it ends", retryable=True, http_status=503
+)
 FORECAST_WEIGHT = 0.1  # of the newest step, where it was quicker than was known
 
 
@@ -107,6 +110,7 @@ class EngineLoop:
         self.crashed_in: StepPlan | None = None  # the step whose error ends this process
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0
+        self._is_draining = False
         links.watch(executor.fileno())
         for port in executor.ports:
             links.watch(port.fileno())
@@ -127,6 +131,17 @@ class EngineLoop:
         wake_s = MAX_WAIT_S if self._wake_at_s is None else self._wake_at_s - self._clock()
         self.links.wait(min(max(wake_s, 0.0), MAX_WAIT_S))
 
+    def drain(self) -> None:
+        """Take no more requests; those that are here go on."""
+        self._is_draining = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs or waits here, and no peer may still read a block."""
+        load = self.scheduler.load()
+        has_all_blocks = load.free_blocks + load.quarantined_blocks == load.total_blocks
+        return has_all_blocks and not (load.num_running or load.num_waiting or self._launched)
+
     def _hear(self, now_s: float, event: LinkEvent) -> None:
         match event:
             case FromRouter(origin, message):
@@ -142,6 +157,8 @@ class EngineLoop:
         match message:
             case Unreadable(key=key, failure=failure):
                 self.scheduler.outputs.say(origin, Failed(key, failure))
+            case Prefill(key=key) | Decode(key=key) if self._is_draining:
+                self.scheduler.outputs.say(origin, Failed(key, DRAINING))
             case Prefill() | Decode():
                 self.scheduler.add(now_s, origin, message)
             case Cancel(keys=keys):

@@ -42,6 +42,8 @@ from baton.runtime.process import die_with_parent
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
 MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
 
+LINGER_MS = 1000  # so that the last tokens of a node that drained leave it
+
 log = logger("node")
 
 
@@ -121,13 +123,15 @@ class EngineNode:
         self._make_executor = make_executor or local_or_workers
         self._vitals = Vitals()
         self._stopping = threading.Event()
+        self._draining = threading.Event()
+        self._drain_by_s: float | None = None
 
     def run(self) -> int:
-        """Serve until SIGTERM or Ctrl-C, and return the exit code."""
+        """Serve until SIGTERM or Ctrl-C, drain, and return the exit code."""
         die_with_parent()
         setup(self.config.log, str(self.node_id))
         try:
-            with Interrupts(on_first=self.stop):
+            with Interrupts(on_first=self.drain):
                 self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
@@ -138,6 +142,10 @@ class EngineNode:
     def stop(self) -> None:
         """Ask `serve` to return; any thread may."""
         self._stopping.set()
+
+    def drain(self) -> None:
+        """Ask `serve` to return when its sequences are finished, or after `node.drain_s`."""
+        self._draining.set()
 
     def serve(self) -> None:
         """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
@@ -155,7 +163,7 @@ class EngineNode:
         finally:
             beats.stop()
             executor.close()
-            sockets.close()
+            sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
             records.close()
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
@@ -212,7 +220,7 @@ class EngineNode:
 
     def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not self._has_drained(loop):
                 loop.turn()
         except Exception as error:
             if loop.crashed_in is not None:
@@ -221,6 +229,23 @@ class EngineNode:
                 failure = NodeError(f"{self.node_id} ends by an error of its own: {error}")
                 sockets.last_words(Crashed(keys, failure.to_failure()))
             raise
+
+    def _has_drained(self, loop: EngineLoop) -> bool:
+        if not self._draining.is_set():
+            return False
+        now_s = boottime()
+        if self._drain_by_s is None:
+            self._drain_by_s = now_s + self.config.node.drain_s
+            loop.drain()
+            self._vitals.set_draining()
+            if not loop.is_idle:
+                log.info("draining: running sequences finish, new ones are refused")
+        if loop.is_idle:
+            return True
+        if now_s < self._drain_by_s:
+            return False
+        log.warning("not drained within node.drain_s: the rest goes on at other nodes")
+        return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
         """Load under one deadline: end the process if its start hangs or a router refuses it."""

@@ -182,9 +182,10 @@ class EngineSockets:
     def wait(self, timeout_s: float) -> None:
         self._epoll.poll(timeout_s)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """Close every channel. What was said to routers may still leave within `linger_ms`."""
         for dialer in self._routers:
-            dialer.close()
+            dialer.close(linger_ms)
         for peer in list(self._dialled):
             self._drop(peer)
         if self._listener is not None:

@@ -23,6 +23,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     Read,
     ReadEnded,
+    ReadQuiet,
     RemovePeer,
     SumBlocks,
     Transport,
@@ -33,6 +34,7 @@ from baton.runtime.clock import Clock
 
 Checksums = Callable[[Sequence[int]], tuple[int, ...]]
 
+QUIET_POLL_S = 0.25
 MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
 
 
@@ -74,6 +76,15 @@ class _ReadablePeer:
         return sum(len(reading.in_flight) for reading in self.reads)
 
 
+@dataclass(slots=True, eq=False)
+class _Unquiet:
+    """What is left of a read that was given up: slices whose bytes may still land."""
+
+    ticket: int
+    transport: Transport
+    handles: list[int]
+
+
 class AgentTurns:
     """The peers and reads of one rank over `transports`. The owner calls `hear` and `turn`."""
 
@@ -94,6 +105,7 @@ class AgentTurns:
         self._transports = {transport.name: transport for transport in transports}
         self._peers: dict[Epoch, _ReadablePeer] = {}
         self._readings: dict[int, _ReadablePeer] = {}
+        self._unquiet: list[_Unquiet] = []
         self._events: list[AgentEvent] = []
 
     def hear(self, command: AgentCommand) -> None:
@@ -132,6 +144,7 @@ class AgentTurns:
                 moved |= self._post_slice(peer)
             if peer.removed and not peer.reads:
                 self._forget(now_s, peer)
+        self._end_unquiet()
         return moved
 
     def take_events(self) -> list[AgentEvent]:
@@ -150,6 +163,8 @@ class AgentTurns:
                 times.append(peer.connect_by_s)
             if peer.num_in_flight or (connecting and peer.transport.fileno() < 0):
                 times.append(self._clock() + poll_s)
+        if self._unquiet:
+            times.append(self._clock() + max(poll_s, QUIET_POLL_S))
         return min(times, default=None)
 
     # --- peers ----------------------------------------------------------------------------------
@@ -283,11 +298,20 @@ class AgentTurns:
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
         ticket, quiet = reading.command.ticket, not reading.in_flight
+        if not quiet:
+            self._unquiet.append(_Unquiet(ticket, peer.transport, list(reading.in_flight)))
         peer.reads.remove(reading)
         del self._readings[ticket]
         self._events.append(
             ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, quiet)
         )
+
+    def _end_unquiet(self) -> None:
+        for read in list(self._unquiet):
+            read.handles = [one for one in read.handles if not read.transport.cancel(one)]
+            if not read.handles:
+                self._unquiet.remove(read)
+                self._events.append(ReadQuiet(read.ticket))
 
     def _is_corrupt(self, command: Read) -> bool:
         if self._checksums is None or not command.checksums:

@@ -26,6 +26,7 @@ from baton.kv_transfer.interfaces import (
     PeersChanged,
     PeerUp,
     ReadEnded,
+    ReadQuiet,
 )
 from baton.kv_transfer.landing.landings import Landings
 from baton.kv_transfer.offers import Offers
@@ -138,6 +139,9 @@ class NodeConnector:
     def _on_rank(self, now_s: float, rank: int, event: AgentEvent, out: Effects) -> None:
         if isinstance(event, ReadEnded):
             self._landings.read_ended(now_s, event, out)
+            return
+        if isinstance(event, ReadQuiet):
+            self._landings.read_quiet(event.ticket, out)
             return
         if isinstance(event, BlocksSummed):
             self._offers.summed(now_s, rank, event, out)

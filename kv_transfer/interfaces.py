@@ -94,7 +94,7 @@ class PeerDown(AgentMessage, frozen=True):
 
 
 class ReadEnded(AgentMessage, frozen=True):
-    """`quiet` False: bytes of this read may still land in `local` at any time."""
+    """`quiet` False: bytes of it may still land in `local`, until ReadQuiet says otherwise."""
 
     ticket: int
     posted_s: float
@@ -104,12 +104,19 @@ class ReadEnded(AgentMessage, frozen=True):
     quiet: bool = True
 
 
+class ReadQuiet(AgentMessage, frozen=True):
+    """No byte of a read that ended without being quiet can land any more: its peer went on, or the
+    peer's process is gone."""
+
+    ticket: int
+
+
 class BlocksSummed(AgentMessage, frozen=True):
     ticket: int
     checksums: tuple[int, ...]
 
 
-AgentEvent = PeerUp | PeerDown | ReadEnded | BlocksSummed
+AgentEvent = PeerUp | PeerDown | ReadEnded | ReadQuiet | BlocksSummed
 
 
 class TransferPort(Protocol):
@@ -316,7 +323,13 @@ class LandingEnded(ConnectorMessage, frozen=True):
     quarantined: tuple[int, ...] = ()
 
 
-ConnectorReport = Released | Offered | Landed | LandingEnded
+class BlocksQuiet(ConnectorMessage, frozen=True):
+    """Decode: these blocks were quarantined, and nothing can land in them any more."""
+
+    block_ids: tuple[int, ...]
+
+
+ConnectorReport = Released | Offered | Landed | LandingEnded | BlocksQuiet
 
 
 class ConnectorStep(msgspec.Struct, frozen=True):

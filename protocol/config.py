@@ -174,6 +174,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bind: Annotated[
         str, says("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
     ] = "tcp://127.0.0.1"
+    drain_s: Annotated[
+        float,
+        says("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
+    ] = 30.0
     start_timeout_s: Annotated[
         float, says("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0

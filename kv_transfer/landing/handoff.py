@@ -121,6 +121,11 @@ class LandingHandoff:
         deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
         return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
 
+    @property
+    def quarantined(self) -> dict[int, tuple[int, ...]]:
+        """The blocks of each read, by its ticket, that ended without being quiet."""
+        return {} if self._reads is None else self._reads.quarantined
+
     def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
         """`peer` is the process that offered it; before that, the one that sent `event`."""
         match self.state:
@@ -342,7 +347,7 @@ class LandingHandoff:
     def _finish(self, out: Effects) -> None:
         assert self.failure is not None
         self.state = LandingState.ENDED
-        quarantined = () if self._reads is None else tuple(sorted(self._reads.quarantined))
+        quarantined = tuple(sorted({b for local in self.quarantined.values() for b in local}))
         if self.peer is not None:
             out.tell(self.peer, Declined(self.key, self.failure))
         out.reports.append(LandingEnded(self.key, self.failure, quarantined))

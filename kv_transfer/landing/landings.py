@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
+    BlocksQuiet,
     Expect,
     Land,
     LandingEnded,
@@ -54,6 +55,7 @@ class Landings:
         self._parking = Parking()
         self._tickets = itertools.count(1)
         self._readers: dict[int, Key] = {}  # ticket -> landing
+        self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended landings
 
     def expect(self, now_s: float, expect: Expect, out: Effects) -> None:
         key = expect.key
@@ -107,10 +109,25 @@ class Landings:
             self._announced_early(now_s, peer, message, out)
 
     def read_ended(self, now_s: float, event: ReadEnded, out: Effects) -> None:
-        key = self._readers.pop(event.ticket, None)
+        key = self._readers.get(event.ticket)
+        if event.quiet:
+            self._readers.pop(event.ticket, None)
         landing = None if key is None else self._landings.get(key)
         if landing is not None and landing.reads(event.ticket):
             self._on(now_s, landing, event, out)
+        elif event.quiet:
+            self.read_quiet(event.ticket, out)
+
+    def read_quiet(self, ticket: int, out: Effects) -> None:
+        """Give the blocks of a read back that was not quiet before, if no other read names them."""
+        key = self._readers.pop(ticket, None)
+        if key is not None and key in self._landings:
+            self._landings[key].quarantined.pop(ticket, None)
+        named = {*self._quarantined.pop(ticket, ())}
+        for others in self._quarantined.values():
+            named -= {*others}
+        if named:
+            out.reports.append(BlocksQuiet(tuple(sorted(named))))
 
     def rank_up(self, now_s: float, peer: PeerName, event: PeerUp, out: Effects) -> None:
         for landing in self._of(peer):
@@ -191,6 +208,7 @@ class Landings:
             self._bury(landing.key, Done(landing.key))
         elif landing.state is LandingState.ENDED:
             assert landing.failure is not None
+            self._quarantined |= landing.quarantined
             self._bury(landing.key, Declined(landing.key, landing.failure))
         else:
             self._next_s[landing.key] = landing.next_s

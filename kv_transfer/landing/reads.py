@@ -20,7 +20,7 @@ class SpanReads:
     block_ids: tuple[int, ...]
     num_posted: list[int]
     outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    quarantined: set[int] = field(default_factory=set)
+    quarantined: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by ticket
     posted_s: list[float] = field(default_factory=list)
     last_end_s: float = 0.0
     num_bytes: int = 0
@@ -44,7 +44,7 @@ class SpanReads:
     def ended(self, event: ReadEnded) -> None:
         _, local = self.outstanding.pop(event.ticket)
         if not event.quiet:
-            self.quarantined.update(local)
+            self.quarantined[event.ticket] = local
         if event.failure is None:
             self.posted_s.append(event.posted_s)
             self.last_end_s = max(self.last_end_s, event.ended_s)
@@ -52,8 +52,8 @@ class SpanReads:
 
     def give_up(self) -> None:
         """Quarantine the blocks of every read that has not ended: it may still write to them."""
-        for _, local in self.outstanding.values():
-            self.quarantined.update(local)
+        for ticket, (_, local) in self.outstanding.items():
+            self.quarantined[ticket] = local
         self.outstanding.clear()
 
     def have_all(self, num_spans: int) -> bool:

@@ -106,8 +106,10 @@ class Dialer(Generic[Out, In]):
                 self._wire.settle(self._retry_s and self._retry_s - monotonic())
                 return None
 
-    def close(self) -> None:
-        self._wire.close()
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; its context ends only when what was sent has left, or `linger_ms`
+        later."""
+        self._wire.close(linger_ms)
 
     def _read(self) -> In | None:
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)

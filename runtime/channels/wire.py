@@ -128,7 +128,7 @@ class Wire:
         while self.socket.getsockopt(zmq.RCVMORE):
             self.socket.recv(zmq.NOBLOCK)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         if self.socket.closed:
             return
         self._epoll.close()
@@ -136,7 +136,7 @@ class Wire:
         self._alarm.close()
         self.socket.disable_monitor()
         self._monitor.close(0)
-        self.socket.close(0)
+        self.socket.close(linger_ms)
         if self._gate is not None:
             self._gate.close()
 

@@ -1,16 +1,21 @@
 """Processes that are killed or stopped while they serve: every request still ends as it should."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,
     ModelConfig,
+    NodeConfig,
     RouterConfig,
 )
 from tests.support.checkpoints import model_folder
@@ -70,6 +75,34 @@ def test_a_stream_outlives_its_decode_node(tmp_path: Path) -> None:
                 killed = True
     assert killed
     assert tokens == expected(False, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("drain_s", [60.0, 0.0])
+def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
+    drain_s: float, tmp_path: Path
+) -> None:
+    config = msgspec.structs.replace(settings(decode=2), node=NodeConfig(drain_s=drain_s))
+    with Cluster(tmp_path, config) as cluster:
+        stream = cluster.stream(**body(PROMPT, NUM_TOKENS))
+        tokens: list[int] = []
+        while len(tokens) < 20:
+            tokens += token_ids(next(stream))
+        first = serving(cluster, "decode")
+        cluster.children[first].terminate()
+        other = cluster.complete(**body(PROMPT, 20))["choices"]
+        for event in stream:
+            tokens += token_ids(event)
+        assert cluster.children[first].wait(time.monotonic() + 30.0)
+        assert cluster.children[first].exit_code == 0
+        steps = {name: cluster.steps(name) for name in ("decode-0", "decode-1")}
+    assert tokens == expected(False, NUM_TOKENS)
+    assert other[0]["token_ids"] == expected(False, 20)  # type: ignore[index]
+    attempts = {part.key.attempt for step in steps[first] for part in step.slices}
+    moved = [part for name in steps if name != first for s in steps[name] for part in s.slices]
+    assert attempts == {0}
+    assert any(
+        part.key.request_id == steps[first][0].slices[0].key.request_id for part in moved
+    ) == (drain_s == 0)
 
 
 def test_a_prefill_node_killed_at_work_costs_no_request(tmp_path: Path) -> None:

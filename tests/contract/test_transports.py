@@ -17,6 +17,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     Read,
     ReadEnded,
+    ReadQuiet,
     RemovePeer,
 )
 from baton.kv_transfer.transports.nixl_binding import is_installed
@@ -296,10 +297,29 @@ def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: 
     elif peers.mode != "nixl":  # with CMA it depends on what was on its way when it stopped
         assert (end.failure, end.quiet) == (None, True)
     owner.resume()
+    if not end.quiet:
+        assert reader.wait(1) == [ReadQuiet(end.ticket)]
     # Its deadline holds for each read, and this machine may be slow: some read is in time.
     while run(reader, read(owner, [7], [40]))[0].failure is not None:
         pass
     assert reader.digests((40,)) == (expected[7],)
+
+
+@needs_nixl
+def test_a_read_that_was_given_up_is_quiet_once_its_peer_is_gone() -> None:
+    peers = Peers("nixl-tcp")
+    try:
+        limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+        reader, owner = peers.pair(limits, block_bytes=1 << 20)
+        owner.stop()
+        (end,) = run(reader, read(owner, range(32), range(32)))
+        assert not end.quiet
+        owner.kill()
+        events = reader.wait(1)
+        while ReadQuiet(end.ticket) not in events:  # that the peer is down is said too
+            events += reader.wait(1)
+    finally:
+        peers.close()
 
 
 @needs_nixl

@@ -204,7 +204,11 @@ class Nemesis:
     def _bad_read(self) -> None:
         process = self.rng.choice(self._all("decode"))
         if self.world.strays:
-            self.world.copy_block(*self.rng.choice(self.world.strays))
+            stray = self.rng.choice(self.world.strays)
+            if self.rng.random() < 0.3:
+                self.world.quiet_down(*stray)
+            else:
+                self.world.copy_block(*stray)
         if process.readings:
             reading = self.rng.choice(list(process.readings.values()))
             if reading.is_frozen or self.rng.random() < 0.3:

@@ -13,6 +13,7 @@ from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     Abandon,
     AddPeer,
+    BlocksQuiet,
     CancelRead,
     ConnectorCommand,
     ConnectorEvent,
@@ -33,6 +34,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     Read,
     ReadEnded,
+    ReadQuiet,
     Released,
     RemovePeer,
     ToPeer,
@@ -224,6 +226,10 @@ class World:
             assert prompt.num_blocks == 0, "offered twice"
             prompt.num_blocks = report.num_blocks
             return
+        if isinstance(report, BlocksQuiet):
+            assert all(process.owner[block] == "quarantined" for block in report.block_ids)
+            process.give_back(list(report.block_ids))
+            return
         prompt = process.prompts.pop(report.key)  # a second last report is a KeyError here
         match report:
             case Released():
@@ -359,6 +365,11 @@ class World:
         process.inbox.append(FromRank(reading.rank, ended))
         if not quiet:
             self.strays.append((process, reading))
+
+    def quiet_down(self, process: Process, reading: Reading) -> None:
+        """Nothing of this stray can land any more."""
+        self.strays.remove((process, reading))
+        process.inbox.append(FromRank(reading.rank, ReadQuiet(reading.command.ticket)))
 
     def _reads_of(self, process: Process, prompt: Prompt) -> list[Reading]:
         return [reading for reading in process.readings.values() if reading.owner is prompt]

@@ -65,6 +65,15 @@ class PoolModel(RuleBasedStateMachine):
         self.quarantined += len(alone)
         blocks[:] = [b for b in blocks if b not in alone]
 
+    @rule(count=st.integers(0, 3))
+    def readmit(self, count: int) -> None:
+        blocks = sorted(self.pool._quarantined)[:count]
+        self.pool.readmit(blocks)
+        self.quarantined -= len(blocks)
+        if blocks:
+            with pytest.raises(InvariantBroken):
+                self.pool.readmit(blocks[:1])
+
     @invariant()
     def every_block_is_free_or_owned_or_quarantined(self) -> None:
         owned = {block for blocks in self.held for block in blocks}

@@ -10,7 +10,7 @@ from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
-from baton.engine.loop import COLD_STEP_S, MAX_LAUNCHED, EngineLoop, StepForecast
+from baton.engine.loop import COLD_STEP_S, DRAINING, MAX_LAUNCHED, EngineLoop, StepForecast
 from baton.engine.outputs import Origin
 from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduler import NodeLimits
@@ -182,6 +182,19 @@ def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(
     bench.run()
     assert bench.pool.num_free == NUM_BLOCKS
     assert len(bench.tokens()) < 10
+
+
+def test_a_loop_that_drains_finishes_what_it_has_and_takes_nothing_new() -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=6)))
+    bench.loop.drain()
+    assert not bench.loop.is_idle
+    bench.hear(FromRouter(0, local("late", PROMPT)))
+    assert bench.wire.said[-1] == Failed(key("late"), DRAINING)
+    assert DRAINING.retryable
+    bench.run()
+    assert bench.tokens() == continuation(PROMPT, 6)
+    assert bench.loop.is_idle
 
 
 def test_a_cancel_is_answered_while_a_step_runs() -> None:

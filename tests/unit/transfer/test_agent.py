@@ -15,6 +15,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     Read,
     ReadEnded,
+    ReadQuiet,
     RemovePeer,
 )
 from baton.kv_transfer.transports.nixl import NixlTransport
@@ -211,6 +212,11 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiet_only_if_it_was_cancelled
     got = ended(driven.settle())
     assert (got.num_bytes, got.quiet) == (0, cancels)
     assert got.failure is not None
+    driven.clock.advance(100.0)
+    assert driven.settle() == []
+    driven.transport.cancels = True  # its peer went on, or is gone
+    assert driven.settle() == [ReadQuiet(1)]
+    assert driven.turns.wake_at_s(1.0) is None
 
 
 def test_a_failed_slice_fails_the_read_and_cancels_the_other() -> None:

@@ -5,6 +5,7 @@ import msgspec
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AddPeer,
+    BlocksQuiet,
     BlocksSummed,
     CancelRead,
     ConnectorStep,
@@ -19,6 +20,8 @@ from baton.kv_transfer.interfaces import (
     PeersChanged,
     PeerUp,
     Read,
+    ReadEnded,
+    ReadQuiet,
     Released,
     RemovePeer,
     SumBlocks,
@@ -289,3 +292,19 @@ def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their
     wrong = msgspec.structs.replace(spans[1], checksums=((20,),))
     step = target.step(0.0, [*heard(PREFILL, wrong)])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
+
+
+def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank() -> None:
+    info, peer = (node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill")))  # type: ignore[arg-type]
+    connector = NodeConnector(info, TransferConfig())
+    connector.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
+    connector.step(0.0, [FromRank(rank, PeerUp(PREFILL.epoch, "shm")) for rank in (0, 1)])
+    connector.step(0.0, [*heard(PREFILL, offered(), SPAN), Land(key(), 0, (20, 21))])
+    ends = [
+        FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiet=False)) for rank in (0, 1)
+    ]
+    (ended,) = connector.step(1.0, ends).reports
+    assert ended == LandingEnded(key(), FAILURE, quarantined=(20,))
+    assert connector.step(2.0, [FromRank(0, ReadQuiet(1))]).reports == []
+    assert connector.step(3.0, [FromRank(1, ReadQuiet(2))]).reports == [BlocksQuiet((20,))]
+    assert connector.step(4.0, [FromRank(1, ReadQuiet(2))]).reports == []
