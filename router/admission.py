@@ -37,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Waiting:
+class QueuedLeg:
     place: Place
     since_s: float
 
@@ -47,15 +47,15 @@ class WaitingLine:
 
     def __init__(self, max_wait_s: float) -> None:
         self.max_wait_s = max_wait_s
-        self.next: dict[Key, Waiting] = {}
-        self.aside: dict[Key, Waiting] = {}
+        self.next: dict[Key, QueuedLeg] = {}
+        self.aside: dict[Key, QueuedLeg] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self.next) + len(self.aside)
 
     def add(self, now_s: float, place: Place) -> None:
-        self.next[place.key] = Waiting(place, now_s)
+        self.next[place.key] = QueuedLeg(place, now_s)
         self.num_tokens += place.num_tokens
 
     def take(self, key: Key) -> bool:
@@ -74,7 +74,7 @@ class WaitingLine:
             self.next = {**self.aside, **self.next}
             self.aside = {}
 
-    def overdue(self, now_s: float) -> Iterator[Waiting]:
+    def overdue(self, now_s: float) -> Iterator[QueuedLeg]:
         """Yield the legs that have waited too long. Both parts are in order of arrival."""
         for part in (self.aside, self.next):
             for waiting in part.values():
