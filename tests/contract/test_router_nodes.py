@@ -1,6 +1,5 @@
 """Nodes that come, go, pause and do not fit, as the router sees them over real sockets."""
 
-import asyncio
 import time
 
 import pytest
@@ -170,6 +169,11 @@ async def test_the_router_says_once_which_nodes_compute_other_bits(
     ]
 
 
+def ages(bench: RouterBench, silent: str) -> list[float]:
+    """Return how old the last beats of all other nodes are."""
+    return [node.beat_age_s for node in bench.core.health().nodes if node.node_id != silent]
+
+
 @routed()
 async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
@@ -177,14 +181,11 @@ async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBen
     stream = await bench.router.submit(PROMPT, GREEDY)
     first = await decode.hear(Decode)
 
-    def ages() -> list[float]:
-        return [n.beat_age_s for n in bench.core.health().nodes if n.node_id != "d0"]
-
     for _ in range(4):
         bench.clock.advance(1.0)
         prefill.beat()
         other.beat()
-        await bench.until(lambda: max(ages()) == 0)
+        await bench.until(lambda: max(ages(bench, "d0")) == 0)
     second = await other.hear(Decode)
     assert second.key.attempt == 1
     assert (await decode.hear(Cancel)).keys == (first.key,)
@@ -235,11 +236,12 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
     prefill = await bench.toy(node_info("p0", "prefill"))
     small = await bench.toy(node_info("d0", "decode", num_blocks=8))
     await bench.scripted(node_info("d1", "decode"))
-    while bench.core.registry.in_service("decode")[-1].node_id == "d1":
+    for _ in range(4):
         bench.clock.advance(1.0)
         prefill.beat()
         small.beat()
-        await asyncio.sleep(0.05)
+        await bench.until(lambda: max(ages(bench, "d1")) == 0)
+    await bench.until(lambda: len(bench.core.registry.in_service("decode")) == 1)
     head = await bench.router.submit([1] * 100, GREEDY)
     for _ in range(3):
         assert (await whole(bench.router)).outputs[0].token_ids == toy_answer(PROMPT, 8)

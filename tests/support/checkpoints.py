@@ -58,21 +58,6 @@ class Shape(TypedDict, total=False):
     extra: str
 
 
-# About 30M parameters: large enough that weights, not overhead, dominate a step.
-SHAPE_30M: Shape = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_layers": 8,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 8192,
-    "max_position_embeddings": 4096,
-    "tie": True,
-    "dtype": "bfloat16",
-}
-
-
 @dataclass(frozen=True)
 class _Model:
     family: str

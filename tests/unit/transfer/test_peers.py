@@ -66,18 +66,6 @@ def codes(step: ConnectorStep) -> list[str | None]:
     return [failure and failure.code for failure in found]
 
 
-def test_the_first_offer_dials_introduces_and_announces_in_one_step() -> None:
-    connector = prefill()
-    step = connector.step(1.0, [offer()])
-    assert step.commands == [
-        DialPeer(DECODE),
-        told(DECODE, hello(PREFILL)),
-        told(DECODE, offered()),
-    ]
-    step = connector.step(1.0, [*heard(DECODE, hello(DECODE)), offer("other")])
-    assert step.commands == [told(DECODE, offered("other"))]
-
-
 def test_an_offer_to_a_node_that_nobody_listed_is_released_at_once() -> None:
     connector = NodeConnector(PREFILL, TransferConfig())
     assert codes(connector.step(0.0, [offer()])) == ["node_lost"]
@@ -129,15 +117,6 @@ def test_before_its_greeting_a_peer_is_nobody() -> None:
     assert step.reports == []
 
 
-def test_after_a_loss_prefill_dials_again_when_it_has_something_to_offer() -> None:
-    connector = prefill()
-    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE))])
-    step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
-    assert codes(step) == ["node_lost"]
-    assert step.commands == []
-    assert DialPeer(DECODE) in connector.step(2.0, [offer("other")]).commands
-
-
 def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one() -> None:
     connector = prefill()
     connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), SPAN])
@@ -165,20 +144,6 @@ def test_a_decode_node_that_never_greets_is_hung_up_on() -> None:
     step = connector.step(10.0, [])
     assert step.commands == [DropPeer(D, DECODE.epoch)]
     assert codes(step) == ["node_lost"]
-
-
-def test_ranks_are_connected_when_the_request_comes_and_read_when_they_are_up() -> None:
-    connector = decode(*heard(PREFILL, hello(PREFILL)))
-    step = connector.step(0.0, [Expect(key(), P)])
-    add = AddPeer(PREFILL.epoch, "shm", PREFILL.ranks[0], 64, 64)
-    assert step.commands == [ToRank(0, add)]
-    span = Span(key(), 0, (7, 8), (1, 1))
-    step = connector.step(1.0, [*heard(PREFILL, offered(), span)])
-    assert step.reports == [offered()]
-    step = connector.step(1.0, [Land(key(), 0, (20, 21))])
-    assert not [c for c in step.commands if isinstance(c, ToRank)]
-    step = connector.step(2.0, [FromRank(0, PeerUp(PREFILL.epoch, "shm"))])
-    assert step.commands == [ToRank(0, Read(1, PREFILL.epoch, (7, 8), (20, 21), (1, 1)))]
 
 
 def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is() -> None:

@@ -83,11 +83,6 @@ def test_a_landed_key_says_done_again() -> None:
     assert said(connector.step(3.0, heard(PREFILL, WITHDRAWN))) == [Done(key())]
 
 
-def test_a_confirmation_for_a_forgotten_landing_means_nothing() -> None:
-    step = decode().step(1.0, heard(PREFILL, Renewed(key())))
-    assert (step.reports, said(step), step.wake_at_s) == ([], [], None)
-
-
 def test_a_reader_that_renews_what_prefill_has_given_back_is_told_so() -> None:
     connector = prefill()
     connector.step(1.0, [WITHDRAWN])
