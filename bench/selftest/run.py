@@ -98,5 +98,6 @@ def show(verdicts: list[Verdict], console: Console) -> None:
     console.print(
         f"{'ok' if all(one.ok for one in verdicts) else 'DEVIATES'}: {num_requests} requests, "
         f"{sum(len(one.wrong) for one in verdicts)} counted wrong; the farthest percentile is "
-        f"{farthest:.3f} ms off the truth (allowed {verdicts[0].tolerance_ms:g})"
+        f"{farthest:.3f} ms off the truth (allowed {verdicts[0].tolerance_ms:g})",
+        soft_wrap=True,
     )
