@@ -16,6 +16,7 @@ from tests.support.scripted_nodes import ToyNode, node_info
 T = TypeVar("T")
 StartRouter = Callable[..., "Router"]
 WAIT_S = 60.0
+BEAT_S = 0.5
 SCRIPT = """
 import resource
 import sys
@@ -83,8 +84,13 @@ async def with_toy_nodes(
     ]
     for node in nodes:
         node.join()
+    using = asyncio.create_task(asyncio.to_thread(use))
     try:
-        return await asyncio.to_thread(use)
+        while not using.done():
+            for node in nodes:
+                node.beat()
+            await asyncio.wait([using], timeout=BEAT_S)
+        return await using
     finally:
         for node in nodes:
             node.die()
