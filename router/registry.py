@@ -28,6 +28,7 @@ from baton.router.membership import Membership, Replaced
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
+MAX_REFUSED = 256  # nodes of which the router remembers what it told them
 NO_LOAD = Load()
 
 NodeState = Literal["starting", "ready", "silent", "stuck"]
@@ -306,7 +307,10 @@ class Registry:
         return [*changes, self._refuse(peer, self._membership.refusal_of(info))]
 
     def _refuse(self, peer: NodeId, failure: Failure) -> Refuse:
-        is_new, self._refused[peer] = self._refused.get(peer) != failure, failure
+        is_new = self._refused.pop(peer, None) != failure
+        self._refused[peer] = failure
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
         return Refuse(peer, failure, is_new)
 
     def _differences(self, info: NodeInfo) -> list[Change]:
