@@ -185,7 +185,7 @@ class EngineSockets:
     def close(self, linger_ms: int = 0) -> None:
         """Close every channel. What was said to routers may still leave within `linger_ms`."""
         for dialer in self._routers:
-            dialer.close(linger_ms)
+            dialer.close(linger_ms if dialer.connected else 0)
         for peer in list(self._dialled):
             self._drop(peer)
         if self._listener is not None:

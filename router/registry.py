@@ -33,6 +33,7 @@ from baton.router.request.events import NodeProcess, Placed
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
+MAX_REFUSED = 256  # nodes of which the router remembers what it told them
 NO_LOAD = Load()
 
 # A `degraded` node is ready, but no node of the other role can work with it.
@@ -345,7 +346,10 @@ class Registry:
         return [*changes, self._refuse(peer, self._membership.refusal_of(info))]
 
     def _refuse(self, peer: NodeId, failure: Failure) -> Refuse:
-        is_new, self._refused[peer] = self._refused.get(peer) != failure, failure
+        is_new = self._refused.pop(peer, None) != failure
+        self._refused[peer] = failure
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
         return Refuse(peer, failure, is_new)
 
     def _differences(self, info: NodeInfo) -> list[Change]:

@@ -38,6 +38,7 @@ class ShmTransport:
     connect_s = 10.0
 
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
+        self._fence = make_fence()
         self._pool = pool
         self._blocks = block_view(pool.buffer, pool.shape)
         self._epoch = epoch
@@ -49,7 +50,6 @@ class ShmTransport:
         self._poller = select.epoll()
         self._lender = PoolLender(pool)
         self._poller.register(self._lender, select.EPOLLIN)
-        self._fence = make_fence()
 
     def address(self) -> bytes:
         host, network = this_place()
