@@ -111,7 +111,7 @@ async def test_what_a_stray_node_began_ends_and_is_not_continued_by_another_mode
     bench: RouterBench,
 ) -> None:
     await bench.toy(node_info("stray", "decode", model="another"), max_steps=2)
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     others = [ToyNode(bench.endpoint, node_info(f"d{number}", "decode")) for number in range(2)]
     bench.nodes += others
     for node in others:
