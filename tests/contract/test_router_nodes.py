@@ -169,9 +169,17 @@ async def test_the_router_says_once_which_nodes_compute_other_bits(
     ]
 
 
-def ages(bench: RouterBench, silent: str) -> list[float]:
-    """Return how old the last beats of all other nodes are."""
-    return [node.beat_age_s for node in bench.core.health().nodes if node.node_id != silent]
+async def until_silent(bench: RouterBench, silent: str, *others: ScriptedNode) -> None:
+    """Move the clock until that decode node is out; the others' beats are heard at every second."""
+
+    def ages() -> list[float]:
+        return [n.beat_age_s for n in bench.core.health().nodes if n.node_id != silent]
+
+    while silent in [node.node_id for node in bench.core.registry.in_service("decode")]:
+        bench.clock.advance(1.0)
+        for node in others:
+            node.beat()
+        await bench.until(lambda: max(ages()) == 0)
 
 
 @routed()
@@ -181,11 +189,7 @@ async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBen
     stream = await bench.router.submit(PROMPT, GREEDY)
     first = await decode.hear(Decode)
 
-    for _ in range(4):
-        bench.clock.advance(1.0)
-        prefill.beat()
-        other.beat()
-        await bench.until(lambda: max(ages(bench, "d0")) == 0)
+    await until_silent(bench, "d0", prefill, other)
     second = await other.hear(Decode)
     assert second.key.attempt == 1
     assert (await decode.hear(Cancel)).keys == (first.key,)
@@ -236,12 +240,7 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
     prefill = await bench.toy(node_info("p0", "prefill"))
     small = await bench.toy(node_info("d0", "decode", num_blocks=8))
     await bench.scripted(node_info("d1", "decode"))
-    for _ in range(4):
-        bench.clock.advance(1.0)
-        prefill.beat()
-        small.beat()
-        await bench.until(lambda: max(ages(bench, "d1")) == 0)
-    await bench.until(lambda: len(bench.core.registry.in_service("decode")) == 1)
+    await until_silent(bench, "d1", prefill, small)
     head = await bench.router.submit([1] * 100, GREEDY)
     for _ in range(3):
         assert (await whole(bench.router)).outputs[0].token_ids == toy_answer(PROMPT, 8)
