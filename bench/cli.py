@@ -1,29 +1,25 @@
 """The command line of `baton bench`: flags and help come from the Structs of `settings.py`.
 
-Called by `baton.command_line`. A mistake of the user is a `ConfigError` in one line; the exit code
-is 0 for valid figures, 1 for figures that must not be used, and 2 for misuse.
+Called by `baton.command_line`. A command's code is imported when it is chosen, so that help comes
+at once. A mistake of the user is a `ConfigError` in one line; the exit code is 0 for valid figures,
+1 for figures that must not be used, and 2 for misuse.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from baton.bench.compare import compare
-from baton.bench.fault import fault
-from baton.bench.report.publish import write_again
-from baton.bench.run import run
-from baton.bench.search import search
-from baton.bench.selftest.run import main as selftest
 from baton.bench.settings import (
     CompareSettings,
     FaultSettings,
     ReportAgainSettings,
     RunSettings,
     SearchSettings,
+    SelfTestSettings,
     SweepSettings,
 )
-from baton.bench.sweep import sweep
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of, with_values
 from baton.runtime.flag_parser import FlagParser, did_you_mean
@@ -35,7 +31,7 @@ class Command(msgspec.Struct, frozen=True):
     """The docstring of `settings` describes the command."""
 
     settings: type[msgspec.Struct]
-    start: Callable[[Sequence[str]], int]
+    start: str  # MODULE:FUNCTION, called with the settings, and with the words if it takes any
     example: str
     words: str = ""  # what it takes besides its flags
     words_help: str = ""
@@ -45,22 +41,22 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "run": Command(
         RunSettings,
-        lambda rest: run(parse(RunSettings, rest)[0]),
+        "run:run",
         "baton bench run --arrivals poisson:5 --requests 1000 --preset chat --out report",
     ),
     "sweep": Command(
         SweepSettings,
-        lambda rest: sweep(parse(SweepSettings, rest)[0]),
+        "run:sweep",
         "baton bench sweep --rates 1,2,4,8 --duration-s 60 --preset chat --out report",
     ),
     "search": Command(
         SearchSettings,
-        lambda rest: search(parse(SearchSettings, rest)[0]),
+        "search:search",
         "baton bench search --preset chat --attainment 0.9 --duration-s 60 --out report",
     ),
     "compare": Command(
         CompareSettings,
-        lambda rest: compare(*parse(CompareSettings, rest)),
+        "compare:compare",
         "baton bench compare split=http://a:8000 whole=http://b:8000#name --concurrency 8",
         "NAME=URL",
         "an arm: its name and the address of its server; NAME=URL#MODEL also names the model",
@@ -68,19 +64,18 @@ COMMANDS = {
     ),
     "fault": Command(
         FaultSettings,
-        lambda rest: fault(parse(FaultSettings, rest)[0]),
+        "fault:fault",
         "baton bench fault --fault kill:4711@10 --arrivals poisson:5 --duration-s 30",
     ),
+    "selftest": Command(SelfTestSettings, "selftest.run:selftest", "baton bench selftest"),
     "report": Command(
         ReportAgainSettings,
-        lambda rest: write_again(*parse(ReportAgainSettings, rest)),
+        "report.publish:write_again",
         "baton bench report report/report.json --out again",
         "FILE",
         "the report.json",
     ),
 }
-# The self-test has a few flags of its own.
-SELFTEST = "Measure a scripted server whose times are known, and compare."
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
 # The flags of a workload that only some kinds of it read.
 SUBGROUPS = {
@@ -98,18 +93,18 @@ def main(words: Sequence[str]) -> int:
     if name in ("", "-h", "--help", "help"):
         print(overview())
         return 0 if name else 2
-    if name == "selftest":
-        return selftest(rest)
     if name not in COMMANDS:
-        known = [*COMMANDS, "selftest"]
-        near = did_you_mean(name, known) or f": {', '.join(known)}"
+        near = did_you_mean(name, COMMANDS) or f": {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command bench {name}{near}")
-    return COMMANDS[name].start(rest)
+    command = COMMANDS[name]
+    settings, others = parse(command.settings, rest)
+    module, _, function = command.start.partition(":")
+    start: Callable[..., int] = getattr(importlib.import_module(f"baton.bench.{module}"), function)
+    return start(settings, others) if command.words else start(settings)
 
 
 def overview() -> str:
-    descriptions = {name: str(command.settings.__doc__) for name, command in COMMANDS.items()}
-    lines = [f"  {name:<10}{text}" for name, text in {**descriptions, "selftest": SELFTEST}.items()]
+    lines = [f"  {name:<10}{command.settings.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: baton bench COMMAND [flags]",

@@ -7,13 +7,12 @@ from hour to hour changes all arms alike. The report shows how the arms were sta
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from baton.bench.client.probe import EXTENSIONS
+from baton.bench.client.probe import EXTENSIONS, pages_of
 from baton.bench.client.target import Place, Target, place_of
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import Distribution, Summary
@@ -27,6 +26,12 @@ from baton.bench.settings import CompareSettings
 from baton.protocol.errors import ConfigError
 
 Arms = Mapping[str, Target]
+LATENCIES = (
+    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
+    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
+)  # fmt: skip
+# More is better of these figures; the others are latencies.
+UNITS = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 
 
 def compare(settings: CompareSettings, words: Sequence[str]) -> int:
@@ -47,7 +52,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
         experiment.note_repeated_prompts()
         report.notes += same_servers(arms)
-        said = {name: facts_said(server.target) for name, server in servers.items()}
+        said = {name: facts_said(pages_of(server.target)) for name, server in servers.items()}
         report.parity = parity(flags, said)
         report.notes += warnings(report.parity)
         dice = random.Random(settings.workload.seed)
@@ -127,43 +132,17 @@ def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
     }
 
 
-class Figure(msgspec.Struct, frozen=True):
-    """A field of a summary, or a percentile of it, that arms are compared by."""
-
-    name: str
-    unit: str
-    better: Literal["lower", "higher"]
-    value: Callable[[Summary], float | None]
-
-
-def _latency(field: str, percentile: str) -> Figure:
-    def value(summary: Summary) -> float | None:
-        found: Distribution | None = getattr(summary, field)
-        return None if found is None else float(getattr(found, percentile))
-
-    shown = field if field == "gap_max" else field.upper()
-    return Figure(f"{shown} {percentile}", "ms", "lower", value)
-
-
-FIGURES = (
-    Figure("tokens/s", "tokens/s", "higher", lambda summary: summary.tokens_per_s),
-    _latency("ttft", "p50"),
-    _latency("ttft", "p99"),
-    _latency("tpot", "p50"),
-    _latency("tpot", "p99"),
-    _latency("itl", "p99"),
-    _latency("gap_max", "p99"),
-    _latency("e2e", "p50"),
-    _latency("e2e", "p99"),
-    Figure("goodput", "requests/s", "higher", lambda summary: summary.goodput),
+def figures_of(summary: Summary) -> dict[str, float]:
+    """Return what arms are compared by; 0 where a load has no such figure."""
+    found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
+    for field, percentile in LATENCIES:
+        one: Distribution | None = getattr(summary, field)
+        shown = field if field == "gap_max" else field.upper()
+        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
+    found["goodput"] = summary.goodput
     # Latencies are of these requests, so an arm must not look better by answering fewer.
-    Figure(
-        "answered",
-        "share",
-        "higher",
-        lambda summary: summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests,
-    ),
-)
+    found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
+    return {name: value or 0.0 for name, value in found.items()}
 
 
 def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
@@ -175,14 +154,15 @@ def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
     left_out = len({run.round for run in report.runs}) - len(rounds)
     if left_out:
         report.notes.append(f"{left_out} rounds are not compared: an arm has no valid run in them")
-    for figure in FIGURES:
-        values = {arm: [figure.value(one[arm].summary) or 0.0 for one in rounds] for arm in arms}
-        if rounds and all(min(found) > 0 for found in values.values()):
+    figures = [{arm: figures_of(one[arm].summary) for arm in arms} for one in rounds]
+    for name in figures[0][arms[0]] if figures else ():
+        values = {arm: [one[arm][name] for one in figures] for arm in arms}
+        if all(min(found) > 0 for found in values.values()):
             report.comparison.append(
                 Compared(
-                    name=figure.name,
-                    unit=figure.unit,
-                    better=figure.better,
+                    name=name,
+                    unit=UNITS.get(name, "ms"),
+                    better="higher" if name in UNITS else "lower",
                     medians={arm: statistics.median(found) for arm, found in values.items()},
                     ratios={arm: paired(values[arm], values[arms[0]]) for arm in arms[1:]},
                 )
@@ -192,7 +172,7 @@ def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
             lacking = {arm: found.count(0.0) for arm, found in values.items()}
             shown = ", ".join(f"{arm} in {count}" for arm, count in lacking.items() if count)
             report.notes.append(
-                f"WARNING: {figure.name} is not compared: rounds without it, or with 0: {shown}"
+                f"WARNING: {name} is not compared: rounds without it, or with 0: {shown}"
             )
     if report.comparison and len(rounds) < MIN_ROUNDS:
         report.notes.append(f"fewer than {MIN_ROUNDS} rounds cannot show a difference")

@@ -1,11 +1,10 @@
-"""What a command prints when it is done: a few aligned tables, and whether their figures hold.
+"""The text that a command prints when it is done: the report's sections, and its verdict.
 
-`publish.py` prints `shown` of every report; the pages that `--out` writes say all of it. Pure. Text
-that came from a server loses its control characters, which a terminal would obey.
+`publish.py` prints `shown` of every report; the page that `--out` writes has the details too. Pure.
+Text that came from a server loses its control characters, which a terminal would obey.
 """
 
 import io
-from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -13,10 +12,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from baton.bench.report.document import Report, Table
-from baton.bench.report.sections import Section, faults, latencies, results, totals
+from baton.bench.report.sections import sections
 
-LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
-PERCENTILES = ("mean", "p50", "p90", "p99", "max")
 MAX_CELL, GAP = 48, 2
 UNBROKEN = 10_000  # columns
 STYLES = {"INVALID": "bold red", "NOT CONFIRMED": "bold red", "WARNING": "yellow"}
@@ -29,51 +26,28 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
     """
     text = io.StringIO()
     console = Console(file=text, width=width or UNBROKEN, force_terminal=styled, highlight=False)
-    sections = [section for section in results(report) if not section.is_run]
-    if len(report.runs) == 1:
-        run = report.runs[0]
-        found = latencies(run.summary, LATENCIES, PERCENTILES)
-        sections.insert(0, Section("", run.label, [], [found, totals(run), *faults(run)]))
-    for section in sections:
-        _say(console, section.title, *section.lines, "")
+    for section in (one for one in sections(report) if not one.folded):
+        _say(console, section.title)
         for table in section.tables:
-            _say(console, *([table.title] if table.title else []))
+            _say(console, *filter(None, [table.title]))
             for grid in _grids(table, width):
                 console.print(grid)
-            _say(console, *([table.caption] if table.caption else []), "")
-    _say(console, *map(_noted, report.notes), *_problems(report), report.verdict)
+            _say(console, *filter(None, [table.caption]), "")
+        # Last, since what is printed last is what is read.
+        _say(console, *section.lines, *([""] if section.lines else []))
+    _say(console, report.verdict)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _problems(report: Report) -> list[str]:
-    """Return each problem once; of several runs, what makes one invalid and what most share."""
-    found = [(run, problem) for run in report.runs for problem in run.problems]
-    if len(report.runs) == 1 and report.search is None:
-        problems = [f"{problem.severity.upper()}: {problem.text}" for _, problem in found]
-        return [*problems, *map(_noted, report.runs[0].notes)]
-    # Invalid runs are no flaw of a search, which goes on until it knows what it can.
-    form = "INVALID: {}: {}" if report.search is None else "note: {} was INVALID: {}"
-    lines = [form.format(run.label, one.text) for run, one in found if one.is_invalid]
-    shared = Counter(problem.text for _, problem in found if not problem.is_invalid)
-    for text, count in shared.items():
-        if 2 * count >= len(report.runs):
-            lines.append(f"WARNING: {count} of {len(report.runs)} runs: {text}")
-    return lines
-
-
-def _noted(note: str) -> str:
-    return note if note.startswith("WARNING: ") else f"note: {note}"
 
 
 def _grids(table: Table, width: int) -> Iterator[Grid]:
     """Return the parts of a table that fit; the first column names the rows in each of them."""
-    widths = [
+    sizes = [
         GAP + min(MAX_CELL, max(map(len, column)))
         for column in zip(table.columns, *table.rows, strict=True)
     ]
     parts = [[0]]
-    for place in range(1, len(widths)):
-        taken = sum(widths[one] for one in parts[-1]) + widths[place] - GAP
+    for place in range(1, len(sizes)):
+        taken = sum(sizes[one] for one in parts[-1]) + sizes[place] - GAP
         if width and taken > width and len(parts[-1]) > 1 and not table.is_pairs:
             parts.append([0])
         parts[-1].append(place)
@@ -84,7 +58,7 @@ def _grids(table: Table, width: int) -> Iterator[Grid]:
             grid.add_column(_text(table.columns[place]))
             if not table.is_pairs:
                 column = grid.columns[-1]
-                column.justify = "right" if place else "left"
+                column.justify = "right" if place and table.is_narrow else "left"
                 column.no_wrap, column.max_width = True, MAX_CELL
         for row in table.rows:
             grid.add_row(*(_text(row[place]) for place in part))

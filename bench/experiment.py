@@ -5,22 +5,21 @@ runs, enters it, puts its loads and ends with `finish`. Ctrl-C ends the load tha
 leaves a report that is marked as interrupted; a second one ends the process at once.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import msgspec
 
 from baton.bench.client.load import Load, Progress, run_load
-from baton.bench.client.probe import Probed, probe
+from baton.bench.client.probe import Probed, accepted, probe
 from baton.bench.client.target import Target, settled
-from baton.bench.client.vocabulary import accepted
 from baton.bench.figures.validity import Problem, Severity
 from baton.bench.judging import Case, judge, mark_mismatches, sent_so_far
 from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.plan.plan import Plan
 from baton.bench.plan.workload import AUTO, Workload
-from baton.bench.planning import bounds_of, may_be_cached, plan_of, reseeded
+from baton.bench.planning import bounds_of, plan_of, reseeded
 from baton.bench.progress import LoadProgress
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import Report, Run
@@ -44,7 +43,7 @@ class Server(msgspec.Struct, frozen=True):
 
     @property
     def described(self) -> str:
-        """One line on what it is, and what is made use of."""
+        """Return one line on what the server is, and on what is made use of."""
         gives = {
             "token ids": self.target.token_ids,
             "a timeline": self.target.timeline,
@@ -77,33 +76,26 @@ class Experiment:
     ) -> None:
         self._command, self.settings = command, settings
         self._concurrency, self._verify = concurrency, verify
-        self._bounds = bounds_of(settings.bounds)
         self._newest: tuple[Workload, ArrivalProcess | None, Plan] | None = None
         # The first load is planned last, because the newest plan is kept.
         for place in reversed(range(len(arrivals))):
-            self._plan(settings.workload, place, arrivals[place])
-        self.draft = self._plan(settings.workload, 0, arrivals[0])
+            self.draft = self._plan(settings.workload, place, arrivals[place])
         self._api_key = settled(settings.target, self.draft.requests).api_key
         self.progress = LoadProgress()
         self._interrupts = Interrupts(on_second=self.progress.abandon)
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Experiment":
         settings, api_key = self.settings, self._api_key
         self._publisher = begin(self._command, settings, settings.report, api_key=api_key)
         self.report = self._publisher.report
-        self.report.bounds = self._bounds
-        self._interrupts.__enter__()
-        self.progress.__enter__()
+        self.report.bounds = bounds_of(settings.bounds)
+        self._stack.enter_context(self._interrupts)
+        self._stack.enter_context(self.progress)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.progress.__exit__(kind, error, trace)
-        self._interrupts.__exit__(kind, error, trace)
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
 
     @property
     def interrupted(self) -> bool:
@@ -134,16 +126,8 @@ class Experiment:
 
     def case(self, server: Server, place: int, label: str, arrivals: ArrivalProcess | None) -> Case:
         """Return load number `place`, which has prompts of its own. Raises `ConfigError`."""
-        return Case(
-            label=label,
-            target=server.target,
-            plan=self._plan(server.workload, place, arrivals),
-            concurrency=self._concurrency,
-            load=self.settings.load,
-            bounds=self._bounds,
-            verify=self._verify,
-            may_be_cached=may_be_cached(self.settings.workload),
-        )
+        plan = self._plan(server.workload, place, arrivals)
+        return Case(label, server.target, plan, self.settings, self._concurrency)
 
     def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
         workload = reseeded(workload, place)
@@ -153,7 +137,7 @@ class Experiment:
             self._newest = workload, arrivals, plan
         return self._newest[2]
 
-    def put(self, case: Case, on_start: OnStart | None = None) -> Run | None:
+    def put(self, case: Case, on_start: OnStart = lambda _: None) -> Run | None:
         """Run a load and report it.
 
         Returns None if Ctrl-C came before anything of it had ended: then the report has the loads
@@ -168,27 +152,28 @@ class Experiment:
         self.report.runs.append(run)
         return run
 
-    def measure(self, case: Case, on_start: OnStart | None = None) -> Run:
+    def measure(self, case: Case, on_start: OnStart = lambda _: None) -> Run:
         """Raises `ConfigError` for outputs that are to be verified and cannot be."""
-        if case.verify:
+        if self._verify:
             check_greedy(case.target)
-        watch = _Watch(self, case)
+        watch, load = _Watch(self, case), self.settings.load
         result = run_load(
             Load(
                 target=case.target,
                 requests=case.plan.requests,
-                concurrency=case.concurrency or case.max_concurrency,
+                concurrency=case.concurrency or load.max_concurrency or None,
                 closed=bool(case.concurrency),
-                processes=case.load.processes,
-                stop_after_s=case.load.duration_s or None if case.concurrency else None,
-                keep_text=case.verify,
+                processes=load.processes,
+                stop_after_s=load.duration_s or None if case.concurrency else None,
+                keep_text=self._verify,
             ),
             on_progress=watch,
             on_start=on_start,
             stop=watch.stop,
         )
         why_stopped = watch.why_stopped(result)
-        found, notes = self._verified(case, result) if case.verify and not why_stopped else ([], [])
+        is_verified = self._verify and not why_stopped
+        found, notes = self._verified(case, result) if is_verified else ([], [])
         run = judge(case, result, why_stopped)
         run.notes += notes
         run.problems = sorted(found + run.problems, key=lambda problem: not problem.is_invalid)
@@ -237,7 +222,7 @@ class _Watch:
     def __init__(self, experiment: Experiment, case: Case) -> None:
         self.stop = threading.Event()
         self._experiment = experiment
-        self._give_up_after = case.load.give_up_after
+        self._give_up_after = experiment.settings.load.give_up_after
         self._planned = case.plan.requests
         self._gave_up = False
         num_warm_up = sum(one.warm_up for one in self._planned)
@@ -245,12 +230,12 @@ class _Watch:
 
     def __call__(self, progress: Progress) -> None:
         self._experiment.progress.show(progress)
-        enough = 0 < self._give_up_after <= progress.ended
+        if self.stop.is_set():
+            return
         if self._experiment.interrupted:
-            if not self.stop.is_set():
-                self._experiment.progress.say(STOPPING)
+            self._experiment.progress.say(STOPPING)
             self.stop.set()
-        elif enough and progress.ended == progress.failed and not self.stop.is_set():
+        elif 0 < self._give_up_after <= progress.ended == progress.failed:
             self._gave_up = True
             self.stop.set()
 

@@ -2,7 +2,7 @@
 
 `fault.py` enters it around a load. A descriptor holds each process from the beginning on, so that a
 process that got the same id later is never signalled. The injector continues what it stopped and
-ends what it started, however the run ends: if this process is killed, a guard does it.
+ends what it started, also when the run fails or is interrupted.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import msgspec
 
@@ -26,8 +25,6 @@ from baton.runtime.clock import monotonic
 
 GONE_WITHIN_S = 10.0
 GRACE_S = 5.0
-# A shell that waits for a line. If its input ends without one, the process that held it is gone.
-GUARD = 'read -r _ || kill -s "$1" -- "$2"'
 
 
 class FaultInjector:
@@ -53,8 +50,6 @@ class FaultInjector:
                 if spec.pid not in self._processes:
                     self._processes[spec.pid] = _Process(spec.pid)
                 self._processes[spec.pid].check()
-                if spec.kind == "stop":
-                    self._processes[spec.pid].guard("CONT", spec.pid)
         except OSError as error:
             self._close()
             raise ConfigError(f"fault {spec}: process {spec.pid}: {error.strerror}") from error
@@ -63,12 +58,7 @@ class FaultInjector:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._close()
 
     def begin(self, start_s: float) -> None:
@@ -176,23 +166,10 @@ class _Process:
     def __init__(self, pid: int) -> None:
         self.stopped_until_s = 0.0
         self.descriptor = os.pidfd_open(pid)
-        self._guard: subprocess.Popen[bytes] | None = None
 
     def check(self) -> None:
         """Raise `OSError` if this bench must not signal the process."""
         signal.pidfd_send_signal(self.descriptor, 0)
-
-    def guard(self, signal_name: str, target: int) -> None:
-        """From now on `target` gets this signal if the bench is killed."""
-        if self._guard is None:
-            # In a session of its own, Ctrl-C does not reach it.
-            self._guard = subprocess.Popen(
-                ["/bin/sh", "-c", GUARD, "guard", signal_name, str(target)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
 
     def has_gone(self, within_s: float = 0.0) -> bool:
         return bool(select.select([self.descriptor], [], [], within_s)[0])
@@ -208,15 +185,11 @@ class _Process:
         return True
 
     def resume(self) -> None:
-        """Continues the process if it may have been stopped by this bench, which it guards then."""
-        if self._guard is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.descriptor, signal.SIGCONT)
+        """Continue the process if this bench stopped it."""
+        if self.stopped_until_s:
+            self.send(signal.SIGCONT)
 
     def close(self) -> None:
-        if self._guard is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._guard.communicate(b"\n")
         os.close(self.descriptor)
 
 
@@ -238,7 +211,6 @@ class _Restarted:
             self._output.close()
             raise BatonError(f"cannot start {spec.command[0]!r}: {error.strerror}") from error
         self._process = _Process(self._child.pid)
-        self._process.guard("KILL", -self._child.pid)
 
     @property
     def pid(self) -> int:

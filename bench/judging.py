@@ -6,20 +6,18 @@ the records.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import msgspec
+from dataclasses import dataclass
 
 from baton.bench.client.target import Target
 from baton.bench.client.turns import NOT_SENT, units_of
-from baton.bench.figures.metrics import Bounds, Window, counted, summarise
+from baton.bench.figures.metrics import Summary, counted, summarise
 from baton.bench.figures.validity import Problem, Severity, check
 from baton.bench.plan.plan import Plan
 from baton.bench.plan.prompts import shared_share
-from baton.bench.planning import window_of
+from baton.bench.planning import bounds_of, may_be_cached, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
-from baton.bench.settings import LoadSettings
+from baton.bench.settings import Settings
 from baton.bench.verify import Mismatch, MismatchKind
 from baton.protocol.errors import BatonError
 
@@ -34,29 +32,17 @@ CACHED = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Case:
     """A load that is to be put on a target, and how it is judged."""
 
     label: str
     target: Target
     plan: Plan
+    settings: Settings
     concurrency: int  # of a closed loop; 0 for an open loop
-    load: LoadSettings
-    bounds: Bounds | None = None
-    verify: bool = False
-    may_be_cached: bool = False  # the share that a cache should know is unknown
     arm: str = ""
     round: int = 0
-
-    @property
-    def window(self) -> Window | None:
-        return window_of(self.load.window)
-
-    @property
-    def max_concurrency(self) -> int | None:
-        """The limit of an open loop."""
-        return None if self.concurrency else self.load.max_concurrency or None
 
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
@@ -68,27 +54,28 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
     problems = [_invalid(why_stopped)] if why_stopped else []
-    if not counted(result.records, case.window) and case.window is not None:
-        text = f"no request arrived in --window {case.load.window}: the figures are of all requests"
-        problems.append(_invalid(text))
-        case = replace(case, load=msgspec.structs.replace(case.load, window=""))
-    is_closed = bool(case.concurrency)
-    summary = summarise(result, window=case.window, bounds=case.bounds, closed_loop=is_closed)
+    asked = case.settings.load
+    window, is_closed = window_of(asked.window), bool(case.concurrency)
+    if window is not None and not counted(result.records, window):
+        text = f"no request arrived in --window {asked.window}: the figures are of all requests"
+        problems, window = [*problems, _invalid(text)], None
+    bounds = bounds_of(case.settings.bounds)
+    summary = summarise(result, window=window, bounds=bounds, closed_loop=is_closed)
     planned = case.plan.requests
-    if why_stopped or (is_closed and case.load.duration_s):
+    if why_stopped or (is_closed and asked.duration_s):
         # That others were not sent is said already, or meant.
         ended = {record.index for record in result.records}
         planned = [one for one in planned if one.index in ended]
+    limit = None if is_closed else asked.max_concurrency or None
     try:
-        problems += check(result, summary, planned, max_concurrency=case.max_concurrency)
+        problems += check(result, summary, planned, max_concurrency=limit)
     except BatonError as error:
         if error.code != ALL_FAILED:
             raise
         problems.append(_invalid(error.message))
+    if not may_be_cached(case.settings.workload):
+        problems += _known_prompts(case.plan, counted(result.records, window), summary)
     problems += _idle_clients(case)
-    unexpected = (summary.cached_share or 0.0) - MAX_CACHED_SHARE
-    if not case.may_be_cached and unexpected > 0 and _expected_share(case, result) < unexpected:
-        problems.append(_warning(CACHED))
     return Run(
         label=case.label,
         summary=summary,
@@ -111,12 +98,15 @@ def _idle_clients(case: Case) -> list[Problem]:
     return [_warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")]
 
 
-def _expected_share(case: Case, result: LoadResult) -> float:
-    """Return how much of the counted prompts a cache should know from them and earlier ones."""
-    indices = {record.index for record in counted(result.records, case.window)}
-    before = [one.prompt_ids for one in case.plan.requests if one.index < min(indices)]
-    asked = [one.prompt_ids for one in case.plan.requests if one.index in indices]
-    return shared_share(asked, before)
+def _known_prompts(plan: Plan, records: Sequence[Record], summary: Summary) -> list[Problem]:
+    """Warn of a cache that knew more of the counted prompts than they and earlier ones share."""
+    unexpected = (summary.cached_share or 0.0) - MAX_CACHED_SHARE
+    if unexpected <= 0:
+        return []
+    indices = {record.index for record in records}
+    before = [one.prompt_ids for one in plan.requests if one.index < min(indices)]
+    asked = [one.prompt_ids for one in plan.requests if one.index in indices]
+    return [_warning(CACHED)] if shared_share(asked, before) < unexpected else []
 
 
 def _off_rate(plan: Plan) -> list[Problem]:

@@ -2,12 +2,9 @@
 
 `compare.py` collects both for every arm. Settings are compared under the names and with the values
 that they were written with; only case, leading dashes and sections are left out of a name. A
-setting that neither a flag nor the server mentions is shown as unknown. A server without the pages
-that are asked for here says nothing, and no measurement depends on them.
+setting that neither a flag nor the server mentions is shown as unknown. Pure.
 """
 
-import contextlib
-import http.client
 import json
 import re
 import shlex
@@ -15,8 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import yaml
 
-from baton.bench.client.connection import tls_of
-from baton.bench.client.target import Target, place_of
 from baton.bench.report.document import Parity
 from baton.bench.report.redaction import is_secret_name
 from baton.protocol.errors import ConfigError
@@ -31,10 +26,6 @@ DECISIVE: Mapping[str, tuple[str, ...]] = {
     "threads": ("threads",),
     "CUDA graphs": ("cuda-graph", "cudagraph", "eager"),
 }
-TIMEOUT_S = 5.0
-MAX_BYTES = 4 << 20
-# vLLM (with its development endpoints), SGLang, and servers that follow them.
-PAGES = ("/version", "/server_info", "/get_server_info")
 _INFO = re.compile(r"^[\w:]+_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -94,37 +85,15 @@ def _name(written: str) -> str:
     return written.lstrip("-").lower().replace("_", "-").rpartition(".")[2]
 
 
-def facts_said(target: Target) -> Facts:
-    """Return what a server says of itself: its version, its settings, its metrics."""
+def facts_said(pages: Mapping[str, str]) -> Facts:
+    """Return what a server says of itself on these pages."""
     facts: Facts = {}
-    for page in PAGES:
+    for text in pages.values():
         try:
-            facts |= facts_of_json(json.loads(_get(target, page)))
+            facts |= facts_of_json(json.loads(text))
         except ValueError:
-            continue
-    return facts | facts_of_metrics(_get(target, "/metrics"))
-
-
-def _get(target: Target, page: str) -> str:
-    """Return a page, or nothing where the server has none.
-
-    Redirections are not followed: the key is for this server alone, and so are the answers.
-    """
-    place = place_of(target.url)
-    if place.is_tls:
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            place.host, place.port, timeout=TIMEOUT_S, context=tls_of(target)
-        )
-    else:
-        connection = http.client.HTTPConnection(place.host, place.port, timeout=TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    with contextlib.closing(connection):
-        try:
-            connection.request("GET", place.base_path.removesuffix("/v1") + page, headers=headers)
-            reply = connection.getresponse()
-            return reply.read(MAX_BYTES).decode(errors="replace") if reply.status == 200 else ""
-        except (OSError, ValueError, http.client.HTTPException):
-            return ""
+            facts |= facts_of_metrics(text)
+    return facts
 
 
 def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity]:

@@ -105,11 +105,8 @@ def reseeded(workload: Workload, place: int) -> Workload:
 
 
 def may_be_cached(workload: Workload) -> bool:
-    """Whether the server may have cached more than the plan's token ids can tell."""
-    match workload.workload:
-        case "conversation" | "file":
-            return True
-        case "text" | "chat":
-            return workload.shared_prefix > 0
-        case _:
-            return False
+    """Return whether a cache may know more of the prompts than the plan's token ids can tell."""
+    kind = workload.workload
+    return kind in ("conversation", "file") or (
+        kind in ("text", "chat") and workload.shared_prefix > 0
+    )

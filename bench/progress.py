@@ -1,4 +1,4 @@
-"""How a load is going, for a person who waits: one live line on a terminal, plain lines elsewhere.
+"""The progress of a load, for a person who waits: one live line on a terminal, else plain lines.
 
 The experiments own one and hand `show` to the load. Everything goes to stderr, so that stdout holds
 results alone.
@@ -66,10 +66,8 @@ class LoadProgress:
         elapsed_s = max(now_s - self._started_s, 1e-9)
         # Warm-up goes first, so it ends first.
         ended = max(0, progress.ended - self._num_warm_up)
-        parts = [f"{self._label}: {ended}/{self._total} ended"]
-        if progress.failed:
-            parts.append(f"{progress.failed} failed")
-        parts.append(f"{progress.in_flight} in flight")
-        if progress.tokens:  # counted as requests end
-            parts.append(f"{progress.tokens / elapsed_s:.0f} tokens/s")
-        return "  ".join([*parts, f"{elapsed_s:.0f} s"])
+        failed = f"  {progress.failed} failed" if progress.failed else ""
+        # Tokens are counted as requests end.
+        rate = f"  {progress.tokens / elapsed_s:.0f} tokens/s" if progress.tokens else ""
+        so_far = f"{self._label}: {ended}/{self._total} ended{failed}"
+        return f"{so_far}  {progress.in_flight} in flight{rate}  {elapsed_s:.0f} s"

@@ -1,14 +1,21 @@
-"""`baton bench run`: one load, or the same several times with prompts of its own each time."""
+"""`baton bench run` and `sweep`: one load after the other, each with prompts of its own.
+
+A run is one load, or the same several times; a sweep goes through several rates, from the lowest
+up. No load profits from what an earlier one left in a prefix cache.
+"""
 
 import statistics
+from collections.abc import Sequence
 
-from baton.bench.console import LATENCIES
 from baton.bench.experiment import Experiment
 from baton.bench.figures.metrics import Distribution
-from baton.bench.planning import arrivals_of, loop_of
+from baton.bench.plan.arrivals import ArrivalProcess
+from baton.bench.planning import arrivals_of, loop_of, shaped
 from baton.bench.report.document import Run, Table
+from baton.bench.report.sections import LATENCIES
 from baton.bench.report.wording import number
-from baton.bench.settings import RunSettings
+from baton.bench.settings import RunSettings, SweepSettings
+from baton.protocol.errors import ConfigError
 
 
 def run(settings: RunSettings) -> int:
@@ -22,19 +29,52 @@ def run(settings: RunSettings) -> int:
         verify=settings.verify,
     )
     label = settings.report.label or loop_of(settings.arrival)
+    labels = [label]
+    if num_runs > 1:
+        labels = [f"{label}, run {place + 1}" for place in range(num_runs)]
+    _put_all(experiment, labels, [arrivals] * num_runs)
+    runs = experiment.report.runs
+    if len(runs) > 1:
+        for place, one in enumerate(runs, start=1):
+            one.round = place
+        experiment.report.tables.append(spread(runs))
+    return experiment.finish(num_runs)
+
+
+def sweep(settings: SweepSettings) -> int:
+    """Return the exit code."""
+    rates = rates_of(settings.rates)
+    arrivals = [shaped(settings.shape, rate) for rate in rates]
+    experiment = Experiment("sweep", settings, arrivals)
+    _put_all(experiment, [f"{rate:g}/s" for rate in rates], arrivals, ", by rate")
+    return experiment.finish(len(rates))
+
+
+def _put_all(
+    experiment: Experiment,
+    labels: Sequence[str],
+    arrivals: Sequence[ArrivalProcess | None],
+    what: str = "",
+) -> None:
     with experiment:
-        server = experiment.connect_alone()
-        for place in range(num_runs):
-            shown = label if num_runs == 1 else f"{label}, run {place + 1}"
-            case = experiment.case(server, place, shown, arrivals)
-            case.round = place + 1 if num_runs > 1 else 0
-            experiment.put(case)
+        server = experiment.connect_alone(what)
+        if len(labels) > 1:
+            experiment.note_repeated_prompts()
+        for place, label in enumerate(labels):
+            experiment.put(experiment.case(server, place, label, arrivals[place]))
             if experiment.interrupted:
                 break
-    if len(experiment.report.runs) > 1:
-        experiment.note_repeated_prompts()
-        experiment.report.tables.append(spread(experiment.report.runs))
-    return experiment.finish(num_runs)
+
+
+def rates_of(text: str) -> list[float]:
+    """Return the rates in ascending order, each once. Raises `ConfigError`."""
+    try:
+        rates = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"--rates {text!r}: write requests/s as 1,2,4,8")
+    return rates
 
 
 def spread(runs: list[Run]) -> Table:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.bench.experiment import Experiment
+from baton.bench.figures.growth import find_growth
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Found, Purpose, RateSearch
-from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth
+from baton.bench.figures.validity import MAX_WRONG_LENGTHS
 from baton.bench.planning import bounds_of, shaped
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run

@@ -9,209 +9,170 @@ says so.
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from baton.bench.client.target import Target
 from baton.bench.figures.search import SearchOptions
-from baton.bench.plan.workload import SECONDS, Workload
+from baton.bench.plan.workload import Workload
+from baton.runtime.fields import about
 
 Preset = Literal["", "chat", "tight", "long-32k"]
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
-MILLISECONDS = {"unit": "ms"}
-REPEATED = {"repeated": True}
 Shape = Annotated[
-    str,
-    Meta(description="distribution of the arrivals: poisson, constant, gamma,cv=N or trace"),
+    str, about("distribution of the arrivals: poisson, constant, gamma,cv=N or trace")
 ]
 Verify = Annotated[
-    bool,
-    Meta(description="after the load, ask each prompt once more alone, and compare the outputs"),
+    bool, about("after the load, ask each prompt once more alone, and compare the outputs")
 ]
 
 
 class ArrivalSettings(msgspec.Struct, frozen=True):
     arrivals: Annotated[
         str,
-        Meta(
-            description="open loop: poisson:5, constant:5, gamma:5,cv=3 or ramp:1-10 requests/s; "
-            "trace for the times as recorded (the default with --workload trace), trace:5 to "
-            "stretch them to 5 requests/s"
+        about(
+            "open loop: poisson:5, constant:5 or gamma:5,cv=3 requests/s; trace for the times as "
+            "recorded (the default with --workload trace), trace:5 to stretch them to 5 requests/s"
         ),
     ] = ""
     concurrency: Annotated[
         int,
-        Meta(
+        about(
+            "closed loop: number of clients, each of which waits for its answer before it sends "
+            "again; 0 for an open loop",
             ge=0,
-            description="closed loop: number of clients, each of which waits for its answer before "
-            "it sends again; 0 for an open loop",
         ),
     ] = 0
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
     requests: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=MOST_REQUESTS,
-            description="number of requests; 0 for all of --duration-s",
-        ),
+        int, about("number of requests; 0 for all of --duration-s", ge=0, le=MOST_REQUESTS)
     ] = 0
     duration_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="time in which requests arrive; 0 for all of --requests",
-            extra=SECONDS,
-        ),
+        float, about("time in which requests arrive; 0 for all of --requests", "s", ge=0)
     ] = 0.0
     warm_up: Annotated[
         int,
-        Meta(
-            ge=0,
-            le=100_000,
-            description="number of requests with other prompts that go first and are not counted",
+        about(
+            "number of requests with other prompts that go first and are not counted",
+            ge=0, le=100_000,
         ),
-    ] = 4
+    ] = 4  # fmt: skip
     window: Annotated[
-        str, Meta(description="FROM-TO in seconds: count only the requests that arrive then")
+        str, about("FROM-TO in seconds: count only the requests that arrive then")
     ] = ""
     max_concurrency: Annotated[
         int,
-        Meta(
+        about(
+            "limit on the requests in flight of an open loop, where waiting for a place counts "
+            "into TTFT; 0 sets none",
             ge=0,
-            description="limit on the requests in flight of an open loop, where waiting for a "
-            "place counts into TTFT; 0 sets none",
         ),
     ] = 0
     processes: Annotated[
-        int, Meta(ge=1, le=256, description="number of client processes that share the load")
+        int, about("number of client processes that share the load", ge=1, le=256)
     ] = 1
     give_up_after: Annotated[
-        int,
-        Meta(ge=0, description="end the load if its first N requests all failed; 0 never does"),
+        int, about("end the load if its first N requests all failed; 0 never does", ge=0)
     ] = 16
 
 
 class BoundSettings(msgspec.Struct, frozen=True):
     preset: Annotated[
-        Preset, Meta(description="bounds by name, of which the next flags replace single ones")
+        Preset, about("bounds by name, of which the next flags replace single ones")
     ] = ""
-    ttft_ms: Annotated[
-        float, Meta(ge=0, description="bound on the first token; 0 sets none", extra=MILLISECONDS)
-    ] = 0.0
-    tpot_ms: Annotated[
-        float,
-        Meta(ge=0, description="bound on the mean time per later token", extra=MILLISECONDS),
-    ] = 0.0
-    gap_max_ms: Annotated[
-        float,
-        Meta(ge=0, description="bound on the largest gap between tokens", extra=MILLISECONDS),
-    ] = 0.0
-    e2e_ms: Annotated[
-        float, Meta(ge=0, description="bound on the whole answer", extra=MILLISECONDS)
-    ] = 0.0
+    ttft_ms: Annotated[float, about("bound on the first token; 0 sets none", "ms", ge=0)] = 0.0
+    tpot_ms: Annotated[float, about("bound on the mean time per later token", "ms", ge=0)] = 0.0
+    gap_max_ms: Annotated[float, about("bound on the largest gap between tokens", "ms", ge=0)] = 0.0
+    e2e_ms: Annotated[float, about("bound on the whole answer", "ms", ge=0)] = 0.0
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
-    out: Annotated[
-        str,
-        Meta(description="new folder for report.json, report.csv, report.md, report.html and PNGs"),
-    ] = ""
-    label: Annotated[str, Meta(description="title of the report")] = ""
+    out: Annotated[str, about("new folder for report.json and report.html")] = ""
+    label: Annotated[str, about("title of the report")] = ""
 
 
-class RunSettings(msgspec.Struct, frozen=True):
+class Settings(msgspec.Struct, frozen=True):
+    """The flags that every command has that puts a load on a server."""
+
+    target: Target = Target()
+    load: LoadSettings = LoadSettings()
+    workload: Workload = Workload()
+    bounds: BoundSettings = BoundSettings()
+    report: ReportSettings = ReportSettings()
+
+
+class RunSettings(Settings, frozen=True):
     """Put one load on a server and measure it."""
 
     runs: Annotated[
-        int, Meta(ge=1, description="number of times to run the load, each with its own prompts")
+        int, about("number of times to run the load, each with its own prompts", ge=1)
     ] = 1
     verify: Verify = False
-    target: Target = Target()
     arrival: ArrivalSettings = ArrivalSettings()
-    load: LoadSettings = LoadSettings()
-    workload: Workload = Workload()
-    bounds: BoundSettings = BoundSettings()
-    report: ReportSettings = ReportSettings()
 
 
-class SweepSettings(msgspec.Struct, frozen=True):
+class SweepSettings(Settings, frozen=True):
     """Measure one load after the other, at several rates."""
 
-    rates: Annotated[
-        str, Meta(description="rates to measure in requests/s, separated by commas: 1,2,4,8")
-    ] = ""
+    rates: Annotated[str, about("rates to measure in requests/s, separated by commas: 1,2,4,8")] = (
+        ""
+    )
     shape: Shape = "poisson"
-    target: Target = Target()
-    load: LoadSettings = LoadSettings()
-    workload: Workload = Workload()
-    bounds: BoundSettings = BoundSettings()
-    report: ReportSettings = ReportSettings()
 
 
-class SearchSettings(msgspec.Struct, frozen=True):
+class SearchSettings(Settings, frozen=True):
     """Find the largest rate at which enough requests meet the bounds."""
 
     shape: Shape = "poisson"
     search: SearchOptions = SearchOptions()
-    target: Target = Target()
-    load: LoadSettings = LoadSettings()
-    workload: Workload = Workload()
-    bounds: BoundSettings = BoundSettings()
-    report: ReportSettings = ReportSettings()
 
 
-class CompareSettings(msgspec.Struct, frozen=True):
+class CompareSettings(Settings, frozen=True):
     """Measure several servers in turn with the same requests, and their ratios."""
 
     rounds: Annotated[
-        int, Meta(ge=1, description="number of rounds; each measures every arm once, in any order")
+        int, about("number of rounds; each measures every arm once, in any order", ge=1)
     ] = 6
     flags: Annotated[
         tuple[str, ...],
-        Meta(
-            description="NAME=FILE or NAME=TEXT: the flags that the server of this arm was started "
-            "with; may be repeated",
-            extra=REPEATED,
+        about(
+            "NAME=FILE or NAME=TEXT: the flags that the server of this arm was started with; may "
+            "be repeated",
+            repeated=True,
         ),
     ] = ()
-    target: Target = Target()
     arrival: ArrivalSettings = ArrivalSettings()
-    load: LoadSettings = LoadSettings()
-    workload: Workload = Workload()
-    bounds: BoundSettings = BoundSettings()
-    report: ReportSettings = ReportSettings()
 
 
-class FaultSettings(msgspec.Struct, frozen=True):
+class FaultSettings(Settings, frozen=True):
     """Kill, stop or restart a process under load, and measure what its clients see."""
 
     fault: Annotated[
         tuple[str, ...],
-        Meta(
-            description="kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, in seconds from the "
-            "start of the load; may be repeated",
-            extra=REPEATED,
+        about(
+            "kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, in seconds from the start of "
+            "the load; may be repeated",
+            repeated=True,
         ),
     ] = ()
     bin_s: Annotated[
-        float,
-        Meta(gt=0, description="width of the bins in which recovery is looked for", extra=SECONDS),
+        float, about("width of the bins in which recovery is looked for", "s", gt=0)
     ] = 1.0
     verify: Verify = False
-    target: Target = Target()
     arrival: ArrivalSettings = ArrivalSettings()
-    load: LoadSettings = LoadSettings()
-    workload: Workload = Workload()
-    bounds: BoundSettings = BoundSettings()
-    report: ReportSettings = ReportSettings()
+
+
+class SelfTestSettings(msgspec.Struct, frozen=True):
+    """Measure a scripted server whose token times are known, and compare."""
+
+    requests: Annotated[int, about("good answers per load, of three loads", ge=1)] = 300
+    rate: Annotated[float, about("requests per second", gt=0)] = 25.0
+    tolerance_ms: Annotated[float, about("largest error of a percentile", "ms", ge=0)] = 1.0
+    seed: Annotated[int, about("seed of arrivals and scripts", ge=0)] = 0
+    json: Annotated[str, about("write the verdicts to this file")] = ""
 
 
 class ReportAgainSettings(msgspec.Struct, frozen=True):
     """Write the pages of a report.json again."""
 
     report: ReportSettings = ReportSettings()
-
-
-Settings = RunSettings | SweepSettings | SearchSettings | CompareSettings | FaultSettings

@@ -36,13 +36,6 @@ class MismatchKind(StrEnum):
     WRONG = "wrong"  # the tokens are others
 
 
-class Output(msgspec.Struct, frozen=True):
-    """The output of one request: its token ids, its text, or both."""
-
-    token_ids: tuple[int, ...] | None
-    text: str | None
-
-
 class Mismatch(msgspec.Struct, frozen=True):
     """An output under load that differs from that of the request alone."""
 
@@ -72,9 +65,9 @@ def reference(
     target: Target,
     requests: Sequence[Planned],
     stop: threading.Event | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> dict[int, Output]:
-    """Return the output of each request alone on the server, by its index.
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[int, Record]:
+    """Return the record of each request alone on the server, by its index.
 
     Raises `BatonError` if the server does not answer one. Once `stop` is set, the result holds the
     requests that were answered by then.
@@ -83,7 +76,7 @@ def reference(
     records = run_load(load, on_progress=on_progress, stop=stop).records
     if stop is not None and stop.is_set():
         records = [record for record in records if record.outcome is Outcome.ANSWERED]
-    return outputs(records)
+    return {record.index: whole(record) for record in records}
 
 
 def alone(requests: Sequence[Planned]) -> list[Planned]:
@@ -95,21 +88,17 @@ def alone(requests: Sequence[Planned]) -> list[Planned]:
     ]
 
 
-def outputs(records: Sequence[Record]) -> dict[int, Output]:
-    """Return the outputs to compare with; raises `BatonError` for one that is not whole."""
-    found: dict[int, Output] = {}
-    for record in records:
-        if record.outcome is not Outcome.ANSWERED:
-            why = f"{record.outcome} {record.detail}".strip()
-            raise BatonError(f"request {record.index} was not answered when asked alone: {why}")
-        if record.token_ids is None and record.text is None:
-            raise BatonError(f"request {record.index} has neither token ids nor text to compare")
-        ids = None if record.token_ids is None else tuple(record.token_ids)
-        found[record.index] = Output(ids, record.text)
-    return found
+def whole(record: Record) -> Record:
+    """Return the record if others can be compared with it, else raise `BatonError`."""
+    if record.outcome is not Outcome.ANSWERED:
+        why = f"{record.outcome} {record.detail}".strip()
+        raise BatonError(f"request {record.index} was not answered when asked alone: {why}")
+    if record.token_ids is None and record.text is None:
+        raise BatonError(f"request {record.index} has neither token ids nor text to compare")
+    return record
 
 
-def compare_outputs(references: Mapping[int, Output], records: Sequence[Record]) -> list[Mismatch]:
+def compare_outputs(references: Mapping[int, Record], records: Sequence[Record]) -> list[Mismatch]:
     """Return every output that differs, in the order of `records`.
 
     The tokens of a request that failed must still be right as far as they go. Raises `BatonError`
@@ -128,11 +117,10 @@ def compare_outputs(references: Mapping[int, Output], records: Sequence[Record])
     return found
 
 
-def _mismatch(expected: Output, record: Record, is_whole: bool) -> Mismatch | None:
+def _mismatch(expected: Record, record: Record, is_whole: bool) -> Mismatch | None:
     """Compare token ids, and text where both sides have it, which the load detokenized."""
-    got_ids = None if record.token_ids is None else tuple(record.token_ids)
     pairs: tuple[tuple[Unit, Sequence[object] | None, Sequence[object] | None], ...] = (
-        ("token", expected.token_ids, got_ids),
+        ("token", expected.token_ids, record.token_ids),
         ("letter", expected.text, record.text),
     )
     comparable = [

@@ -1,14 +1,17 @@
 """Requests on their way into the running batch: prompts that land, and prompts computed here.
 
 Pure; only the decode scheduler calls it. Blocks are reserved in full, so a request that has them
-needs nothing but time. A request gets blocks only when the steps have a place for it: a first token
-is worth nothing when the second must wait. Smaller requests may pass a head that does not fit,
-until it has waited `MAX_PASSED_S`.
+needs nothing but time. A request gets blocks only when the steps have a place for one of its
+choices: a first token is worth nothing when the second must wait. Its other choices get places as
+they become free. Smaller requests may pass a head that has no blocks, until it has waited
+`MAX_PASSED_S`.
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from baton.engine.block_pool import BlockPool
+from baton.engine.by_request import ByRequest
 from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.reservation import reserve
@@ -17,10 +20,12 @@ from baton.engine.sequence import Sequence
 from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
-from baton.protocol.ids import Key
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Accepted, Decode, Failed, Offered
 
 MAX_PASSED_S = 1.0
+# How many requests behind the head are looked at in one step, however many wait.
+MAX_PASSING = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +51,6 @@ class PendingPrompt:
     def is_local(self) -> bool:
         return self.message.prefill_node is None
 
-    @property
-    def has_seats(self) -> bool:
-        """Whether it has blocks and will want its places in steps."""
-        return self.reserved_s is not None and not self.is_ended
-
 
 class Intake:
     def __init__(self, pool: BlockPool, outputs: Outputs, limits: NodeLimits) -> None:
@@ -58,7 +58,9 @@ class Intake:
         self.outputs = outputs
         self.limits = limits
         self.pending: dict[Key, PendingPrompt] = {}
-        self._queue: list[PendingPrompt] = []  # offered or local, without blocks; in order
+        self._by_request: ByRequest[PendingPrompt] = ByRequest()  # the same
+        self._queue: dict[Key, PendingPrompt] = {}  # offered or local, without blocks; in order
+        self._seated: dict[Key, PendingPrompt] = {}  # those that have blocks and were not ended
 
     @property
     def num_waiting(self) -> int:
@@ -71,6 +73,7 @@ class Intake:
             self.outputs.say(origin, Failed(message.key, refusal))
             return
         self.pending[message.key] = prompt
+        self._by_request.add(message.key, prompt)
         if message.prefill_node is None:
             self._enqueue(now_s, prompt)
         else:
@@ -87,30 +90,35 @@ class Intake:
             text = f"prefill offers {offer.num_tokens} tokens of {prompt.sequence.num_tokens}"
             self.refuse(prompt, TransferError(text).to_failure())
 
-    def reserve(self, now_s: float, num_running: int) -> None:
-        """Give blocks to the prompts that fit, and leave each running sequence one to grow into."""
-        if not self._queue:
-            return
-        limit, seated = self.limits.max_num_seqs, num_running
-        seated += sum(len(p.choices.live) for p in self.pending.values() if p.has_seats)
-        for prompt in list(self._queue):
-            wanted = len(prompt.choices.live)
-            has_seats = seated == 0 or seated + wanted <= limit  # alone it may have more
-            if has_seats and self._reserve_one(now_s, prompt, num_running):
-                self._queue.remove(prompt)
-                seated += wanted
+    def of(self, request_id: RequestId) -> list[PendingPrompt]:
+        return self._by_request.of(request_id)
+
+    def take(self, key: Key) -> PendingPrompt:
+        """Remove a prompt whose blocks the caller takes over."""
+        self._by_request.remove(key)
+        self._queue.pop(key, None)
+        self._seated.pop(key, None)
+        return self.pending.pop(key)
+
+    def reserve(self, now_s: float, num_requests: int, num_growing: int) -> None:
+        """Give blocks to the prompts that fit, as long as each request has a place in the steps.
+
+        `num_requests` run already. Each of the `num_growing` sequences that take steps is left a
+        block to grow into.
+        """
+        for prompt in list(islice(self._queue.values(), MAX_PASSING + 1)):
+            if num_requests + len(self._seated) >= self.limits.max_num_seqs:
+                return
+            if self._reserve_one(now_s, prompt, num_growing):
+                del self._queue[prompt.key]
             elif self.pool.num_owned == 0:  # blocks were quarantined since it came
                 self.refuse(prompt, _shrunk())
-            elif (
-                now_s - prompt.queued_s > MAX_PASSED_S
-                or seated >= limit
-                or self.pool.num_free <= num_running
-            ):
+            elif now_s - prompt.queued_s > MAX_PASSED_S or self.pool.num_free <= num_growing:
                 return
 
     def computing(self) -> list[PendingPrompt]:
-        """Return the local prompts that have their blocks, in order of arrival."""
-        return [p for p in self.pending.values() if p.is_local and p.has_seats]
+        """Return the local prompts that have their blocks, in order of admission."""
+        return [prompt for prompt in self._seated.values() if prompt.is_local]
 
     def refuse(self, prompt: PendingPrompt, failure: Failure) -> None:
         self.outputs.say(prompt.origin, Failed(prompt.key, failure))
@@ -119,14 +127,15 @@ class Intake:
     def fail(self, prompt: PendingPrompt, failure: Failure) -> None:
         """End a prompt that has landed but cannot go on."""
         prompt.is_ended = True
+        self._seated.pop(prompt.key, None)
         self.outputs.say(prompt.origin, Failed(prompt.key, failure))
         self.release_if_idle(prompt)
 
     def end(self, prompt: PendingPrompt, failure: Failure | None = None) -> None:
         """End a prompt. Its blocks are released when no read or step needs them."""
         was_ended, prompt.is_ended = prompt.is_ended, True
-        if prompt in self._queue:
-            self._queue.remove(prompt)
+        self._queue.pop(prompt.key, None)
+        self._seated.pop(prompt.key, None)
         if prompt.is_local:
             self.release_if_idle(prompt)
         elif not was_ended:
@@ -135,13 +144,11 @@ class Intake:
 
     def release_if_idle(self, prompt: PendingPrompt) -> None:
         if prompt.sequence.is_idle:
-            del self.pending[prompt.key]
+            self.take(prompt.key)
             self.pool.release([*prompt.sequence.block_table, *prompt.tails])
 
     def landing_ended(self, report: LandingEnded) -> None:
-        prompt = self.pending.pop(report.key)
-        if prompt in self._queue:
-            self._queue.remove(prompt)
+        prompt = self.take(report.key)
         blocks = [*prompt.sequence.block_table, *prompt.tails]
         self.pool.quarantine(report.quarantined)
         self.pool.release([block for block in blocks if block not in set(report.quarantined)])
@@ -152,7 +159,7 @@ class Intake:
 
     def _enqueue(self, now_s: float, prompt: PendingPrompt) -> None:
         prompt.queued_s = now_s
-        self._queue.append(prompt)
+        self._queue[prompt.key] = prompt
 
     def _refusal(self, prompt: PendingPrompt) -> Failure | None:
         """Return why this request must be refused at once, if it must."""
@@ -179,6 +186,7 @@ class Intake:
             return False
         prompt.tails = pool.allocate(num_tails)
         prompt.reserved_s = now_s
+        self._seated[prompt.key] = prompt
         prompt.num_cached_tokens = len(reservation.cached) * pool.block_size
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens)

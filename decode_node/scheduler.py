@@ -1,10 +1,12 @@
 """Which sequences take the next step: continuous batching, one token each, prompts in between.
 
 Pure; only the engine loop calls it. Every running sequence that has its block takes part in every
-step; local prompts get what the token budget leaves. When no block is left to grow into, the
-youngest sequence goes back to its router, which resumes it elsewhere.
+step, as long as there are places; when there are not, requests get places in turn, so one with many
+choices never keeps another one out. Local prompts get what the token budget leaves. When no block
+is left to grow into, the youngest sequence goes back to its router, which resumes it elsewhere.
 """
 
+from collections import Counter
 from typing import assert_never
 
 import msgspec
@@ -12,6 +14,7 @@ import msgspec
 from baton.decode_node.intake import Intake, PendingPrompt
 from baton.decode_node.stream import Stream, fork_prompt
 from baton.engine.block_pool import BlockPool
+from baton.engine.by_request import ByRequest
 from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
@@ -24,7 +27,7 @@ from baton.kv_transfer.interfaces import (
     Released,
 )
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.errors import Failure, InvariantBroken, NodeError, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     CancelDone,
@@ -45,6 +48,8 @@ class DecodeScheduler:
         self.outputs = Outputs()
         self.intake = Intake(pool, self.outputs, limits)
         self._running: dict[Key, Stream] = {}  # in order of joining
+        self._by_request: ByRequest[Stream] = ByRequest()  # the same
+        self._num_running: Counter[Key] = Counter()  # by the message that asked for them
         self._leaving: dict[Key, Stream] = {}  # ended, but a launched step still names them
         self._copies: list[tuple[int, int]] = []
         self._step_id = 0
@@ -58,27 +63,30 @@ class DecodeScheduler:
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
         choices = Choices.of(message)
-        for prompt in list(self.intake.pending.values()):
+        for prompt in self.intake.of(message.key.request_id):
             if prompt.choices.supersede(choices):
                 self.intake.end(prompt)
-        for stream in list(self._running.values()):
+        for stream in self._by_request.of(message.key.request_id):
             if any(stream.sequence.key.is_superseded_by(key) for key in choices.keys):
                 self._leave(stream)
         self.intake.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        for prompt in list(self.intake.pending.values()):
-            if prompt.choices.cancel(keys):
-                self.intake.end(prompt)
+        for request_id in dict.fromkeys(key.request_id for key in keys):
+            for prompt in self.intake.of(request_id):
+                if prompt.choices.cancel(keys):
+                    self.intake.end(prompt)
         for key in keys:
             if key in self._running:
                 self._leave(self._running[key])
         self.outputs.say(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
+        # For the router, which prefill may still reach, this is a lost node and not a cancel.
+        lost = NodeError("the decode node lost the channel to its router").to_failure()
         for prompt in list(self.intake.pending.values()):
             if prompt.origin == origin and not prompt.is_ended:
-                self.intake.end(prompt)
+                self.intake.end(prompt, lost)
         for stream in list(self._running.values()):
             if stream.origin == origin:
                 self._leave(stream)
@@ -101,10 +109,13 @@ class DecodeScheduler:
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        self.intake.reserve(now_s, len(self._running))
-        slices = self._decode_slices()
+        num_seats = self.limits.max_num_seqs
+        num_growing = min(len(self._running), num_seats)
+        self.intake.reserve(now_s, len(self._num_running), num_growing)
+        computing = self.intake.computing()
+        slices = self._decode_slices(num_seats - len(computing))
         budget = max(self.limits.chunk_tokens - len(slices), self.pool.block_size)
-        for prompt in self.intake.computing():
+        for prompt in computing:
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
             sequence = prompt.sequence
@@ -136,16 +147,34 @@ class DecodeScheduler:
     def _uses(self, choices: Choices) -> bool:
         if any(key in self._running or key in self._leaving for key in choices.keys):
             return True
-        return any(prompt.choices.overlaps(choices) for prompt in self.intake.pending.values())
+        pending = self.intake.of(choices.key.request_id)
+        return any(prompt.choices.overlaps(choices) for prompt in pending)
 
-    def _decode_slices(self) -> list[Slice]:
+    def _decode_slices(self, num_seats: int) -> list[Slice]:
         slices: list[Slice] = []
-        for stream in list(self._running.values()):
-            if len(slices) == self.limits.max_num_seqs:
+        for stream in self._in_turn(num_seats):
+            if len(slices) == num_seats:
                 break
             if stream.wants_step and self._grow(stream):
                 slices.append(stream.sequence.slice(1, (stream.sequence.key.choice,)))
         return slices
+
+    def _in_turn(self, num_seats: int) -> list[Stream]:
+        """Return the running streams, those first that have a place if not all have one.
+
+        The first choice of every request comes before the second of any. A request's choices keep
+        their order, so those that have begun are finished before others begin.
+        """
+        streams = list(self._running.values())
+        if len(streams) <= num_seats:
+            return streams
+        turns: Counter[Key] = Counter()
+        ranked: list[tuple[int, int]] = []
+        for index, stream in enumerate(streams):
+            if stream.wants_step:
+                ranked.append((turns[stream.asked_by], index))
+                turns[stream.asked_by] += 1
+        return [streams[index] for _, index in sorted(ranked)]
 
     def _grow(self, stream: Stream) -> bool:
         """Give the next position a block; preempt the youngest sequence when none is free."""
@@ -238,7 +267,7 @@ class DecodeScheduler:
         every: bool,
     ) -> list[Stream]:
         """Fork the prompt into streams; `every` False leaves out those that ended at once."""
-        del self.intake.pending[prompt.key]
+        self.intake.take(prompt.key)
         live = {
             choice: first.token_id
             for choice, first in zip(prompt.choices.every, firsts, strict=True)
@@ -251,8 +280,10 @@ class DecodeScheduler:
             limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
             limit = min(limit, self.limits.max_model_len)
             position = sequence.num_computed_tokens
-            stream = Stream(sequence, prompt.origin, position, limit, now_s, times)
+            stream = Stream(sequence, prompt.key, prompt.origin, position, limit, now_s, times)
             self._running[sequence.key] = stream
+            self._by_request.add(sequence.key, stream)
+            self._num_running[prompt.key] += 1
             streams.append(stream)
         return streams
 
@@ -265,6 +296,10 @@ class DecodeScheduler:
         stream.is_ended = True
         key = stream.sequence.key
         del self._running[key]
+        self._by_request.remove(key)
+        self._num_running[stream.asked_by] -= 1
+        if not self._num_running[stream.asked_by]:
+            del self._num_running[stream.asked_by]
         self._leaving[key] = stream
         self._release_if_idle(stream)
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from baton.engine.block_pool import BlockPool
 from baton.engine.outputs import Origin
 from baton.engine.sequence import Sequence
+from baton.protocol.ids import Key
 from baton.protocol.messages import FinishReason, StageTimes, TokenEntry
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     sequence: Sequence
+    asked_by: Key  # the message that it comes from; all choices of one share it
     origin: Origin
     next_position: int  # of the first token not yet sent
     limit: int  # no token stands at this position or beyond

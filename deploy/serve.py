@@ -1,8 +1,8 @@
 """`baton serve`: a router and its nodes on this host, from the port check to the last exit.
 
 The command line calls it. The router is a child like the nodes, so this process only starts, shows,
-watches and ends its children: it holds no model and no request. Nodes are restarted when they die;
-when the router dies, everything ends.
+watches and ends its children: it holds no model and no request. A child that dies is started again,
+the router on the same port.
 """
 
 import http.client
@@ -21,7 +21,7 @@ from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import logger
 from baton.runtime.port_pipe import PortPipe
-from baton.runtime.process import Child, Command
+from baton.runtime.process import Command, Exit, Supervisor
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
@@ -61,12 +61,18 @@ class LocalServer:
         control = config.router.control
         if control is None:
             control = f"ipc://{self._folder}/control"
-        router = msgspec.structs.replace(config.router, control=control)
-        self._config = msgspec.structs.replace(config, router=router)
+        self._config = _with_router(config, control=control)
         self._port = config.router.port  # 0 until the router has reported the port that it picked
         self._port_pipe = PortPipe()
         self._progress = StartProgress()
-        self._router: Child | None = None
+        self._settings = self._folder / "router.yaml"
+        command = Command(
+            "router",
+            ("router", "--config", str(self._settings)),
+            env=self._port_pipe.env,
+            pass_fds=self._port_pipe.pass_fds,
+        )
+        self._router = Supervisor((command,), monotonic, self._progress.relay)
         self._nodes = LocalCluster(self._config, control, self._progress.relay)
 
     @property
@@ -75,16 +81,8 @@ class LocalServer:
 
     def start(self) -> None:
         """Spawn the router and the nodes."""
-        settings = self._folder / "router.yaml"
-        settings.write_text(to_yaml(self._config))
-        command = Command(
-            "router",
-            ("router", "--config", str(settings)),
-            env=self._port_pipe.env,
-            pass_fds=self._port_pipe.pass_fds,
-        )
-        self._router = Child(command, self._progress.relay)
-        self._port_pipe.started()
+        self._settings.write_text(to_yaml(self._config))
+        self._router.start()
         self._nodes.start()
 
     def wait_until_ready(self, interrupts: Interrupts) -> bool:
@@ -96,8 +94,7 @@ class LocalServer:
         deadline_s = monotonic() + limit_s
         try:
             while not interrupts.wait(WATCH_S):
-                self._check_router()
-                for ended in self._nodes.poll():
+                for ended in self._poll():
                     raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
                 is_ready, phases = self._health()
                 self._progress.show(phases)
@@ -110,16 +107,12 @@ class LocalServer:
             self._progress.stop()
 
     def watch(self, interrupts: Interrupts) -> None:
-        """Restart nodes that die until a stop is requested.
-
-        Raises `NodeError` when the router ends.
-        """
+        """Restart processes that die until a stop is requested."""
         while not interrupts.wait(WATCH_S):
-            self._check_router()
-            for ended in self._nodes.poll():
+            for ended in self._poll():
                 log.warning(
-                    "node ended and will start again",
-                    node=ended.name,
+                    "process ended and will start again",
+                    process=ended.name,
                     code=ended.code,
                     in_s=ended.restart_in_s,
                     exits=ended.num_exits,
@@ -128,30 +121,29 @@ class LocalServer:
     def stop(self) -> None:
         """End everything within five seconds, the router first: it may finish its requests."""
         self._progress.stop()
-        if self._router is not None:
-            self._router.stop(ROUTER_GRACE_S)
+        self._router.stop(ROUTER_GRACE_S)
         self._nodes.stop()
         self._port_pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         """End everything by force, without waiting; safe in a signal handler."""
-        if self._router is not None:
-            self._router.kill()
+        self._router.kill()
         self._nodes.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _check_router(self) -> None:
-        assert self._router is not None
-        code = self._router.poll()
-        if code is not None:
-            raise NodeError(f"the router ended (code {code})")
+    def _poll(self) -> list[Exit]:
+        """Restart the processes that are due and return the exits since the last call."""
+        return [*self._router.poll(), *self._nodes.poll()]
 
     def _health(self) -> tuple[bool, dict[str, str]]:
         """Return whether every node is ready and the phase of each, as the router reports them."""
-        self._port = self._port or self._port_pipe.poll()
         if not self._port:
-            return False, {}
+            self._port = self._port_pipe.poll()
+            if not self._port:
+                return False, {}
+            # A router that is started again listens where its clients expect it.
+            self._settings.write_text(to_yaml(_with_router(self._config, port=self._port)))
         connection = http.client.HTTPConnection(
             _dialled(self._config.router.host).strip("[]"), self._port, timeout=HEALTH_TIMEOUT_S
         )
@@ -205,6 +197,11 @@ asked = "What is 17 + 25?"
 answer = client.completions.create(model={json.dumps(model)}, prompt=asked, max_tokens=8)
 print(answer.choices[0].text)
 """
+
+
+def _with_router(config: ClusterConfig, **changes: object) -> ClusterConfig:
+    router = msgspec.structs.replace(config.router, **changes)
+    return msgspec.structs.replace(config, router=router)
 
 
 def _dialled(host: str) -> str:

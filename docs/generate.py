@@ -35,9 +35,10 @@ def config_page() -> str:
         "Generated from `protocol/config.py` by `make docs`; do not edit.",
         "",
         "Later sources win: the defaults below, a YAML file (`--config cluster.yaml`, sections as",
-        "mappings), flags, `--set section.field=value`. A command has flags for the sections that",
-        "it uses; `--set` and the file reach every setting. Lists are written with commas. Unknown",
-        "names are refused.",
+        "mappings), environment variables (`router.port` is `BATON_ROUTER_PORT`), flags,",
+        "`--set section.field=value`. A command has flags for the sections that it uses; the other",
+        "sources reach every setting. Lists are written with commas. Unknown names are refused,",
+        "except those of variables.",
     ]
     section: str | None = None
     for field in fields_of(ClusterConfig):

@@ -22,6 +22,7 @@ from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch
+from baton.runtime.cpus import threads_per_rank
 
 CLOSE_S = 4.0  # of the five seconds a close may take; the rest is the port's
 
@@ -43,7 +44,7 @@ class InProcessExecutor:
         self._rank = load_rank(self._config, self._epoch, SingleRank(), progress)
         self._thread = threading.Thread(
             target=self._work,
-            args=(self._rank.runner, self._config.engine.threads),
+            args=(self._rank.runner, threads_per_rank(self._config.engine)),
             name="compute",
             daemon=True,
         )

@@ -8,13 +8,14 @@ non-zero exit.
 import os
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
+
+import msgspec
 
 from baton.engine.beats import BeatThread, Vitals
 from baton.engine.block_pool import BlockPool
+from baton.engine.event_ring import folder_for_dumps
 from baton.engine.executor import Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.loop import EngineLoop
@@ -32,8 +33,10 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
+from baton.runtime.network_devices import devices_for
 from baton.runtime.process import die_with_parent
 
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
@@ -45,7 +48,10 @@ log = logger("node")
 
 
 class NodeObserver:
-    """The observer that passes the loop's reports to the beat thread, records and stats line."""
+    """The observer that passes the loop's reports to the beat thread, records and stats line.
+
+    There is no stats line for an interval in which the node did nothing.
+    """
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
         self._vitals = vitals
@@ -83,6 +89,8 @@ class NodeObserver:
         now = (c.num_prompt_tokens, c.num_output_tokens, c.num_bytes_read)
         prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
+        if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
+            return
         log.info(
             "stats",
             running=load.num_running,
@@ -105,7 +113,9 @@ class EngineNode:
         make_scheduler: MakeScheduler,
         make_executor: MakeExecutor | None = None,
     ) -> None:
-        self.config = config
+        device = config.transfer.device or devices_for(config.node)
+        transfer = msgspec.structs.replace(config.transfer, device=device)
+        self.config = msgspec.structs.replace(config, transfer=transfer)
         self.role = role
         self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
         self.epoch = Epoch(secrets.token_hex(8))
@@ -192,6 +202,7 @@ class EngineNode:
             role=self.role,
             blocks=info.num_blocks,
             max_len=info.max_model_len,
+            threads=threads_per_rank(self.config.engine),
             batch_invariant=info.batch_invariant,
             compute=info.compute,
         )
@@ -199,10 +210,13 @@ class EngineNode:
             while not self._stopping.is_set() and not self._has_drained(loop):
                 loop.turn()
         except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
-            path = Path(self.config.log.records or tempfile.gettempdir())
+            path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
-            log.error("an invariant broke; the events before it were written", file=str(path))
+            log.error(
+                "an invariant broke; the events before it, with prompts, are in a private file",
+                file=str(path),
+            )
             raise
 
     def _has_drained(self, loop: EngineLoop) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.attention.backend import Backend
-from baton.engine.attention.cpu import make_cpu_backend
+from baton.engine.attention.cpu import cpu_library, make_cpu_backend
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.kv_cache import (
     KVCache,
@@ -32,6 +32,8 @@ from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
 from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint, fingerprint
+from baton.kernels.cpu_library import CpuLibrary
+from baton.kernels.cpu_sampler import CpuSampler
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
@@ -41,6 +43,7 @@ from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.messages import KVLayout
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import boottime
+from baton.runtime.cpus import threads_per_rank
 
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -83,7 +86,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     """
     plan = plan_rank(config, ranks.size)
     _keep_freed_memory()
-    torch.set_num_threads(config.engine.threads)
+    torch.set_num_threads(threads_per_rank(config.engine))
     runner, pool = load_runner(plan, config, ranks, progress)
     if plan.device.type == "cuda":
         progress("kernels", 0, 1)
@@ -146,8 +149,11 @@ def load_runner(
             cache.pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device)
         )
     progress("kv pool", 1, 1)
-    backend = _backend(plan, cache, ranks.size, progress)
-    sampler = Sampler(plan.decoder.eos_token_ids)
+    library = None
+    if plan.device.type == "cpu":
+        library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
+    backend = _backend(plan, cache, ranks.size, library)
+    sampler = Sampler(plan.decoder.eos_token_ids, CpuSampler(library) if library else None)
     return Runner(decoder, backend, cache, sampler, plan.device, boottime), pool
 
 
@@ -202,15 +208,14 @@ def _device(config: ClusterConfig) -> torch.device:
     return torch.device("cpu") if wanted == "cpu" else torch.device("cuda", 0)
 
 
-def _backend(plan: RankPlan, cache: KVCache, num_ranks: int, progress: Progress) -> Backend:
+def _backend(plan: RankPlan, cache: KVCache, num_ranks: int, library: CpuLibrary | None) -> Backend:
     decoder = plan.decoder
     num_heads, _ = local_heads(decoder, num_ranks)
     table = rope_table(decoder.rope, decoder.head_dim, plan.max_model_len)
     if plan.device.type == "cpu":
         return make_cpu_backend(
-            cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window,
-            partial(progress, "kernels"),
-        )  # fmt: skip
+            library, cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window
+        )
     # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
     from baton.engine.attention.cuda import CudaBackend, missing_for
 

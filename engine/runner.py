@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch, Chunk
 from baton.engine.kv_cache import KVCache
@@ -65,8 +63,9 @@ class Runner:
         )
         # One row per draw: choices of one prompt share its logits.
         draws = [row for row, i in enumerate(drawing) for _ in slices[i].draws]
-        chosen = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
-        tokens = iter(self.sampler.sample(chosen, list(_sample_rows(slices))))
+        if len(draws) > len(drawing):
+            logits = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
+        tokens = iter(self.sampler.sample(logits, list(_sample_rows(slices))))
         drawn = tuple(tuple(next(tokens) for _ in part.draws) for part in slices)
         self._remember(slices, drawn)
         return drawn
@@ -76,25 +75,23 @@ class Runner:
         block_size = self.cache.pool.shape[4]
         chunks: list[Chunk] = []
         token_ids: list[int] = []
-        positions: list[NDArray[np.int64]] = []
-        slots: list[NDArray[np.int64]] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for part in slices:
-            chunks.append(Chunk(len(token_ids), part.start, part.length, part.block_table))
-            token_ids += part.token_ids or (self._last_sampled(part),)
-            own = np.arange(part.start, part.start + part.length)
-            first = part.start // block_size
-            table = np.array(part.block_table[first:], dtype=np.int64)
-            positions.append(own)
-            slots.append(table[own // block_size - first] * block_size + own % block_size)
-        return Batch(
-            torch.tensor(token_ids, device=self.device),
-            self._tensor(np.concatenate(positions)),
-            self._tensor(np.concatenate(slots)),
-            tuple(chunks),
-        )
-
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+            start, length, table = part.start, part.length, part.block_table
+            chunks.append(Chunk(len(token_ids), start, length, table))
+            if length == 1:  # a decode step: an array of one would cost more than it saves
+                token_ids.append(part.token_ids[0] if part.token_ids else self._last_sampled(part))
+                positions.append(start)
+                slots.append(table[start // block_size] * block_size + start % block_size)
+                continue
+            token_ids += part.token_ids
+            own, first = np.arange(start, start + length), start // block_size
+            blocks = np.array(table[first:])[own // block_size - first]
+            positions += own.tolist()
+            slots += (blocks * block_size + own % block_size).tolist()
+        rows = torch.from_numpy(np.array((token_ids, positions, slots), np.int64)).to(self.device)
+        return Batch(rows[0], rows[1], rows[2], tuple(chunks))
 
     def _last_sampled(self, part: Slice) -> int:
         for step in reversed(self._sampled):

@@ -4,25 +4,31 @@ The runner calls it once a step. A row's token is a pure function of its own log
 choice, position): the same in any batch, order, process or node, so a resumed sequence draws what
 the uninterrupted one would have drawn. There is no generator, and no draw depends on another.
 
-Sums are integers, because an integer sum is the same in every order of addition.
+Sums are integers, because an integer sum is the same in every order of addition. On CPUs the kernel
+of `kernels.cpu_sampling` takes the place of the torch code here, which says what it computes.
 """
 
 import math
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.kernels.cpu_sampler import CpuSampler
+from baton.kernels.draws import (
+    GOLDEN,
+    LARGEST_UNIFORM,
+    MIN_TEMPERATURE,
+    MIX_1,
+    MIX_2,
+    WEIGHT_SCALE,
+)
 from baton.protocol.sampling import Sampling
 
 MASK_64 = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
-MIN_TEMPERATURE = 1e-5  # a lower temperature means greedy
-WEIGHT_SCALE = float(1 << 36)  # the largest weight; the sum of 2**27 of them still fits 63 bits
-LARGEST_UNIFORM = 1.0 - 2.0**-24
 NUCLEUS_CANDIDATES = 1024
 CHUNK_ELEMENTS = 1 << 18  # rows x vocabulary at a time on a CPU: as many as its caches hold
 
@@ -41,10 +47,16 @@ class SampleRow(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """Samples for one model. `eos_token_ids` are kept back, like stop ids, until `min_tokens`."""
+    """Samples for one model. `eos_token_ids` are kept back, like stop ids, until `min_tokens`.
 
-    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
+    With `compiled`, logits lie on a CPU and its kernel draws.
+    """
+
+    def __init__(
+        self, eos_token_ids: tuple[int, ...] = (), compiled: CpuSampler | None = None
+    ) -> None:
         self._eos_token_ids = eos_token_ids
+        self._compiled = compiled
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -57,6 +69,8 @@ class Sampler:
         if not rows:
             return []
         self._hold_back_ends(logits, rows)
+        if self._compiled is not None:
+            return self._compiled.sample(logits.contiguous(), *_parameters(rows))
         drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
         if not drawn:
             return _ids(logits.argmax(dim=-1))
@@ -109,6 +123,15 @@ class Sampler:
             steps = torch.arange(1, vocab + 1, device=device) * _signed(GOLDEN)
             self._steps[vocab, device] = steps
         return steps
+
+
+def _parameters(rows: Sequence[SampleRow]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return what the compiled kernel takes for each row."""
+    ints = [(row.sampling.seed, row.choice, row.position, row.sampling.top_k) for row in rows]
+    reals = [
+        (row.sampling.temperature, _log(row.sampling.min_p), row.sampling.top_p) for row in rows
+    ]
+    return np.array(ints, np.int64), np.array(reals, np.float64)
 
 
 def _weights(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

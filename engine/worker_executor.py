@@ -33,6 +33,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import monotonic
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.process import Child, Command
 
 PROGRESS_EVERY_S = 0.5
@@ -165,7 +166,7 @@ class _RankProcess:
                     name=f"rank-{rank}",
                     args=(str(theirs.fileno()), str(their_port.fileno())),
                     module="baton.engine.worker",
-                    env=(("OMP_NUM_THREADS", str(config.engine.threads)),),
+                    env=(("OMP_NUM_THREADS", str(threads_per_rank(config.engine))),),
                     pass_fds=(theirs.fileno(), their_port.fileno(), *meeting),
                 )
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import llvmlite.binding as llvm
 from numba import types
 
-from baton.kernels import cpu_attention, cpu_rows
+from baton.kernels import cpu_attention, cpu_rows, cpu_sampling
 from baton.kernels.cpu_vectors import FEATURES
 
 KERNELS = (
@@ -19,8 +19,11 @@ KERNELS = (
     cpu_rows.rope_and_store,
     cpu_rows.add_rms_norm,
     cpu_rows.silu_mul,
+    cpu_sampling.sample,
 )
-POINTED = {"Floats": types.float32, "Int32s": types.int32, "Int64s": types.int64}
+POINTED = {
+    "Doubles": types.float64, "Floats": types.float32, "Int32s": types.int32, "Int64s": types.int64,
+}  # fmt: skip
 SCALARS = {"int": types.int64, "float": types.float32}
 
 

@@ -67,8 +67,16 @@ class CpuKernels:
         chunks: NDArray[np.int64],  # [num_chunks, 4]: the fields of an item, of any length
     ) -> AttentionWork:
         """Cut chunks into items. What is computed in one item never decides a bit."""
+        items = self._items(chunks)
+        cuts = self._cuts(items)
+        addresses = (tables.ctypes.data, items.ctypes.data)
+        return AttentionWork(tables, items, addresses, cuts)
+
+    def _items(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         longest = max(1, ROWS // self.group)
         lengths = chunks[:, 1]
+        if lengths.max() <= longest:
+            return chunks
         pieces = -(-lengths // longest)
         chunk = np.repeat(np.arange(len(chunks)), pieces)
         skipped = (np.arange(len(chunk)) - np.repeat(pieces.cumsum() - pieces, pieces)) * longest
@@ -76,13 +84,19 @@ class CpuKernels:
         items[:, 0] += skipped
         items[:, 1] = np.minimum(longest, lengths[chunk] - skipped)
         items[:, 2] += skipped
+        return items
+
+    def _cuts(self, items: NDArray[np.int64]) -> tuple[int, ...]:
+        """Where the items of all KV heads are cut between threads."""
+        num_units = len(items) * self.kv_heads
+        if torch.get_num_threads() == 1:
+            return (0, num_units)
         keys = (items[:, 1] + items[:, 2]) * self.head_dim
         costs = keys * (NS_PER_KEY_NUMBER + NS_PER_SCORE_NUMBER * self.group * items[:, 1])
         ends = np.repeat(costs, self.kv_heads).cumsum()
-        count = max(1, min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), len(ends)))
+        count = max(1, min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), num_units))
         inner = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count)
-        addresses = (tables.ctypes.data, items.ctypes.data)
-        return AttentionWork(tables, items, addresses, (0, *inner.tolist(), len(ends)))
+        return (0, *inner.tolist(), num_units)
 
     def attend(
         self,

@@ -3,26 +3,28 @@
 The cache is a folder of the user's, so an installation may be read-only. It holds machine code, so
 it is used only where no other user can write. A file's name says what it was compiled from and for
 (source, compiler, CPU), its first line is the digest of what follows: a damaged file is compiled
-again. Files appear whole, so processes may compile side by side. Called by
-the engine when a rank is loaded; raises `KernelsUnavailable` where there can be no kernels.
+again. Files appear whole, and of processes that find none one compiles while the others wait.
+Called by the engine when a rank is loaded; raises `KernelsUnavailable` where there can be no
+kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 SOURCES = (
-    "cpu_attention.py", "cpu_compile.py", "cpu_products.py", "cpu_rows.py", "cpu_shapes.py",
-    "cpu_vectors.py",
+    "cpu_attention.py", "cpu_compile.py", "cpu_products.py", "cpu_rows.py", "cpu_sampling.py",
+    "cpu_shapes.py", "cpu_vectors.py", "draws.py",
 )  # fmt: skip
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
 
@@ -61,19 +63,48 @@ class CpuLibrary:
 def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
     """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all)."""
     name = f"{'bf16' if is_bf16 else 'fp32'}-{_fingerprint()}.kernels"
-    # A cache that cannot be read or written costs the seconds of compiling and nothing else.
+    if (found := _cached(name)) is not None:
+        return found
+    progress(0, 1)
+    with _compiling_alone():
+        if (found := _cached(name)) is not None:  # compiled while this process waited
+            progress(1, 1)
+            return found
+        try:
+            from baton.kernels.cpu_compile import compile_kernels
+
+            arguments, code = compile_kernels(is_bf16=is_bf16, progress=progress)
+            library = CpuLibrary(arguments, code)
+        except Exception as error:  # a compiler can fail in any way, and none of them is fatal
+            raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
+    return library
+
+
+def _cached(name: str) -> CpuLibrary | None:
+    """A cache that cannot be read or written costs the seconds of compiling and nothing else."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
         return _read(_folder() / name)
-    try:
-        from baton.kernels.cpu_compile import compile_kernels
+    return None
 
-        arguments, code = compile_kernels(is_bf16=is_bf16, progress=progress)
-        library = CpuLibrary(arguments, code)
-    except Exception as error:  # a compiler can fail in any way, and none of them is fatal
-        raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
-    return library
+
+@contextlib.contextmanager
+def _compiling_alone() -> Iterator[None]:
+    """Wait until no other process of this user compiles, and let the next ones wait.
+
+    Where the cache folder cannot be locked, they compile side by side. A process that dies leaves
+    no lock behind.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            folder = _folder()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(folder)  # another user could keep a lock for ever
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _fingerprint() -> str:

@@ -6,6 +6,8 @@ ROWS = 128  # queries x heads of one KV head at a time, so that a tile is unpack
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 40  # keys that a query sees where a model has no sliding window
+ROW_INTS, ROW_REALS = 4, 3  # parameters of a row that is sampled
+SUMS = 1 << 11  # counters of a histogram
 
 
 def padded(head_dim: int) -> int:

@@ -28,6 +28,9 @@ class CpuThreads:
         Raises what one of the calls raised, after all of them have ended.
         """
         others = len(slices) - 1
+        if not others:
+            function(*slices[0])
+            return
         while len(self._inboxes) < others:
             self._start()
         for inbox, arguments in zip(self._inboxes, slices[1:], strict=False):

@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 # What a kernel's arguments point to: numbers are in the model's dtype.
+from numba.types import CPointer as Doubles
 from numba.types import CPointer as Floats
 from numba.types import CPointer as Int32s
 from numba.types import CPointer as Int64s
@@ -28,7 +29,7 @@ from numba.types import CPointer as Numbers
 
 from baton.kernels.cpu_shapes import WIDTH
 
-__all__ = ["Floats", "Int32s", "Int64s", "Numbers"]
+__all__ = ["Doubles", "Floats", "Int32s", "Int64s", "Numbers"]
 
 FLOAT, HALF, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))
@@ -196,7 +197,9 @@ def _below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 
 
 def element_of(pointer: types.Type) -> ir.Type:
-    return {types.float32: FLOAT, types.uint16: HALF, types.int32: INT32}[pointer.dtype]
+    return {
+        types.float32: FLOAT, types.uint16: HALF, types.int32: INT32, types.int64: INT64,
+    }[pointer.dtype]  # fmt: skip
 
 
 def place(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:

@@ -6,9 +6,8 @@ first chunk, so a prompt that has started needs nothing but time. When the pool 
 oldest waiting prompt, nothing passes it.
 """
 
-from collections import deque
-
 from baton.engine.block_pool import BlockPool
+from baton.engine.by_request import ByRequest
 from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
@@ -17,8 +16,8 @@ from baton.engine.scheduler import NodeLimits, load_of, problem_of
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, Released
 from baton.prefill_node.handoff import Handoff
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Cancelled, InvariantBroken, RequestError
-from baton.protocol.ids import Key
+from baton.protocol.errors import Cancelled, Failure, InvariantBroken, NodeError, RequestError
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     CancelDone,
     Decode,
@@ -38,9 +37,10 @@ class PrefillScheduler:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
-        self._waiting: deque[Handoff] = deque()
+        self._waiting: dict[Key, Handoff] = {}  # in order of arrival
         self._computing: dict[Key, Handoff] = {}  # in order of admission
         self._holding: dict[Key, Handoff] = {}  # computed or ended, blocks not yet given back
+        self._known: ByRequest[Handoff] = ByRequest()  # all of these
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -52,25 +52,30 @@ class PrefillScheduler:
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
         handoff = Handoff.of(message, origin, now_s)
-        for lower in self._live():
+        for lower in self._live_of(message.key.request_id):
             if lower.choices.supersede(handoff.choices):
-                self._end(lower)
+                self._end(lower, Cancelled("a newer attempt took its place").to_failure())
         if self.pool.blocks_for(handoff.num_tokens) > self.pool.num_blocks:
             never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
             self.outputs.say(origin, Failed(message.key, never.to_failure()))
             return
-        self._waiting.append(handoff)
+        self._waiting[message.key] = handoff
+        self._known.add(message.key, handoff)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        for handoff in self._live():
-            if handoff.choices.cancel(keys):
-                self._end(handoff)
+        for request_id in dict.fromkeys(key.request_id for key in keys):
+            for handoff in self._live_of(request_id):
+                if handoff.choices.cancel(keys):
+                    self._end(handoff, Cancelled("the request was cancelled").to_failure())
         self.outputs.say(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
-        for handoff in self._live():
-            if handoff.origin == origin:
-                self._end(handoff)
+        # For the router, which decode may still reach, this is a lost node and not a cancel.
+        lost = NodeError("the prefill node lost the channel to its router").to_failure()
+        known = [*self._waiting.values(), *self._computing.values(), *self._holding.values()]
+        for handoff in known:
+            if handoff.origin == origin and not handoff.is_ended:
+                self._end(handoff, lost)
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         if not isinstance(report, Released):
@@ -80,7 +85,7 @@ class PrefillScheduler:
         if report.key in self._computing:  # decode is gone or declined: stop computing for it
             if report.failure is not None:
                 self.outputs.say(handoff.origin, Failed(report.key, report.failure))
-            self._end(handoff)
+            self._end(handoff, None)
         self._release_if_quiet(handoff)
 
     # --- steps ---------------------------------------------------------------------------------
@@ -118,14 +123,12 @@ class PrefillScheduler:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _known(self) -> list[Handoff]:
-        return [*self._waiting, *self._computing.values(), *self._holding.values()]
-
-    def _live(self) -> list[Handoff]:
-        return [handoff for handoff in self._known() if not handoff.is_ended]
+    def _live_of(self, request_id: RequestId) -> list[Handoff]:
+        return [handoff for handoff in self._known.of(request_id) if not handoff.is_ended]
 
     def _uses(self, choices: Choices) -> bool:
-        return any(handoff.choices.overlaps(choices) for handoff in self._known())
+        known = self._known.of(choices.key.request_id)
+        return any(handoff.choices.overlaps(choices) for handoff in known)
 
     def _candidates(self, now_s: float) -> list[Handoff]:
         """Return the prompts with tokens to plan, oldest first; admit while the budget lasts."""
@@ -134,10 +137,10 @@ class PrefillScheduler:
         ]
         tokens = sum(h.num_tokens - h.sequence.num_planned_tokens for h in ready)
         while self._waiting and tokens < self.limits.chunk_tokens:
-            handoff = self._waiting[0]
+            handoff = next(iter(self._waiting.values()))
             if not self._admit(now_s, handoff):
                 break
-            self._waiting.popleft()
+            del self._waiting[handoff.sequence.key]
             ready.append(handoff)
             tokens += handoff.num_tokens - handoff.sequence.num_planned_tokens
         return ready
@@ -196,21 +199,24 @@ class PrefillScheduler:
             handoff.is_ended = True
         self._release_if_quiet(handoff)
 
-    def _end(self, handoff: Handoff) -> None:
-        """End a handoff. Its blocks follow when no step and no reader needs them."""
+    def _end(self, handoff: Handoff, why: Failure | None) -> None:
+        """End a handoff. Its blocks follow when no step and no reader needs them.
+
+        `why` is None if decode has ended it.
+        """
         handoff.is_ended = True
         key = handoff.sequence.key
-        if handoff in self._waiting:
-            self._waiting.remove(handoff)
+        if self._waiting.pop(key, None) is not None:
+            self._known.remove(key)
             return
         self._holding[key] = self._computing.pop(key, handoff)
-        if handoff.is_offered:
-            cancelled = Cancelled("the request was cancelled").to_failure()
-            self.outputs.to_connector.append(Withdrawn(key, cancelled))
+        if handoff.is_offered and why is not None:
+            self.outputs.to_connector.append(Withdrawn(key, why))
         self._release_if_quiet(handoff)
 
     def _release_if_quiet(self, handoff: Handoff) -> None:
         if handoff.sequence.is_idle and not handoff.is_offered:
             key = handoff.sequence.key
             if self._holding.pop(key, None) is not None:
+                self._known.remove(key)
                 self.pool.release(handoff.sequence.block_table)

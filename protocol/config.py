@@ -14,6 +14,7 @@ from baton.protocol.bounds import MAX_BLOCKS
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+KernelChoice = Literal["auto", "compiled", "torch"]
 TransportChoice = Literal["auto", "shm", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -37,7 +38,10 @@ def says(
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: Annotated[str, says("Hugging Face folder of the model; empty takes the demo model")] = ""
+    path: Annotated[
+        str,
+        says("folder of the model, or its name on the Hugging Face hub; empty is the demo model"),
+    ] = ""
     name: Annotated[str, says("name of the model in the API; empty takes the folder's name")] = ""
     dtype: Annotated[Dtype, says("type of weights and KV blocks; auto takes the checkpoint's")] = (
         "auto"
@@ -66,10 +70,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel: Annotated[
         int, says("number of ranks over which one node splits the model", ge=1)
     ] = 1
-    threads: Annotated[int, says("number of CPU threads that compute one rank", ge=1)] = 1
+    threads: Annotated[
+        int,
+        says(
+            "number of CPU threads that compute one rank; 0 divides the CPUs that may be used here "
+            "among the nodes that are started together and their ranks",
+            ge=0,
+        ),
+    ] = 0
     workers: Annotated[
         bool, says("run a single rank in a process of its own too; several ranks always do")
     ] = False
+    kernels: Annotated[
+        KernelChoice,
+        says("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
+    ] = "auto"
     max_num_seqs: Annotated[int, says("most sequences in one step", ge=1)] = 64
     chunk_tokens: Annotated[int, says("most tokens that one step computes", "tokens", ge=1)] = 512
 
@@ -87,6 +102,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Annotated[
         int, says("most requests that wait for a node; further ones get 429", ge=0)
     ] = 1024
+    max_queued_mib: Annotated[
+        int, says("most memory for the prompts of requests that wait for a node", "MiB", ge=1)
+    ] = 256
+    max_queued_s: Annotated[
+        float, says("longest wait of a request for a node; then it gets 503", "s", gt=0)
+    ] = 30.0
+    max_resume_wait_s: Annotated[
+        float, says("longest wait of a stream that lost its node for another one", "s", gt=0)
+    ] = 300.0
     max_inflight: Annotated[int, says("most requests that the nodes work on at once", ge=1)] = 1024
     local_prefill: Annotated[
         LocalPrefill, says("which prompts decode nodes compute themselves: short ones, none or all")
@@ -94,8 +118,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_prefill_tokens: Annotated[
         int, says("longest prompt that auto lets decode nodes compute", "tokens", ge=0)
     ] = 32
-    max_attempts: Annotated[int, says("most attempts of a request when nodes are lost", ge=1)] = 3
+    max_attempts: Annotated[
+        int, says("most attempts in a row that bring a request no token", ge=1)
+    ] = 3
     max_body_mib: Annotated[int, says("largest body of an HTTP request", "MiB", ge=1)] = 16
+    max_connections: Annotated[
+        int,
+        says("most open connections of clients; fewer where the limit of open files is low", ge=1),
+    ] = 16384
+    idle_s: Annotated[
+        float,
+        says("how long a connection may stay open without a whole request on it", "s", gt=0),
+    ] = 75.0
+    unread_s: Annotated[
+        float, says("how long a client may leave its answer unread until it is cut off", "s", gt=0)
+    ] = 30.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +171,11 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool, says("check a checksum of every KV block that was read; set it alike on all nodes")
     ] = False
     device: Annotated[
-        str, says("network device that nixl uses, such as mlx5_0:1; empty allows loopback only")
+        str,
+        says(
+            "network devices that nixl uses, such as mlx5_0:1,eth0; empty takes the RDMA ports and "
+            "the interface of node.bind or of the way to the routers"
+        ),
     ] = ""
 
 

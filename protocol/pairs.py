@@ -26,6 +26,6 @@ def transport_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
         return None
     return (
         f"no common transport: {prefill.node_id} has {', '.join(prefill.reaches)}, "
-        f"{decode.node_id} has {', '.join(decode.reaches)}; between hosts, set transfer.device "
-        "of both nodes to their network device"
+        f"{decode.node_id} has {', '.join(decode.reaches)}; nodes on different hosts need NIXL: "
+        "pip install -e '.[nixl]' on both"
     )

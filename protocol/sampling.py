@@ -1,13 +1,19 @@
 """How tokens are chosen: the parameters of a user, and the part of them that an engine needs.
 
 `SamplingParams` is the public type (`baton.SamplingParams`). `Sampling` travels to the engines,
-which never see text and therefore have no stop strings.
+which never see text and therefore have no stop strings. A parameter that baton cannot honour is
+refused, unless its value asks for nothing.
 """
 
-import math
+import operator
+import reprlib
+from collections.abc import Mapping
+from enum import StrEnum
+from numbers import Real
 from typing import Literal
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from baton.protocol.bounds import MAX_COUNT, Count, Int64
 from baton.protocol.errors import RequestError
@@ -15,6 +21,17 @@ from baton.protocol.errors import RequestError
 OutputKind = Literal["cumulative", "delta", "final"]
 MAX_CHOICES = 128
 SEED_BITS = 63
+
+
+class RequestOutputKind(StrEnum):
+    """What each output of a request holds: all of it so far, only what is new, or all at the end.
+
+    Wherever one of these is expected, its plain text does as well.
+    """
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final"
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -31,29 +48,55 @@ class Sampling(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may ask for. Names and defaults are the usual ones of serving libraries.
+class SamplingParams(msgspec.Struct, frozen=True):
+    """What a user may ask for. Names, order and defaults are vLLM's.
 
     `max_tokens=None` generates until the model's length is full. `stop` takes a string or a list.
+    The fields of `NEUTRAL` are not supported: they take only the values that ask for nothing.
+    Raises `RequestError` that names the first field of a wrong type or out of range.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
-    output_kind: OutputKind = "cumulative"
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind | OutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: object = None
+    extra_args: dict[str, object] | None = None
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
-        _check(self)
+        if not all(map(operator.contains, _NEUTRAL_VALUES, _neutral_fields(self))):
+            _refuse_unsupported(self)
+        _set_types(self)
+        _check_ranges(self)
+
+    def clone(self, **changes: object) -> "SamplingParams":
+        """Return a copy with `changes`. An object never changes, so it may be shared as well."""
+        return msgspec.structs.replace(self, **changes)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -62,16 +105,104 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
 
-def _check(params: SamplingParams) -> None:
-    """Raise `RequestError` that names the first field that is no number of its kind or range."""
-    for name in ("n", "top_k", "max_tokens", "min_tokens", "seed"):
-        value = getattr(params, name)
-        if type(value) is not int and not (value is None and name in ("max_tokens", "seed")):
-            raise RequestError(f"{name} must be an integer", param=name)
-    for name in ("temperature", "top_p", "min_p"):
-        value = getattr(params, name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise RequestError(f"{name} must be a number", param=name)
+# Fields that baton does not support, and the values of each that ask for nothing.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (None,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "structured_outputs": (None,),
+    "extra_args": (None, {}),
+    "use_beam_search": (False, None),
+    "length_penalty": (1, None),
+    "early_stopping": (False, None),
+}
+_NEUTRAL_VALUES = tuple(NEUTRAL.values())
+_neutral_fields = operator.attrgetter(*NEUTRAL)
+
+_INTEGERS = ("n", "top_k", "min_tokens")
+_INTEGERS_OR_NONE = ("seed", "max_tokens", "best_of")
+_NUMBERS = ("temperature", "top_p", "min_p")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def _refuse_unsupported(params: SamplingParams) -> None:
+    defaults = dict(zip(params.__struct_fields__, params.__struct_defaults__, strict=True))
+    for name, values in NEUTRAL.items():
+        if getattr(params, name) not in values:
+            text = f"{name} is not supported: leave it out or set it to {defaults[name]!r}"
+            raise RequestError(text, code="unsupported", param=name)
+
+
+def _set_types(params: SamplingParams) -> None:
+    """Give every field its plain type, which alone can travel: numbers may come from numpy."""
+    for name in _INTEGERS:
+        if type(value := getattr(params, name)) is not int:
+            force_setattr(params, name, _integer(name, value))
+    for name in _INTEGERS_OR_NONE:
+        if (value := getattr(params, name)) is not None and type(value) is not int:
+            force_setattr(params, name, _integer(name, value))
+    for name in _NUMBERS:
+        if type(value := getattr(params, name)) not in (float, int):
+            force_setattr(params, name, _number(name, value))
+    for name in _FLAGS:
+        if type(value := getattr(params, name)) is not bool:
+            raise _wrong(name, "True or False", value)
+    if params.stop is not None and not isinstance(params.stop, str):
+        force_setattr(params, "stop", _texts("stop", params.stop))
+    if params.stop_token_ids is not None:
+        force_setattr(params, "stop_token_ids", _ids("stop_token_ids", params.stop_token_ids))
+    if type(params.output_kind) is not RequestOutputKind:
+        force_setattr(params, "output_kind", _kind(params.output_kind))
+
+
+def _integer(name: str, value: object) -> int:
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        return operator.index(value)
+    raise _wrong(name, "an integer", value)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong(name, "a number", value)
+    return float(value)
+
+
+def _texts(name: str, values: object) -> list[str]:
+    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
+        return list(values)
+    raise _wrong(name, "a string or a list of strings", values)
+
+
+def _ids(name: str, values: object) -> list[int]:
+    if not isinstance(values, list | tuple):
+        raise _wrong(name, "a list of token ids", values)
+    ids = [_integer(name, value) for value in values]
+    if any(not 0 <= token_id <= MAX_COUNT for token_id in ids):
+        text = f"{name} must be integers of at least 0 and at most {MAX_COUNT}"
+        raise RequestError(text, param=name)
+    return ids
+
+
+def _kind(value: object) -> RequestOutputKind:
+    for kind in RequestOutputKind:
+        if value == kind:
+            return kind
+    raise _wrong("output_kind", "cumulative, delta or final", value)
+
+
+def _wrong(name: str, wanted: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, not {reprlib.repr(value)}", param=name)
+
+
+def _check_ranges(params: SamplingParams) -> None:
     _in_range("n", params.n, 1, MAX_CHOICES)
     _in_range("temperature", params.temperature, 0.0, 100.0)
     _in_range("top_p", params.top_p, 0.0, 1.0, open_low=True)
@@ -86,14 +217,14 @@ def _check(params: SamplingParams) -> None:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
     if params.seed is not None and not -(1 << SEED_BITS) <= params.seed < 1 << SEED_BITS:
         raise RequestError("seed must fit 64 bits", param="seed")
-    if not all(type(i) is int and 0 <= i <= MAX_COUNT for i in params.stop_token_ids or ()):
-        text = f"stop_token_ids must be integers of at least 0 and at most {MAX_COUNT}"
-        raise RequestError(text, param="stop_token_ids")
     if any(not text for text in params.stop_strings):
         raise RequestError("stop must not hold an empty string", param="stop")
+    if params.best_of not in (None, params.n):
+        text = "best_of is not supported: leave it out or set it to the value of n"
+        raise RequestError(text, code="unsupported", param="best_of")
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):
         edge = "above" if open_low else "at least"
         raise RequestError(f"{name} must be {edge} {low:g} and at most {high:g}", param=name)

@@ -1,16 +1,20 @@
 """Which requests are accepted, and in which order they wait for nodes.
 
-Pure; `core` is its only caller. A request that can never fit is refused at once, and the line of
-waiting requests is bounded. A leg of a request that had nodes before (a retry, a resume) goes
-first, because its caller has waited already and its blocks may be cached somewhere.
+Pure; `core` is its only caller. A request that can never fit is refused at once. The line of
+waiting requests is bounded in number, bytes and time, and every operation on it takes the same time
+however long it is. A leg of a request that had nodes before (a retry, a resume) goes first, because
+its caller has waited already and its blocks may be cached somewhere.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
 from baton.protocol.blocks import blocks_for, tokens_held
-from baton.protocol.errors import Overloaded, RequestError
+from baton.protocol.config import RouterConfig
+from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.request.events import Place
@@ -18,6 +22,8 @@ from baton.router.request.events import Place
 MAX_RETRY_AFTER_S = 60.0
 # The weight of the newest gap between the ends of two requests.
 PACE_WEIGHT = 0.1
+# What the router holds per prompt token of a waiting request: a slot of a list and an integer.
+TOKEN_BYTES = 36
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -30,16 +36,69 @@ class Limits(msgspec.Struct, frozen=True):
     decode_blocks: int | None
 
 
-class Admission:
-    """The line of legs that wait for nodes, and the set of requests that have nodes."""
+@dataclass(slots=True, frozen=True)
+class Waiting:
+    place: Place
+    since_s: float
 
-    def __init__(self, max_queued: int, max_inflight: int) -> None:
-        self._max_queued = max_queued
-        self._max_inflight = max_inflight
+
+class WaitingLine:
+    """Legs in order of arrival. Those that no node in service can take stand aside."""
+
+    def __init__(self, max_wait_s: float) -> None:
+        self.max_wait_s = max_wait_s
+        self.next: dict[Key, Waiting] = {}
+        self.aside: dict[Key, Waiting] = {}
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.next) + len(self.aside)
+
+    def add(self, now_s: float, place: Place) -> None:
+        self.next[place.key] = Waiting(place, now_s)
+        self.num_tokens += place.num_tokens
+
+    def take(self, key: Key) -> bool:
+        """Take a leg out, wherever it stands. Return whether it was here."""
+        waiting = self.next.pop(key, None) or self.aside.pop(key, None)
+        if waiting is not None:
+            self.num_tokens -= waiting.place.num_tokens
+        return waiting is not None
+
+    def set_aside(self, key: Key) -> None:
+        self.aside[key] = self.next.pop(key)
+
+    def bring_back(self) -> None:
+        """Let those that stand aside be tried again, first of all: they came first."""
+        if self.aside:
+            self.next = {**self.aside, **self.next}
+            self.aside = {}
+
+    def overdue(self, now_s: float) -> Iterator[Waiting]:
+        """Yield the legs that have waited too long. Both parts are in order of arrival."""
+        for part in (self.aside, self.next):
+            for waiting in part.values():
+                if now_s - waiting.since_s < self.max_wait_s:
+                    break
+                yield waiting
+
+
+class Admission:
+    """The lines of legs that wait for nodes, and the set of requests that have nodes.
+
+    Resumes go first, then other new attempts, then new requests. A leg that no node in service can
+    take lets the others pass until `registry_version` changes.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._max_queued_tokens = config.max_queued_mib * (1 << 20) // TOKEN_BYTES
         self._inflight: set[RequestId] = set()
-        self._again: dict[Key, Place] = {}
-        self._new: dict[Key, Place] = {}
-        self._stalled_since_s: float | None = None
+        self._resumes = WaitingLine(config.max_resume_wait_s)
+        self._again = WaitingLine(config.max_queued_s)
+        self._new = WaitingLine(config.max_queued_s)
+        self._lines = (self._resumes, self._again, self._new)
+        self._registry_version = 0
         self._last_end_s: float | None = None
         self._pace_s = 1.0  # the usual time between the ends of two requests
 
@@ -49,68 +108,95 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        return len(self._new) + len(self._again)
+        return sum(map(len, self._lines))
 
-    def check_room(self, *, could_place: bool) -> None:
+    def check_room(self, num_tokens: int, *, could_place: bool) -> None:
         """Raise `Overloaded` when a new request would have to wait in a line that is full."""
-        must_wait = not could_place or self._new or len(self._inflight) >= self._max_inflight
-        if must_wait and len(self._new) >= self._max_queued:
-            raise Overloaded(
-                f"{len(self._new)} requests are waiting already",
-                code="queue_full",
-                http_status=429,
-                retry_after_s=self.retry_after_s(),
-            )
+        is_full = len(self._inflight) >= self._config.max_inflight
+        if not could_place or self._new.next or is_full:
+            self._check_line(num_tokens)
+
+    def _check_line(self, num_tokens: int) -> None:
+        num_queued, num_waiting_tokens = len(self._new), self._new.num_tokens
+        if num_queued >= self._config.max_queued:
+            text = f"{num_queued} requests are waiting already"
+        elif num_queued and num_waiting_tokens + num_tokens > self._max_queued_tokens:
+            text = f"requests with {num_waiting_tokens} prompt tokens are waiting already"
+        else:
+            return
+        retry_s = self.retry_after_s()
+        raise Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
 
     def retry_after_s(self) -> float:
         """Return how long the line will take at the latest pace, in whole seconds."""
         seconds = math.ceil(self._pace_s * (self.num_queued + 1))
         return float(min(max(seconds, 1), MAX_RETRY_AFTER_S))
 
-    def wait(self, place: Place) -> None:
+    def wait(self, now_s: float, place: Place) -> None:
         """Put a leg at the end of its line."""
-        line = self._again if place.key.request_id in self._inflight else self._new
-        line[place.key] = place
+        is_new = place.key.request_id not in self._inflight
+        line = self._resumes if place.is_resume else self._new if is_new else self._again
+        line.add(now_s, place)
 
     def leave(self, key: Key) -> None:
         """Take a leg out of the line. Its request may stay in flight."""
-        self._again.pop(key, None)
-        self._new.pop(key, None)
-        if not self.num_queued:
-            self._stalled_since_s = None
+        any(line.take(key) for line in self._lines)
 
-    def head(self) -> Place | None:
+    def head(self, registry_version: int) -> Place | None:
         """Return the next leg that nodes may be chosen for."""
-        for place in self._again.values():
-            return place
-        if len(self._inflight) < self._max_inflight:
-            for place in self._new.values():
-                return place
+        if registry_version != self._registry_version:
+            self._registry_version = registry_version
+            for line in self._lines:
+                line.bring_back()
+        for line in self._lines:
+            if line is self._new and len(self._inflight) >= self._config.max_inflight:
+                return None
+            for waiting in line.next.values():
+                return waiting.place
+        return None
+
+    def set_aside(self, key: Key) -> Failure | None:
+        """Let others pass a leg that no node can take; return why it may not even wait."""
+        for line in self._lines:
+            if key in line.next:
+                if line is self._new and len(line.aside) >= self._config.max_queued:
+                    self.leave(key)
+                    return self._too_long()
+                line.set_aside(key)
         return None
 
     def placed(self, key: Key) -> None:
         """Note that a leg has nodes now."""
         self._inflight.add(key.request_id)
-        self._stalled_since_s = None
         self.leave(key)
 
-    def stalled(self, now_s: float) -> None:
-        """Note that no node was able to take the head of the line."""
-        if self._stalled_since_s is None:
-            self._stalled_since_s = now_s
+    def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
+        """Take out the legs that have waited too long; return each with the reason to give."""
+        keys = [one.place.key for line in self._lines for one in line.overdue(now_s)]
+        failures: list[tuple[Key, Failure]] = []
+        for key in keys:
+            is_aside = any(key in line.aside for line in self._lines)
+            failures.append((key, self._too_long() if is_aside else self._too_busy()))
+            self.leave(key)
+        return failures
 
-    def overdue(self, now_s: float, patience_s: float) -> list[Key]:
-        """Return all legs in the line if none was placed for `patience_s`, else none."""
-        since_s = self._stalled_since_s
-        if since_s is None or now_s - since_s < patience_s:
-            return []
-        return [*self._again, *self._new]
+    def _too_long(self) -> Failure:
+        text = "no node that is in service can take this request"
+        return self._overloaded("no_nodes", text)
+
+    def _too_busy(self) -> Failure:
+        text = f"no node was free for this request within {self._config.max_queued_s:g} s"
+        return self._overloaded("queue_timeout", text)
+
+    def _overloaded(self, code: str, text: str) -> Failure:
+        return Overloaded(text, code=code, retry_after_s=self.retry_after_s()).to_failure()
 
     def forget(self, request_id: RequestId) -> None:
         """Drop all that is known of a request, in whatever state it is."""
         self._inflight.discard(request_id)
-        for key in [key for key in (*self._again, *self._new) if key.request_id == request_id]:
-            self.leave(key)
+        for line in self._lines:
+            for key in [key for key in (*line.next, *line.aside) if key.request_id == request_id]:
+                line.take(key)
 
     def ended(self, now_s: float, request_id: RequestId) -> None:
         """Note that the nodes of a request have confirmed its end."""

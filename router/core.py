@@ -1,6 +1,6 @@
 """The router without text: it takes requests as token ids and returns the tokens of every choice.
 
-`AsyncLLM` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
+`TextRouter` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
 `registry`, `policy`, `admission`) with the socket of the nodes and the streams of the callers. It
 decides nothing that those parts can decide, it never blocks, and an error of one request must not
 end another.
@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
+import msgspec
+
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
-from baton.protocol.ids import Epoch, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     Beat,
@@ -34,17 +36,20 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from baton.protocol.sampling import SEED_BITS
-from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.admission import Admission, Limits, fit, sampling_of
+from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
+from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Change, Differs, Entered, Health, Left, Refuse, Registry, Status
+from baton.router.registry import Health, Registry
 from baton.router.request.events import (
     Begun,
     CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
+    HandoffEnded,
     NodeLost,
     NodeMessage,
     NotPlaced,
@@ -53,10 +58,10 @@ from baton.router.request.events import (
     Release,
     RequestCommand,
     RequestEvent,
-    Resumed,
     Send,
     Tick,
     Timed,
+    TriedAgain,
     Unplace,
 )
 from baton.router.request.leg import Request
@@ -67,8 +72,7 @@ from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
 TICK_S = 0.25
-# How long requests wait for a node to appear or return before they are turned away.
-PATIENCE_S = 30.0
+ROUND_S = 10.0  # between two looks at every request
 
 log = logger("router")
 
@@ -87,22 +91,19 @@ class Active:
 class RouterCore:
     """Call `start`, then `submit` as often as needed, then `close`."""
 
-    def __init__(
-        self, config: ClusterConfig, clock: Clock = monotonic, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, config: ClusterConfig, clock: Clock = monotonic) -> None:
         self.epoch = Epoch(secrets.token_hex(8))
         self.registry = Registry()
         self._config = config.router
         self._keys = config.keys
         self._clock = clock
-        self._patience_s = patience_s
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
-        self._admission = Admission(config.router.max_queued, config.router.max_inflight)
+        self._admission = Admission(config.router)
         self._active: dict[RequestId, Active] = {}
         self._num_requests = 0
         self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
-        self._now_s = clock()
+        self._now_s = self._next_round_s = clock()
         self._failure: Failure | None = None
         self._sockets: NodeListener | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -117,16 +118,13 @@ class RouterCore:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
-    def check(self, token_ids: list[int]) -> None:
-        """Raise `RequestError` or `Overloaded` if `submit` would refuse this prompt."""
-        check_prompt(token_ids, self._limits())
-
     def submit(self, stream: RequestStream) -> RequestId:
         """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
-        limits = self._limits()
+        limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
-        self._admission.check_room(could_place=self._can_serve())
+        could_place = can_serve(self.registry, self._config.local_prefill)
+        self._admission.check_room(len(prompt), could_place=could_place)
         self._num_requests += 1
         request_id = RequestId(f"{self.epoch}-{self._num_requests:x}")
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
@@ -149,10 +147,11 @@ class RouterCore:
             self._place_waiting()
 
     def health(self) -> Health:
-        nodes = self.registry.nodes_health(self._clock())
-        status, message = self._status(all(node.state == "ready" for node in nodes))
-        line = self._admission
-        return Health(status, nodes, line.num_inflight, line.num_queued, message)
+        mode, line = self._config.local_prefill, self._admission
+        health = health_of(self._clock(), self.registry, mode, line)
+        if self._failure is None:
+            return health
+        return msgspec.structs.replace(health, status="failed", message=self._failure.message)
 
     async def wait_for(self, num_prefill: int, num_decode: int) -> None:
         """Wait until so many nodes are in service; raises the router's error if it has failed."""
@@ -248,6 +247,9 @@ class RouterCore:
                     self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
                 case Differs(node=node, other=other):
                     log.warning(change.message, node=node, other=other)
+                case Unpaired(node=node, other=other, reason=reason):
+                    text = "two nodes can never exchange KV blocks and are not paired"
+                    log.warning(text, node=node, other=other, reason=reason)
                 case Left(node=node, role=role, failure=failure):
                     log.warning("node out of service", node=node, reason=failure.message)
                     self._introduce(role)
@@ -315,15 +317,20 @@ class RouterCore:
                 assert self._sockets is not None
                 self._sockets.send(node, message)
             case Place():
-                self._admission.wait(command)
+                self._admission.wait(self._now_s, command)
             case Unplace(key=key):
                 self._admission.leave(key)
             case Release(node=node, key=key):
                 self.registry.release(node, key)
             case Timed(times=times, of_prompt=of_prompt):
                 active.stream.metrics.add_stages(times, of_prompt=of_prompt)
-            case Resumed():
-                active.stream.metrics.resumed = True
+            case HandoffEnded():
+                self._judge(command)
+            case TriedAgain(is_resume=is_resume):
+                metrics = active.stream.metrics
+                metrics.num_retries += not is_resume
+                metrics.num_resumes += is_resume
+                metrics.resumed = metrics.resumed or is_resume
             case Outcome(failure=failure):
                 active.stream.finish(None if failure is None else from_failure(failure))
             case Closed():
@@ -332,31 +339,42 @@ class RouterCore:
             case _:
                 assert_never(command)
 
-    def _limits(self) -> Limits:
+    def _judge(self, ended: HandoffEnded) -> None:
+        """Note what a handoff shows of its pair. A change for the better or worse gets a line."""
+        pairs, failure = self.registry.pairs, ended.failure
+        names = {"prefill": ended.prefill[0], "decode": ended.decode[0]}
+        if failure is None:
+            if pairs.worked(ended.prefill, ended.decode):
+                log.info("a pair of nodes works again", **names)
+        elif pairs.failed(self._now_s, ended.prefill, ended.decode, failure):
+            log.warning("a pair of nodes is avoided: a handoff failed", **names,
+                        code=failure.code, reason=failure.message)  # fmt: skip
+
+    def limits(self) -> Limits:
         """Return what a request must fit; raises if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)
-        model = self.registry.model
-        if model is None or self._sockets is None:
-            raise Overloaded("no node is ready yet", code="not_ready", retry_after_s=1.0)
-        pools = (self.registry.largest_pool("prefill"), self.registry.largest_pool("decode"))
-        return Limits(model.max_model_len, model.vocab_size, model.layout.block_size, *pools)
+        return limits_of(self.registry)
 
     # --- placing and time -----------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
-        while (place := self._admission.head()) is not None:
-            decision = self._policy.choose(self.registry, place)
-            if decision is None:
-                self._admission.stalled(self._clock())
-                return
-            self._place(place, decision)
+        while (place := self._admission.head(self.registry.version)) is not None:
+            decision = self._policy.choose(self._now_s, self.registry, place)
+            if decision is not None:
+                self._place(place, decision)
+            elif (failure := self._admission.set_aside(place.key)) is not None:
+                self._turn_away(place.key, failure)
+
+    def _turn_away(self, key: Key, failure: Failure) -> None:
+        self._feed(self._active[key.request_id], NotPlaced(key, failure))
 
     def _place(self, place: Place, decision: Decision) -> None:
         active = self._active[place.key.request_id]
         self._admission.placed(place.key)
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
+        self.registry.note_pair(decision.placed)
         metrics = active.stream.metrics
         if metrics.num_attempts == 0:
             metrics.router_queue_s = self._clock() - active.began_s
@@ -372,29 +390,13 @@ class RouterCore:
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
-        for key in self._admission.overdue(now_s, self._patience_s):
-            text = "no node that is in service can take this request"
-            retry_s = self._admission.retry_after_s()
-            error = Overloaded(text, code="no_nodes", retry_after_s=retry_s)
-            self._admission.leave(key)
-            self._feed(self._active[key.request_id], NotPlaced(key, error.to_failure()))
-        for active in list(self._active.values()):
+        for key, failure in self._admission.take_overdue(now_s):
+            if key.request_id in self._active:
+                self._turn_away(key, failure)
+        # The silence of a request is measured in minutes, so most need not be looked at each time.
+        is_round = now_s >= self._next_round_s
+        if is_round:
+            self._next_round_s = now_s + ROUND_S
+        for active in [a for a in self._active.values() if is_round or a.lifecycle.is_leaving]:
             self._feed(active, Tick())
         self._place_waiting()
-
-    def _status(self, is_whole: bool) -> tuple[Status, str]:
-        if self._failure is not None:
-            return "failed", self._failure.message
-        if self.registry.model is None:
-            return "starting", "nodes are starting"
-        if not self._can_serve():
-            return "failed", "no node is in service"
-        wants_prefill = self._config.local_prefill != "always"
-        if is_whole and (self.registry.in_service("prefill") or not wants_prefill):
-            return "ready", ""
-        return "degraded", "some nodes are not in service"
-
-    def _can_serve(self) -> bool:
-        needs_prefill = self._config.local_prefill == "never"
-        has_prefill = bool(self.registry.in_service("prefill"))
-        return bool(self.registry.in_service("decode")) and (has_prefill or not needs_prefill)

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.async_llm import AsyncLLM
 from baton.router.http.app import App, Server
+from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
 from baton.router.http.metrics import StatsLine
 from baton.router.text.chat_template import ChatTemplate
+from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
 from baton.runtime.port_pipe import tell_parent
@@ -27,6 +28,7 @@ log = logger("router")
 def run(config: ClusterConfig) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
     setup(config.log, "router")
+    raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
@@ -37,13 +39,15 @@ def run(config: ClusterConfig) -> int:
 
 async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     asked_to_end = asyncio.Event()
-    asyncio.get_running_loop().add_reader(interrupts.fileno(), asked_to_end.set)
-    llm = AsyncLLM.from_config(config, start_nodes=False)
-    app = App(llm, config, _chat_template(config.model.path))
-    server = Server(app, config.router.host, config.router.port)
-    stats = _Stats(app, llm, config.log.stats_s)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(interrupts.fileno(), asked_to_end.set)
+    loop.set_exception_handler(AcceptErrors(loop))
+    router = TextRouter.from_config(config)
+    app = App(router, config, _chat_template(config.model.path))
+    server = Server(app, config.router)
+    stats = _Stats(app, router, config.log.stats_s)
     try:
-        await llm.start()
+        router.start(config.control)
         url = await server.start()
         # What is alive here stays alive to the end, so the collector need not look at it again.
         gc.collect()
@@ -57,9 +61,9 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     finally:
         stats.stop()
         # This fails the answers that are under way while their clients can still be told.
-        await llm.shutdown()
+        router.close()
         await server.stop()
-        asyncio.get_running_loop().remove_reader(interrupts.fileno())
+        loop.remove_reader(interrupts.fileno())
     return 0
 
 
@@ -75,9 +79,9 @@ def _chat_template(model_path: str) -> ChatTemplate | None:
 class _Stats:
     """Logs a line every `interval_s` seconds in which something happened."""
 
-    def __init__(self, app: App, llm: AsyncLLM, interval_s: float) -> None:
+    def __init__(self, app: App, router: TextRouter, interval_s: float) -> None:
         self._line = StatsLine(app.metrics)
-        self._llm = llm
+        self._router = router
         self._interval_s = interval_s
         self._timer: asyncio.TimerHandle | None = None
 
@@ -91,7 +95,7 @@ class _Stats:
             self._timer.cancel()
 
     def _log(self) -> None:
-        fields = self._line.take(self._interval_s, self._llm.health())
+        fields = self._line.take(self._interval_s, self._router.health())
         if fields is not None:
             log.info("stats", **fields)
         self.start()

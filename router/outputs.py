@@ -1,7 +1,7 @@
 """What a caller of the router gets back: the output of each choice, and how the request went.
 
-`stream` makes these, and `async_llm`, `llm` and the HTTP handlers pass them on. They are plain
-data: nothing here knows about nodes, sockets or tokenizers.
+`stream` makes these, and the HTTP handlers and `baton.AsyncLLM` pass them on. They are plain data:
+nothing here knows about nodes, sockets or tokenizers.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class CompletionOutput(msgspec.Struct):
 
     `token_ids` ends with the token that completed a stop string, if one did. `stop_reason` is the
     stop string or stop token id that matched, None at an EOS token or at the length limit.
-    `logprobs` is None in this version.
+    `logprobs` and `cumulative_logprob` are None: baton computes no log probabilities.
     """
 
     index: int
@@ -31,6 +31,13 @@ class CompletionOutput(msgspec.Struct):
     logprobs: None = None
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
+
+    @property
+    def cumulative_logprob(self) -> None:
+        return None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -54,6 +61,8 @@ class RequestMetrics:
     path: Path | None = None
     local_fallback: bool = False  # local prefill only because no prefill node was ready
     num_attempts: int = 0
+    num_retries: int = 0  # attempts after a loss before the first token
+    num_resumes: int = 0  # attempts after a loss later on, each of one choice
     resumed: bool = False  # some choice went on elsewhere after its first token
     max_tokens_clamped: int | None = None  # the tokens that had room, if max_tokens was more
 
@@ -80,6 +89,16 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The number of the prompt's tokens that a prefix cache held, as far as it is known yet."""
+        return self.metrics.num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> None:
+        """Always None: baton computes no log probabilities."""
+        return None
 
 
 class Merged:

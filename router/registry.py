@@ -2,7 +2,8 @@
 
 Pure: `core` tells it what nodes say and when time has passed, and acts on the changes that it
 returns. It never picks a node (`policy` does) and never sends to one. A node that is silent or
-stuck is out of service but stays known: its next good beat brings it back.
+stuck is out of service but stays known: its next good beat brings it back. `pairs` is what is known
+of handoffs between them.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,11 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
+from baton.protocol.pairs import pair_problem
+from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.membership import Membership, Replaced
+from baton.router.pairs import PairHealth, Pairs
+from baton.router.request.events import NodeProcess, Placed
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
@@ -31,7 +36,8 @@ STUCK_FACTOR = 8.0
 MAX_REFUSED = 256  # nodes of which the router remembers what it told them
 NO_LOAD = Load()
 
-NodeState = Literal["starting", "ready", "silent", "stuck"]
+# A `degraded` node is ready, but no node of the other role can work with it.
+NodeState = Literal["starting", "ready", "degraded", "silent", "stuck"]
 Status = Literal["starting", "ready", "degraded", "failed"]
 
 
@@ -62,16 +68,19 @@ class NodeHealth(msgspec.Struct, frozen=True):
     num_tokens: int  # of those legs
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
+    reason: str = ""  # why it is degraded
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`degraded` means that some node is not ready. Requests are served if `can_serve`."""
+    """`degraded` means that some node or pair does not work. Requests are served if `can_serve`."""
 
     status: Status
     nodes: tuple[NodeHealth, ...]
     num_running: int  # requests that have nodes
     num_queued: int  # requests that wait for nodes
     message: str = ""
+    pairs: tuple[PairHealth, ...] = ()  # those whose handoffs fail
+    transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
 
     @property
     def can_serve(self) -> bool:
@@ -101,45 +110,12 @@ class Node:
     charges: dict[Key, Charge] = field(default_factory=dict)
     num_tokens: int = 0
     num_sequences: int = 0
-
-
-class Refuse(msgspec.Struct, frozen=True):
-    """The node was turned away and must be told why."""
-
-    node: NodeId
-    failure: Failure
-    is_new: bool = True  # it was not told the same when it asked last
-
-
-class Entered(msgspec.Struct, frozen=True):
-    """The node is in service from now on."""
-
-    info: NodeInfo
-
-
-class Left(msgspec.Struct, frozen=True):
-    """The node is out of service: nothing more will come of what it was given."""
-
-    node: NodeId
-    role: Role
-    failure: Failure
-
-
-class Differs(msgspec.Struct, frozen=True):
-    """A node that was just ready computes other bits than one that is in service."""
-
-    node: NodeId
-    other: NodeId
+    # Why it cannot work with a node of the other role, for those of which this is certain.
+    obstacles: dict[NodeId, str] = field(default_factory=dict)
 
     @property
-    def message(self) -> str:
-        return (
-            "two nodes compute different bits: a stream that moves from one to the other is a "
-            "valid continuation, but it may differ from one that was never interrupted"
-        )
-
-
-Change = Refuse | Replaced | Entered | Left | Differs
+    def process(self) -> NodeProcess:
+        return self.node_id, self.epoch
 
 
 class Registry:
@@ -147,6 +123,8 @@ class Registry:
         self._nodes: dict[NodeId, Node] = {}
         self._membership = Membership()
         self._refused: dict[NodeId, Failure] = {}  # what each was told last; they ask again
+        self.pairs = Pairs()
+        self.version = 0  # grows whenever a leg that no node could take may find one
         # Every request asks for these, so they are kept until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
         self._largest_pool: dict[Role, int | None] = {}
@@ -195,7 +173,7 @@ class Registry:
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase = "ready"
         self._changed()
-        return [*changes, Entered(info), *self._differences(info)]
+        return [*changes, Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
@@ -216,6 +194,10 @@ class Registry:
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
         """Drop a node whose channel ended. If it is alive, it will introduce itself again."""
         node = self._nodes.pop(peer, None)
+        if node is not None:
+            self.pairs.forget(node.process)
+            for other in self._nodes.values():
+                other.obstacles.pop(peer, None)
         self._membership.leave(peer)
         self._changed()
         if node is None or node.info is None:
@@ -263,7 +245,11 @@ class Registry:
 
     def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
         nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
-        return tuple(_health(now_s, node) for node in nodes)
+        return tuple(_health(now_s, node, self._lack_of(now_s, node)) for node in nodes)
+
+    def can_pair(self, prefill: Node, decode: Node) -> bool:
+        """Return whether the two could exchange KV blocks, as far as both have announced."""
+        return decode.node_id not in prefill.obstacles
 
     # --- load -----------------------------------------------------------------------------------
 
@@ -280,6 +266,12 @@ class Registry:
         node.num_tokens += charge.num_tokens
         node.num_sequences += charge.num_sequences
 
+    def note_pair(self, placed: Placed) -> None:
+        """Note that a leg was given to two nodes, whose handoff will show whether they work."""
+        if placed.prefill_node is not None and placed.decode_node is not None:
+            prefill, decode = self._nodes[placed.prefill_node], self._nodes[placed.decode_node]
+            self.pairs.placed(placed.key, prefill.process, decode.process)
+
     def release(self, node_id: NodeId, key: Key) -> None:
         """Take a charge off. A lost node took its charges along: its successor starts at zero."""
         node = self._nodes.get(node_id)
@@ -287,6 +279,8 @@ class Registry:
         if node is not None and charge is not None:
             node.num_tokens -= charge.num_tokens
             node.num_sequences -= charge.num_sequences
+            if node.role == "decode":  # prefill is given back before decode has read the blocks
+                self.pairs.released(key)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -297,6 +291,35 @@ class Registry:
     def _changed(self) -> None:
         self._in_service.clear()
         self._largest_pool.clear()
+        self.version += 1
+
+    def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:
+        """Note the nodes of the other role that this one can never work with."""
+        node.obstacles.clear()
+        found: list[Change] = []
+        for other in sorted(self._nodes.values(), key=lambda node: node.node_id):
+            if other.info is None or other.role == node.role:
+                continue
+            prefill, decode = (info, other.info) if node.role == "prefill" else (other.info, info)
+            other.obstacles.pop(node.node_id, None)
+            if reason := pair_problem(prefill, decode):
+                node.obstacles[other.node_id] = other.obstacles[node.node_id] = reason
+                found.append(Unpaired(node.node_id, other.node_id, reason))
+        return found
+
+    def _lack_of(self, now_s: float, node: Node) -> str:
+        """Return why a ready node has no partner although there are nodes of the other role."""
+        others = self.in_service("decode" if node.role == "prefill" else "prefill")
+        if node.state != "ready" or not others:
+            return ""
+        for other in others:
+            prefill, decode = (node, other) if node.role == "prefill" else (other, node)
+            reason = prefill.obstacles.get(decode.node_id) or self.pairs.reason(
+                now_s, prefill.process, decode.process
+            )
+            if not reason:
+                return ""
+        return f"no {others[0].role} node can work with it: {reason}"
 
     def _evict(self, peer: NodeId) -> list[Change]:
         """Turn a node of the provisional model away. It waits like any node that does not fit."""
@@ -335,11 +358,11 @@ def _is_stuck(beat: Beat) -> bool:
     return has_work and beat.step_age_s > max(STUCK_S, STUCK_FACTOR * beat.predicted_s)
 
 
-def _health(now_s: float, node: Node) -> NodeHealth:
+def _health(now_s: float, node: Node, lack: str) -> NodeHealth:
     return NodeHealth(
         node.node_id,
         node.role,
-        node.state,
+        "degraded" if lack else node.state,
         node.phase,
         node.done,
         node.total,
@@ -350,6 +373,7 @@ def _health(now_s: float, node: Node) -> NodeHealth:
         node.num_tokens,
         node.info is not None and node.info.batch_invariant,
         node.info.compute if node.info is not None else "",
+        lack,
     )
 
 

@@ -1,26 +1,27 @@
 """One request as its caller sees it: deltas of every choice, then exactly one end.
 
-`core` pushes tokens in, on the event loop where `AsyncLLM`, `LLM` and the HTTP handlers wait. Each
-delta goes straight to the caller's sink, so a token costs no task switch.
+`core` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait. Each delta
+goes straight to the caller's sink, so a token costs no task switch.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from baton.protocol.errors import BatonError
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, RequestOutput
 from baton.router.text.detokenizer import Detokenizer
 
 Sink = Callable[[CompletionOutput], None]
 
 
 class RequestStream:
-    """The caller's end of one request: call `send_to` once, then wait with `changed` or `ended`.
+    """The caller's end of one request: read `outputs`, or give a sink and wait for the end.
 
-    Both raise the `BatonError` with which the request failed, once all deltas were handed out.
+    With a sink, call `send_to` once, then wait with `changed` or `ended`. All of them raise the
+    `BatonError` with which the request failed, once all deltas were handed out.
     """
 
     def __init__(
@@ -42,7 +43,6 @@ class RequestStream:
         self._detokenizers = detokenizers
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
-        self._on_end: Callable[[], None] | None = None
         self._early: list[CompletionOutput] = []
         self._sink: Sink = self._early.append
         self._has_changed = False
@@ -51,6 +51,21 @@ class RequestStream:
         self._end: asyncio.Future[None] | None = None
 
     # --- the caller's side ------------------------------------------------------------------
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs in the form of the request's `output_kind`. Leaving early gives it up."""
+        kind = self.params.output_kind
+        merged = Merged(0 if kind == "delta" else self.params.n)
+        self.send_to(merged.add)
+        try:
+            if kind == "final":
+                await self.ended()
+                yield self.output(merged.outputs())
+                return
+            while await self.changed():
+                yield self.output(merged.take() if kind == "delta" else merged.outputs())
+        finally:
+            self.close()
 
     def send_to(self, sink: Sink) -> None:
         """Hand every delta to `sink` at once when it comes, starting with those that already came.
@@ -108,10 +123,6 @@ class RequestStream:
         """Call `callback` when the caller gives up."""
         self._on_close = callback
 
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, at the end of the request, however it ends."""
-        self._on_end = callback
-
     def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
         """Pass new tokens on; True when a stop string ends the choice before the engine does."""
         if self.finished:
@@ -136,8 +147,6 @@ class RequestStream:
         self.finished = True
         self._error = error
         self.metrics.e2e_s = time.monotonic() - self._arrival_s
-        if self._on_end is not None:
-            self._on_end()
         _wake(self._change)
         _wake(self._end)
 

@@ -17,11 +17,31 @@ from baton.protocol.errors import ConfigError
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+def about(
+    description: str,
+    unit: str = "",
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    repeated: bool = False,
+) -> Meta:
+    """Return what the annotation of a setting says: its help, its unit and its bounds.
+
+    `repeated` is for a list whose flag is given once per entry.
+    """
+    extra: dict[str, object] = {"unit": unit} if unit else {}
+    if repeated:
+        extra["repeated"] = True
+    if gt is not None:
+        return Meta(description=description, gt=gt, le=le, extra=extra)
+    return Meta(description=description, ge=ge, le=le, extra=extra)
+
+
 class Field(msgspec.Struct, frozen=True):
     """One setting. `name` is dotted, `section` empty at the top level.
 
-    The `extra` of its Meta may hold a `unit`, and `repeated` for a list whose flag is given once
-    per entry.
+    The `extra` of its Meta may hold a `unit` and `repeated`, as `about` writes them.
     """
 
     section: str

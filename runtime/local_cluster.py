@@ -18,6 +18,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.process import Command, Exit, Relay, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
 
@@ -55,10 +56,6 @@ class LocalCluster:
         """Restart the nodes that are due; return the exits since the last call. Never blocks."""
         return self._supervisor.poll() if self._supervisor is not None else ()
 
-    def pid_of(self, name: str) -> int | None:
-        """Return the process id of `prefill-0`, `decode-1`, ...; None while the node is down."""
-        return self._supervisor.pid_of(name) if self._supervisor is not None else None
-
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
         """End every node, by force after `grace_s`. Idempotent."""
         if self._supervisor is not None:
@@ -91,7 +88,12 @@ class LocalCluster:
             bind=f"ipc://{folder}/peers-{name}",
         )
         settings = folder / f"{name}.yaml"
-        settings.write_text(to_yaml(msgspec.structs.replace(self._config, node=node)))
+        # The nodes share this host's CPUs: each would otherwise take them all.
+        threads = threads_per_rank(self._config.engine, self._config.prefill + self._config.decode)
+        engine = msgspec.structs.replace(self._config.engine, threads=threads)
+        settings.write_text(
+            to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine))
+        )
         return Command(name, (role, "--config", str(settings)))
 
 

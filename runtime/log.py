@@ -8,7 +8,7 @@ fields by name. Prompts are never logged unless `log.prompts` asks for it, and t
 import json
 import logging
 import sys
-import time
+from datetime import datetime
 from typing import TextIO
 
 from baton.protocol.config import LogConfig
@@ -66,18 +66,15 @@ def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01.250 INFO    router: node lost node=d0 reason="three beats missed"`."""
+    """`2026-01-31T12:00:01.250+01:00 INFO    router: node lost node=d0 reason="no beats"`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        parts = [
-            f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} {self._process}: "
-            + _one_line(record.getMessage())
-        ]
+        stamp = datetime.fromtimestamp(record.created).astimezone().isoformat("T", "milliseconds")
+        parts = [f"{stamp} {record.levelname:<7} {self._process}: {_one_line(record.getMessage())}"]
         parts += [f"{key}={_value(value)}" for key, value in _fields(record).items()]
         line = " ".join(parts)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -11,7 +11,10 @@ PORT_FD_VARIABLE = "BATON_PORT_FD"
 
 
 class PortPipe:
-    """The parent's end. Pass `env` and `pass_fds` to the child's `Command`, then call `started`."""
+    """The parent's end. Pass `env` and `pass_fds` to the child's `Command`.
+
+    The pipe stays open, so that the same command can start another child when the first has died.
+    """
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
@@ -26,25 +29,17 @@ class PortPipe:
     def pass_fds(self) -> tuple[int, ...]:
         return (self._write_end,)
 
-    def started(self) -> None:
-        """Close the child's end here, once the child has its copy."""
-        if self._write_end >= 0:
-            os.close(self._write_end)
-            self._write_end = -1
-
     def poll(self) -> int:
-        """Return the child's port, or 0 until the child has told it. Never blocks."""
-        if not self._said.endswith(b"\n") and self._read_end >= 0:
+        """Return the first child's port, or 0 until the child has told it. Never blocks."""
+        if not self._said.endswith(b"\n"):
             with contextlib.suppress(BlockingIOError):
                 self._said += os.read(self._read_end, 16)
         return int(self._said) if self._said.endswith(b"\n") else 0
 
     def close(self) -> None:
-        """Idempotent."""
-        self.started()
-        if self._read_end >= 0:
-            os.close(self._read_end)
-            self._read_end = -1
+        """Close both ends."""
+        os.close(self._write_end)
+        os.close(self._read_end)
 
 
 def tell_parent(port: int) -> None:

@@ -81,9 +81,9 @@ class Child:
         self.exit_code: int | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         read_end, self._death_pipe = os.pipe()
-        env = {**os.environ, **dict(command.env), DEATH_FD_VARIABLE: str(read_end)}
-        env["PYTHONUNBUFFERED"] = "1"
-        env.pop(DEATH_SIGNAL_VARIABLE, None)
+        # The child gets its settings from its arguments, which this process made of the variables.
+        env = {key: text for key, text in os.environ.items() if not key.startswith("BATON_")}
+        env |= {**dict(command.env), DEATH_FD_VARIABLE: str(read_end), "PYTHONUNBUFFERED": "1"}
         # The signal comes when the spawning *thread* ends, so only the main one may ask for it.
         if threading.current_thread() is threading.main_thread():
             env[DEATH_SIGNAL_VARIABLE] = "1"

@@ -1,4 +1,4 @@
-"""Settings of a command: defaults, then a YAML file, then flags, then `--set a.b=c`.
+"""Settings of a command: defaults, a YAML file, the environment, flags, then `--set a.b=c`.
 
 The command line and docs/config.md are generated from `protocol.config`; of single settings, this
 file holds only the short flags of the common ones. `command_line` and the launcher use it. Every
@@ -6,6 +6,7 @@ mistake is a `ConfigError` that names the setting and says what to do.
 """
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,27 +18,35 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of, with_values
 from baton.runtime.flag_parser import FlagParser, did_you_mean
 
-# Settings that have a short flag besides `--section-field`.
+# Settings that have a short flag besides `--section-field`, or the name that vLLM gives the flag.
 SHORT_FLAGS = {
     "host": "router.host",
     "port": "router.port",
     "control": "router.control",
     "local-prefill": "router.local_prefill",
     "model": "model.path",
+    "served-model-name": "model.name",
     "dtype": "model.dtype",
     "max-len": "model.max_len",
+    "max-model-len": "model.max_len",
     "memory-mib": "cache.memory_mib",
     "block-size": "cache.block_size",
     "device": "engine.device",
     "tensor-parallel": "engine.tensor_parallel",
+    "tensor-parallel-size": "engine.tensor_parallel",
     "threads": "engine.threads",
     "chunk-tokens": "engine.chunk_tokens",
+    "max-num-batched-tokens": "engine.chunk_tokens",
+    "max-num-seqs": "engine.max_num_seqs",
     "id": "node.id",
     "routers": "node.routers",
     "bind": "node.bind",
     "transport": "transfer.transport",
     "keys": "keys.file",
 }
+
+
+VARIABLE_PREFIX = "BATON_"
 
 
 class Subcommand(msgspec.Struct, frozen=True):
@@ -51,11 +60,20 @@ class Subcommand(msgspec.Struct, frozen=True):
     sections: tuple[str, ...]
 
 
-def load(command: "Subcommand", arguments: Sequence[str]) -> ClusterConfig:
+def load(
+    command: "Subcommand", arguments: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> ClusterConfig:
     """Return the settings that `arguments` ask for; `--help` prints and exits."""
     parsed = parser(command).parse_args(arguments)
     known = {field.name: field for field in fields_of(ClusterConfig)}
     values = {} if parsed.config is None else _of_file(Path(parsed.config))
+    values |= {
+        name: field.from_text(environment[variable_of(field)], variable_of(field))
+        for name, field in known.items()
+        if variable_of(field) in environment
+    }
+    if parsed.folder is not None:
+        values["model.path"] = parsed.folder
     for name, text in vars(parsed).items():
         if name in known and text is not None:
             values[name] = known[name].from_text(text)
@@ -90,9 +108,10 @@ def parser(command: Subcommand) -> argparse.ArgumentParser:
     """Return the parser of `baton command`, with a flag per setting of its sections."""
     built = FlagParser(
         prog=f"baton {command.name}",
-        usage=f"baton {command.name} [--config FILE] [flags] [--set A.B=C ...]",
+        usage=f"baton {command.name} [MODEL] [--config FILE] [flags] [--set A.B=C ...]",
         description=command.description,
     )
+    built.add_argument("folder", metavar="MODEL", nargs="?", help="the same as --model MODEL")
     built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
     built.add_argument(
         "--set",
@@ -109,7 +128,13 @@ def parser(command: Subcommand) -> argparse.ArgumentParser:
 def flags_of(field: Field) -> tuple[str, ...]:
     """Return the flags of a setting, the short one first."""
     short = [f"--{flag}" for flag, name in SHORT_FLAGS.items() if name == field.name]
-    return (*short, "--" + field.name.replace(".", "-").replace("_", "-"))
+    own = "--" + field.name.replace(".", "-").replace("_", "-")
+    return (*(flag for flag in short if flag != own), own)
+
+
+def variable_of(field: Field) -> str:
+    """Return the environment variable of a setting, such as BATON_ROUTER_PORT."""
+    return VARIABLE_PREFIX + field.name.replace(".", "_").upper()
 
 
 def _of_file(path: Path) -> dict[str, object]:

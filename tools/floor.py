@@ -1,7 +1,8 @@
 """Time the linear layers of a model alone: the floor under any engine's step on this machine.
 
 It times plain torch matrix products with the model's shapes and nothing else: no attention, norms
-or sampling. Print it beside serving figures: absolute times of shared machines mean little.
+or sampling. Print it beside serving figures: absolute times of shared machines mean little. With
+`--steps` it also runs baton's own steps beside their floors, which takes some minutes.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import msgspec
 import torch
 
 from baton.engine.model_config import DecoderConfig, read_decoder_config
+from tools.steps import Case, StepRow, measure_steps
 
 REPEATS = 9
 
@@ -77,7 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 512], help="tokens at once")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the figures of the linear layers")
+    parser.add_argument(
+        "--steps", action="store_true", help="time prompts and decode steps of baton as well"
+    )
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[512, 2048, 8192], help="tokens, with --steps"
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="*", default=[1, 8, 32, 64], help="sequences, with --steps"
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", default=[128, 1024, 4096], help="tokens, with --steps"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions, with --steps")
     given = parser.parse_args(arguments)
     config = read_decoder_config(given.model)
     floors = [measure(config, rows, given.threads) for rows in given.rows]
@@ -88,7 +103,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if given.json:
         given.json.write_bytes(msgspec.json.encode(floors))
+    if given.steps:
+        cases = [Case(0, length) for length in given.prompts]
+        cases += [Case(batch, context) for batch in given.batches for context in given.contexts]
+        print("| step | ms | floor ms | multiple | linears | attention | sampling | rest |")
+        print("|---|---|---|---|---|---|---|---|")
+        for row in measure_steps(given.model, given.threads, cases, given.rounds):
+            print(table_line(row), flush=True)
     return 0
+
+
+def table_line(row: StepRow) -> str:
+    parts = list(row.parts_ms.values())
+    shown = (row.step_ms, row.floor_ms, row.multiple, *parts, row.step_ms - sum(parts))
+    return f"| {row.case.name} | " + " | ".join(f"{value:.2f}" for value in shown) + " |"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
-from baton.router.async_llm import AsyncLLM
 from baton.router.http.app import App, Server
+from baton.router.text_router import TextRouter
 from baton.runtime.log import setup
 from tools.router_load import DONE, STARTED, Traffic
 
@@ -79,11 +79,11 @@ async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list
     with tempfile.TemporaryDirectory() as folder:
         config = ClusterConfig(
             model=ModelConfig(path=model),
-            router=RouterConfig(control=f"ipc://{folder}/control", local_prefill="never"),
+            router=RouterConfig(control=f"ipc://{folder}/control", local_prefill="never", port=0),
         )
-        llm = AsyncLLM.from_config(config, start_nodes=False)
-        server = Server(App(llm, config), "127.0.0.1", 0)
-        await llm.start()
+        router = TextRouter.from_config(config)
+        server = Server(App(router, config), config.router)
+        router.start(config.control)
         url = await server.start()
         command = ["-m", "tools.router_load", url, config.control]
         player = await asyncio.create_subprocess_exec(
@@ -98,7 +98,7 @@ async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list
             player.kill()
             await player.wait()
             await server.stop()
-            await llm.shutdown()
+            router.close()
 
 
 async def _measure(loop: TimedLoop, player: asyncio.subprocess.Process, load: Traffic) -> Cost:

@@ -72,10 +72,6 @@ class Problem(NamedTuple):
     detail: str
 
 
-class OversizedEvent(ValueError):
-    """An event is longer than any answer of this API."""
-
-
 class EventParser:
     """The parser of server-sent events from bytes that arrive in any pieces.
 
@@ -93,10 +89,10 @@ class EventParser:
         return bool(self._rest.strip(b"\r\n"))
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that became complete; raises `OversizedEvent`."""
+        """Return the data of the events that became complete; `ValueError` for an endless one."""
         *blocks, self._rest = _BLANK_LINE.split(self._rest + data)
         if len(self._rest) > MAX_EVENT_BYTES:
-            raise OversizedEvent(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         if blocks and not self._has_begun:
             self._has_begun = True
             blocks[0] = blocks[0].removeprefix(_BYTE_ORDER_MARK)
@@ -149,7 +145,7 @@ class AnswerReader:
         """Take in bytes; return whether the answer ended, well or not. Later bytes are not read."""
         try:
             events = self._events.feed(data)
-        except OversizedEvent as error:
+        except ValueError as error:
             self.problem = Problem(Outcome.MALFORMED, str(error))
             return True
         for event in events:
@@ -234,8 +230,8 @@ class AnswerReader:
 
     def _count(self, num_forced: int) -> tuple[list[int], Problem | None, str]:
         """Return each piece's tokens, a contradiction of the server, and a note on counting."""
-        pieces, usage = self._pieces, self._usage
-        reported = None if usage is None else usage.completion_tokens
+        pieces = self._pieces
+        reported = None if self._usage is None else self._usage.completion_tokens
         if self._has_ids_in_time:
             counts = [piece.num_ids or 0 for piece in pieces]
             return counts, _differs(reported, sum(counts), "token ids arrived"), ""
@@ -247,20 +243,13 @@ class AnswerReader:
             return counts, _differs(reported, sum(counts), "tokens were counted on the way"), ""
         if reported is None and self.token_ids is not None:
             reported = len(self.token_ids)
-        return self._count_texts(reported, num_forced)
-
-    def _count_texts(
-        self, reported: int | None, num_forced: int
-    ) -> tuple[list[int], Problem | None, str]:
-        pieces = self._pieces
         with_text = [int(piece.has_text) for piece in pieces]
         num_texts = sum(with_text)
-        if reported is None or reported == num_texts:
-            return with_text, None, ""
-        for counts in _with_silent_tokens(pieces, self._is_chat):
-            if sum(counts) == reported:
+        ways = [with_text, *_with_silent_tokens(pieces, self._is_chat)]
+        for counts in ways:
+            if reported is None or sum(counts) == reported:
                 return counts, None, ""
-        if reported < num_texts or num_texts in (0, num_forced):
+        if reported is None or reported < num_texts or num_texts in (0, num_forced):
             return with_text, _differs(reported, num_texts, "chunks carried text"), ""
         note = f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"
         return _spread(with_text, reported), None, note

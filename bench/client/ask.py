@@ -8,15 +8,13 @@ with a pool. `ask` never raises for the behaviour of a server: that is an `Outco
 import asyncio
 import re
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from baton.bench.client.answer_reader import Problem
-from baton.bench.client.connection import Connection, reason_of, tls_of
-from baton.bench.client.exchange import Exchange
-from baton.bench.client.target import Target, body_of, place_of
+from baton.bench.client.exchange import Connection, Exchange, reason_of
+from baton.bench.client.target import Target, body_of, place_of, tls_of
 from baton.bench.figures.stages import read_timeline, stages_of
-from baton.bench.records import Outcome, Planned, Record
+from baton.bench.records import Outcome, Planned, Record, begun
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 
@@ -48,12 +46,7 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self.stop()
         for connection in self._connections:
             connection.close()
@@ -188,17 +181,8 @@ async def ask(
     request = session.request("POST", session.base_path + target.path, body_of(target, planned))
     intended_s = monotonic() if due_s is None else due_s
     sent_s, found = await _connected(session, target.timeout_s, intended_s, due_s is None)
-    record = Record(
-        index=planned.index,
-        intended_s=intended_s,
-        sent_s=sent_s,
-        end_s=0.0,
-        outcome=Outcome.UNREACHABLE,
-        forced_tokens=planned.output_tokens if target.ignore_eos else 0,
-        conversation=planned.conversation,
-        turn=planned.turn,
-        warm_up=planned.warm_up,
-    )
+    record = begun(planned, intended_s, sent_s)
+    record.forced_tokens = planned.output_tokens if target.ignore_eos else 0
     if isinstance(found, Problem):
         record.end_s = monotonic()
         record.outcome, record.detail = found

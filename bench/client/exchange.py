@@ -1,24 +1,84 @@
-"""A request under way: turn the bytes of the answer into events, a body or a `Problem`.
+"""A connection that stamps arriving bytes, and a request under way on it.
 
-`connection.py` feeds each read with its stamp; httptools parses HTTP, and every piece of the body
-goes to the answer's reader at once, under the stamp of the read that brought it. An exchange
-decompresses nothing and follows no redirect: an unreadable answer is a `Problem` in one line.
+The client sends one request at a time on each connection. The stamp is taken as soon as the event
+loop hands the bytes over, before anything is parsed; an HTTP library would pass the bytes to a task
+that runs later, after the reads of all other connections. httptools parses HTTP, and every piece of
+the body goes to the answer's reader under the stamp of the read that brought it. Nothing is sent
+twice, decompressed or redirected: an unreadable answer is a `Problem` in one line.
 """
 
 import asyncio
+import errno
+import os
 import re
+import ssl
 
 import httptools
 import msgspec
 
 from baton.bench.client.answer_reader import AnswerReader, Problem, message_of, one_line
 from baton.bench.records import Outcome
+from baton.runtime.clock import monotonic
 
 MAX_BODY_BYTES = 1 << 20  # the limit for an answer that is not a stream
 # More heads, chunk sizes and trailers than this without a byte of the body are not an answer.
 MAX_OTHER_BYTES = 64 << 10
+# With these errors, this machine had no resources left for a connection.
+NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
 _TLS_ALERT = b"\x15\x03"
+
+
+class Connection(asyncio.Protocol):
+    """One connection. Call `send` when it is idle."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.idle_since_s = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_open and self._exchange is None
+
+    def send(self, request: bytes, exchange: "Exchange") -> None:
+        assert self.is_idle
+        assert self._transport is not None
+        self._exchange, self._parser = exchange, httptools.HttpResponseParser(exchange)
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """Close the connection at once and drop the bytes that are on their way."""
+        self.is_open, self._exchange, self._parser = False, None, None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self.is_open = transport, True
+        self.idle_since_s = monotonic()
+
+    def data_received(self, data: bytes) -> None:
+        at_s = monotonic()
+        exchange, parser = self._exchange, self._parser
+        if exchange is None or parser is None:
+            self.close()  # the server sent bytes that no request asked for
+            return
+        exchange.feed(parser, data, at_s)
+        if exchange.is_complete and self._exchange is exchange:
+            self._exchange, self._parser, self.idle_since_s = None, None, at_s
+            if not exchange.keep_alive:
+                self.close()
+            if exchange.drained is not None:
+                exchange.drained.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        at_s = monotonic()
+        exchange, self.is_open, self._exchange, self._parser = self._exchange, False, None, None
+        if exchange is not None:
+            exchange.lost("the connection was " + ("reset" if error else "closed"), at_s)
 
 
 class Exchange:
@@ -168,3 +228,24 @@ class Exchange:
             return Problem(Outcome.NOT_STREAMED, one_line(f"the answer is one JSON body{what}"))
         sort = self.headers.get("content-type", "of no type")
         return Problem(Outcome.MALFORMED, one_line(f"the answer is {sort}: {text}"))
+
+
+def reason_of(error: BaseException) -> Problem:
+    """Return the reason for a failed connection, with advice if the certificate is the reason."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = error.verify_message or "certificate not trusted"
+        text = (
+            f"TLS: the server's certificate is refused ({why}): name its authority with "
+            "--ca-file FILE, or skip the check with --insecure"
+        )
+    elif isinstance(error, ssl.SSLError):
+        why = (error.reason or str(error)).replace("_", " ").lower()
+        is_plain = "wrong version" in why or "record layer" in why
+        text = f"TLS: {why}" + (": http:// instead of https://?" if is_plain else "")
+    elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        text = os.strerror(error.errno).lower()
+        if error.errno in NO_SOCKET:
+            return Problem(Outcome.NO_SOCKET, text)
+    else:
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Problem(Outcome.UNREACHABLE, one_line(text))

@@ -10,14 +10,12 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from multiprocessing.connection import Pipe, wait
-from types import TracebackType
-from typing import Self
+from typing import Self, assert_never
 
 import msgspec
 
 from baton.bench.client.ask import LEAD_S
-from baton.bench.client.connection import tls_of
-from baton.bench.client.target import Target, check, place_of
+from baton.bench.client.target import Target, check, place_of, tls_of
 from baton.bench.client.turns import units_of
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
@@ -88,20 +86,16 @@ ToWorker = Load | Go | Stop
 FromWorker = Ready | Progress | Finished
 
 encode = msgspec.msgpack.Encoder().encode
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _record = msgspec.msgpack.Decoder(Record)
-
-
-def decode_to_worker(data: bytes) -> ToWorker:
-    return _to_worker.decode(data)
 
 
 def run_load(
     load: Load,
     *,
-    on_progress: Callable[[Progress], None] | None = None,
-    on_start: Callable[[float], None] | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_start: Callable[[float], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> LoadResult:
     """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
@@ -110,25 +104,25 @@ def run_load(
     start of the schedule on the monotonic clock, shortly before. Raises `ConfigError` for a load
     that cannot run, and `BatonError` when a client process fails.
     """
-    show = on_progress or (lambda _: None)
-    with Workers(deal(load), show, stop or threading.Event()) as workers:
-        workers.wait_until(lambda: workers.num_ready == workers.num_processes)
+    with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
+        workers.wait_until(lambda: all(end.is_ready for end in workers.ends))
         start_s = monotonic() + START_DELAY_S + LEAD_S + _warm_up_s(load)
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not workers.stopping:
-            if on_start is not None:
-                on_start(start_s)
-            workers.tell(Go(start_s))
-        workers.wait_until(lambda: len(workers.clients) == workers.num_processes)
-        show(workers.progress)
-    records = [_since(start_s, _record.decode(data)) for data in workers.records]
+            on_start(start_s)
+            for end in workers.ends:
+                end.send(Go(start_s))
+        workers.wait_until(lambda: all(end.finished for end in workers.ends))
+        on_progress(workers.progress)
+        found = [end.finished for end in workers.ends if end.finished is not None]
+    records = [_since(start_s, _record.decode(data)) for one in found for data in one.records]
     records.sort(key=lambda record: record.index)
     may_be_fewer = workers.stopping or load.stop_after_s is not None
     if len(records) != len(load.requests) and not may_be_fewer:
         text = f"{len(load.requests)} requests were planned and {len(records)} records came back"
         raise BatonError(text)
     wall_s = max((record.end_s for record in records), default=0.0)
-    return LoadResult(records, workers.clients, max(wall_s, 0.0), started_at)
+    return LoadResult(records, [one.client for one in found], max(wall_s, 0.0), started_at)
 
 
 def deal(load: Load) -> list[Load]:
@@ -163,45 +157,31 @@ class Workers:
     def __init__(
         self, shares: list[Load], show: Callable[[Progress], None], stop: threading.Event
     ) -> None:
-        self.records: list[msgspec.Raw] = []
-        self.clients: list[ClientProcess] = []
-        self.num_processes = len(shares)
-        self.num_ready = 0
+        self.ends: list[_End] = []
         self.stopping = False
         self._shares, self._show, self._stop = shares, show, stop
-        self._ends: list[_End] = []
         self._shown_s = monotonic()
         self._deadline_s = 0.0
+        self._stack = contextlib.ExitStack()
 
     @property
     def progress(self) -> Progress:
-        counts = [msgspec.structs.astuple(end.progress) for end in self._ends]
+        counts = [msgspec.structs.astuple(end.progress) for end in self.ends]
         return Progress(*map(sum, zip(*counts, strict=True)))
 
     def __enter__(self) -> Self:
-        try:
+        with self._stack as stack:
             # Start all of them first, because each takes a moment.
-            for number in range(self.num_processes):
-                self._ends.append(_End(f"client-{number}"))
-            for end, share in zip(self._ends, self._shares, strict=True):
+            for number in range(len(self._shares)):
+                self.ends.append(_End(f"client-{number}"))
+                stack.callback(self.ends[-1].close)
+            for end, share in zip(self.ends, self._shares, strict=True):
                 end.send(share)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for end in self._ends:
-            end.close()
-
-    def tell(self, message: ToWorker) -> None:
-        for end in self._ends:
-            end.send(message)
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
         """Show the progress of the processes, and stop them once `stop` is set."""
@@ -210,7 +190,9 @@ class Workers:
             now_s = monotonic()
             if self._stop.is_set() and not self.stopping:
                 self.stopping, self._deadline_s = True, now_s + STOP_TIMEOUT_S
-                self._tell_to_stop()
+                for end in self.ends:
+                    with contextlib.suppress(OSError):  # `poll` finds out how a process ended
+                        end.pipe.send_bytes(encode(Stop()))
             if self.stopping and now_s > self._deadline_s:
                 raise BatonError("the client processes did not stop when told to")
             if now_s - self._shown_s >= SHOW_EVERY_S:
@@ -219,28 +201,11 @@ class Workers:
 
     def poll(self, timeout_s: float) -> None:
         """Take in the messages of `timeout_s`; raises `BatonError` if a process failed."""
-        listening = [end for end in self._ends if not end.is_finished]
+        listening = [end for end in self.ends if end.finished is None]
         heard = wait([end.pipe for end in listening], timeout_s)
         for end in listening:
             if end.pipe in heard:
-                self._on_message(end, end.receive())
-
-    def _on_message(self, end: "_End", message: FromWorker) -> None:
-        match message:
-            case Ready():
-                self.num_ready += 1
-            case Progress():
-                end.progress = message
-            case Finished():
-                self.clients.append(message.client)
-                self.records += message.records
-                end.is_finished = True
-
-    def _tell_to_stop(self) -> None:
-        """Tell the processes that still listen; `poll` finds out how the others ended."""
-        for end in self._ends:
-            with contextlib.suppress(OSError):
-                end.pipe.send_bytes(encode(Stop()))
+                end.receive()
 
 
 class _End:
@@ -248,18 +213,14 @@ class _End:
 
     def __init__(self, name: str) -> None:
         self.progress = Progress()
-        self.is_finished = False
+        self.is_ready = False
+        self.finished: Finished | None = None
         self.pipe, theirs = Pipe()
         descriptor = theirs.fileno()
         command = Command(name, (str(descriptor),), MODULE, pass_fds=(descriptor,))
-        try:
+        with theirs:
             # The child keeps its last lines for the error message.
             self._child = Child(command, relay=lambda *_: None)
-        except BaseException:
-            self.pipe.close()
-            raise
-        finally:
-            theirs.close()
 
     def send(self, message: ToWorker) -> None:
         try:
@@ -267,16 +228,25 @@ class _End:
         except OSError as error:
             raise self._gone(str(error)) from None
 
-    def receive(self) -> FromWorker:
-        """Return the next message, of which a part has arrived."""
+    def receive(self) -> None:
+        """Take in the next message, of which a part has arrived."""
         try:
-            return _from_worker.decode(self.pipe.recv_bytes())
+            message = _from_worker.decode(self.pipe.recv_bytes())
         except (EOFError, OSError):
             raise self._gone("it ended before the load did") from None
+        match message:
+            case Ready():
+                self.is_ready = True
+            case Progress():
+                self.progress = message
+            case Finished():
+                self.finished = message
+            case _:
+                assert_never(message)
 
     def close(self) -> None:
         self.pipe.close()
-        if self.is_finished:
+        if self.finished is not None:
             self._child.wait(monotonic() + EXIT_TIMEOUT_S)
         self._child.kill()
         self._child.wait(monotonic() + EXIT_TIMEOUT_S)

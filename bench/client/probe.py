@@ -1,8 +1,8 @@
-"""Find out what a server is and can return, before any load, with a few requests of two tokens.
+"""Find out what a server is, can return and says of itself, before any load, with a few requests.
 
-The experiments call `probe` once per target. It refuses a server that would spoil every request of
-a load, in one line that says what to do; `Probed.fit` removes from the requests the fields that the
-server does not know.
+The experiments call `probe` once per target, and `accepted` where no token ids were named. A server
+that would spoil every request of a load is refused in one line that says what to do; `Probed.fit`
+removes from the requests the fields that the server does not know.
 """
 
 import asyncio
@@ -10,10 +10,11 @@ import asyncio
 import msgspec
 
 from baton.bench.client.answer_reader import Problem, message_of, one_line
-from baton.bench.client.ask import Session
+from baton.bench.client.ask import Session, ask
 from baton.bench.client.exchange import Exchange
 from baton.bench.client.target import Target, body_of, check, place_of
-from baton.bench.records import Outcome, Planned
+from baton.bench.plan.workload import AUTO_VOCABULARY, Vocabulary
+from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
 
 TIMEOUT_S = 60.0  # the first answer of a server may wait for a compiler
@@ -22,6 +23,11 @@ MAX_NAMES = 8
 PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
 # Fields of `Target` that ask for an extension.
 EXTENSIONS = ("ignore_eos", "token_ids", "timeline", "continuous_usage")
+LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
+HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
+# vLLM (with its development endpoints), SGLang, and servers that follow them.
+PAGE_TIMEOUT_S = 5.0
+PAGES = ("/version", "/server_info", "/get_server_info", "/metrics")
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -116,6 +122,49 @@ async def _try(session: Session, target: Target) -> Exchange:
     planned = Planned(index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time")
     path = session.base_path + target.path
     return await _send(session, target, "POST", path, body_of(target, planned))
+
+
+def accepted(target: Target) -> Vocabulary:
+    """Return the widest range of token ids whose highest id the server accepts in prompts.
+
+    Ids are tried from above, one prompt of one token each; a server answers 4xx to ids it lacks.
+    """
+    plain = msgspec.structs.replace(target, timeline=False, token_ids=False)
+
+    async def ask_for(token_id: int) -> Record:
+        planned = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=(token_id,))
+        async with Session(plain) as session:
+            return await ask(session, plain, planned)
+
+    for highest in HIGHEST_IDS:
+        record = asyncio.run(ask_for(highest))
+        if record.outcome is not Outcome.CLIENT_ERROR:
+            return LOWEST_ID, highest
+    raise ConfigError(
+        f"{target.url} takes no prompt of token ids ({record.detail}): name ids of the model with "
+        "--vocabulary LOW-HIGH, or choose --workload text or chat"
+    )
+
+
+def pages_of(target: Target) -> dict[str, str]:
+    """Return what the server has of `PAGES`: the words of a server about itself, by path.
+
+    Redirections are not followed: the key is for this server alone, and so are the answers.
+    """
+
+    quick = msgspec.structs.replace(target, timeout_s=min(target.timeout_s, PAGE_TIMEOUT_S))
+
+    async def read() -> dict[str, str]:
+        async with Session(quick) as session:
+            root = session.base_path.removesuffix("/v1")
+            found = {page: await _send(session, quick, "GET", root + page) for page in PAGES}
+        return {
+            page: one.body.decode(errors="replace")
+            for page, one in found.items()
+            if one.status == 200
+        }
+
+    return asyncio.run(read())
 
 
 async def _send(

@@ -6,15 +6,16 @@ bytes. A target holds the server's key, so it leaves this process only redacted,
 """
 
 import os
+import ssl
 from collections.abc import Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Meta
 
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
+from baton.runtime.fields import about
 
 Api = Literal["completions", "chat"]
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
@@ -32,44 +33,34 @@ class Target(msgspec.Struct, frozen=True):
     sets the last two fields; the user has no flags for them.
     """
 
-    url: Annotated[str, Meta(description="address of the server, without /v1")] = (
-        "http://127.0.0.1:8000"
-    )
+    url: Annotated[str, about("address of the server, without /v1")] = "http://127.0.0.1:8000"
     model: Annotated[
-        str, Meta(description="name of the model in the API; not needed if the server has only one")
+        str, about("name of the model in the API; not needed if the server has only one")
     ] = ""
     api: Annotated[
         Literal["auto", "completions", "chat"],
-        Meta(description="endpoint to ask; auto takes chat for messages, else completions"),
+        about("endpoint to ask; auto takes chat for messages, else completions"),
     ] = "auto"
     api_key: Annotated[
-        str,
-        Meta(description=f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported"),
+        str, about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported")
     ] = ""
     ca_file: Annotated[
-        str, Meta(description="PEM file of the authority that signed the server's certificate")
+        str, about("PEM file of the authority that signed the server's certificate")
     ] = ""
     insecure: Annotated[
-        bool, Meta(description="trust any certificate of an https server, as curl --insecure does")
+        bool, about("trust any certificate of an https server, as curl --insecure does")
     ] = False
     timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0, description="time after which an answer counts as timed_out", extra={"unit": "s"}
-        ),
+        float, about("time after which an answer counts as timed_out", "s", gt=0)
     ] = 300.0
-    extra_body: Annotated[
-        str, Meta(description="JSON object that is merged into every request")
-    ] = ""
-    ignore_eos: Annotated[
-        bool, Meta(description="ask the server to go on up to the full output length")
-    ] = True
+    extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
+    ignore_eos: Annotated[bool, about("ask the server to go on up to the full output length")] = (
+        True
+    )
     timeline: Annotated[
-        bool, Meta(description="ask for the stages of a request, if the server tells them")
+        bool, about("ask for the stages of a request, if the server tells them")
     ] = True
-    token_ids: Annotated[
-        bool, Meta(description="ask for token ids, if the server returns them")
-    ] = True
+    token_ids: Annotated[bool, about("ask for token ids, if the server returns them")] = True
     usage: bool = True
     continuous_usage: bool = False
 
@@ -105,6 +96,20 @@ def settled(target: Target, requests: Sequence[Planned]) -> Target:
     target.extra  # noqa: B018  it raises if the text is not a JSON object
     api_key = target.api_key or os.environ.get(API_KEY_VARIABLE, "")
     return msgspec.structs.replace(target, api=api, api_key=api_key)
+
+
+def tls_of(target: Target) -> ssl.SSLContext:
+    """Return the TLS settings; raises `ConfigError` for an unusable `ca_file`."""
+    try:
+        context = ssl.create_default_context(cafile=target.ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        text = f"cannot read certificates from {target.ca_file!r}: {error.strerror or error}"
+        raise ConfigError(text) from None
+    context.set_alpn_protocols(["http/1.1"])
+    if target.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 class Place(msgspec.Struct, frozen=True):

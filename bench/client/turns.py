@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.records import Message, Outcome, Planned, Record
+from baton.bench.records import Message, Outcome, Planned, Record, begun
 
 NOT_SENT = "not sent: "
 
@@ -40,22 +40,14 @@ def next_turn(planned: Planned, before: Planned, answer: Record) -> Planned:
 
 def lost_turn(planned: Planned, answer: Record, due_s: float) -> Record | None:
     """Return the record of a turn that cannot be sent, or None if it can."""
+    lost = begun(planned, due_s, due_s)
     if answer.outcome is not Outcome.ANSWERED:
-        outcome, why = answer.outcome, answer.detail
-        if not why.startswith(NOT_SENT):
-            why = f"{NOT_SENT}turn {answer.turn} of the conversation failed"
+        lost.outcome, lost.detail = answer.outcome, answer.detail
+        if not answer.detail.startswith(NOT_SENT):
+            lost.detail = f"{NOT_SENT}turn {answer.turn} of the conversation failed"
     elif planned.prompt_ids and not answer.token_ids:
-        outcome, why = Outcome.MALFORMED, f"{NOT_SENT}turn {answer.turn} returned no token ids"
+        lost.outcome = Outcome.MALFORMED
+        lost.detail = f"{NOT_SENT}turn {answer.turn} returned no token ids"
     else:
         return None
-    return Record(
-        index=planned.index,
-        intended_s=due_s,
-        sent_s=due_s,
-        end_s=due_s,
-        outcome=outcome,
-        detail=why,
-        conversation=planned.conversation,
-        turn=planned.turn,
-        warm_up=planned.warm_up,
-    )
+    return lost

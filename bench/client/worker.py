@@ -29,8 +29,8 @@ from baton.bench.client.load import (
     Load,
     Progress,
     Ready,
-    decode_to_worker,
     encode,
+    to_worker,
 )
 from baton.bench.client.turns import Unit, lost_turn, next_turn, units_of
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
@@ -44,9 +44,8 @@ CPU_EVERY_S = 0.5
 CPU_SPAN_S = 5.0
 # epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
 COARSE_S = 0.003
-# The pauses of a client of a closed loop after the server turned it away.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-LONGEST_RETRY_AFTER_S = 10.0
+# The pause of a client of a closed loop after the server turned it away.
+PAUSE_S, SHORTEST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.5, 0.1, 10.0
 # These outcomes count only without a token. A proxy may accept for an absent server, then close.
 TURNED_AWAY = (
     Outcome.UNREACHABLE,
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 async def _work(pipe: Connection) -> None:
-    share = decode_to_worker(pipe.recv_bytes())
+    share = to_worker.decode(pipe.recv_bytes())
     assert isinstance(share, Load)
     await Worker(pipe, share).run()
 
@@ -111,7 +110,7 @@ class Worker:
     def _hear(self) -> None:
         """Take in one message; the end of the load's process is also a stop."""
         with contextlib.suppress(EOFError, ConnectionError):
-            if isinstance(message := decode_to_worker(self._pipe.recv_bytes()), Go):
+            if isinstance(message := to_worker.decode(self._pipe.recv_bytes()), Go):
                 self._start.set_result(message.start_s)
                 return
         self._loop.remove_reader(self._pipe.fileno())
@@ -182,11 +181,10 @@ class Worker:
         over_s = math.inf if stop_after_s is None else start_s + stop_after_s
 
         async def client() -> None:
-            pauses = Pauses()
             while waiting and not session.stopped and monotonic() < over_s:
                 answer = await self._follow(waiting.popleft(), None)
                 if answer is not None and waiting:
-                    await session.until(min(monotonic() + pauses.after(answer), over_s))
+                    await session.until(min(monotonic() + pause_s(answer), over_s))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(self._share.concurrency or 0, len(waiting))):
@@ -229,21 +227,13 @@ class Worker:
                 return None
 
 
-class Pauses:
-    """The pauses of one client between an answer and its next request."""
-
-    def __init__(self) -> None:
-        self._next_s = FIRST_PAUSE_S
-
-    def after(self, answer: Record) -> float:
-        """Return 0 unless the client was turned away: then the server's wait, or a growing one."""
-        if answer.outcome not in TURNED_AWAY or answer.arrivals:
-            self._next_s = FIRST_PAUSE_S
-            return 0.0
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_PAUSE_S)
-        if (told_s := answer.retry_after_s) is None:
-            return pause_s
-        return min(max(told_s, FIRST_PAUSE_S), LONGEST_RETRY_AFTER_S)
+def pause_s(answer: Record) -> float:
+    """Return how long a client waits after this answer: 0 unless the server turned it away."""
+    if answer.outcome not in TURNED_AWAY or answer.arrivals:
+        return 0.0
+    if answer.retry_after_s is None:
+        return PAUSE_S
+    return min(max(answer.retry_after_s, SHORTEST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
 
 
 class Strain:

@@ -1,7 +1,7 @@
 """Faults of a run: how they are written, and the effect of each on the requests around it.
 
 `injector.py` carries faults out. `impacts` reads the records of the load afterwards: it is pure,
-and sees what a client sees, so it holds for any server. DEFINITIONS has every term in full.
+and sees only what a client sees, so it holds for any server. DEFINITIONS explains every term.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.figures.metrics import Bounds, counted, meets
+from baton.bench.figures.metrics import Bounds, Window, counted, meets
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
 
@@ -29,26 +29,24 @@ _FORM = re.compile(
 )
 DEFINITIONS = {
     "before": "for a later fault, the requests that arrived after the recovery from the fault "
-    "before it, or those before that one too if there was no recovery. A request that was in "
-    "flight at the next fault, and had noticed nothing by then, counts for no fault",
+    "before it, or those before that one too if there was no recovery. A request in flight at the "
+    "next fault that had noticed nothing by then counts for no fault",
     "wait": "time without tokens for a request in flight: from its intended arrival to its first "
-    "tokens, then between tokens; the two kinds are held to limits of their own",
+    "tokens, then between tokens; each kind has a limit of its own",
     "wait limit": "the larger of stall_factor times the median wait before the fault and the "
     "longest wait before it; a wait that the fault cut into counts up to the fault",
     "time_to_detect": "fault - first moment at which a request failed or a wait passed its limit",
     "time_to_resume": "fault - next tokens (or end) of the last request that was in flight at the "
     "fault and waited beyond the limit",
     "attainment_before": "share of the requests that ended before the fault which met all bounds",
+    "goodput_before": "such requests per second, from the first arrival or the recovery before",
     "bin": "bin_s seconds from the fault on; a request counts where it arrived, one in flight at "
     "the fault counts at the fault; an empty bin is as good as the one before it",
     "time_to_recover": "fault - start of the first bin, not before time_to_resume, from which on "
     "attainment stays at recovered_share of that before: in this bin, and over every "
     "num_steady_bins from it on",
-    "goodput_dip": "requests, from the fault until the recovery (or the end): in an open loop "
-    "those that arrived times attainment_before, less those of them that met all bounds; in a "
-    "closed loop the time times goodput_before, less those that ended in it and met all bounds",
-    "goodput_before": "requests that ended before the fault and met all bounds, per second from "
-    "the first arrival, or the recovery from the fault before, to the fault",
+    "goodput_dip": "good answers lost until the recovery (or the end): in an open loop arrivals "
+    "times attainment_before, in a closed loop the time times goodput_before, less the good ones",
 }
 
 
@@ -96,7 +94,6 @@ class Bin(msgspec.Struct, frozen=True):
     start_s: float  # from the start of the schedule
     num_requests: int
     num_good: int
-    num_failed: int
 
 
 class Impact(msgspec.Struct, frozen=True):
@@ -130,15 +127,17 @@ def parse_fault(text: str) -> FaultSpec:
         command = tuple(shlex.split(found["command"] or ""))
     except ValueError as error:
         raise ConfigError(f"fault {text!r}: {error}; write {FORMS}") from error
-    kind, pid = found["kind"], int(found["pid"])
+    kind, pid, why = found["kind"], int(found["pid"]), ""
     if pid <= 1 or pid == os.getpid():
-        raise ConfigError(f"fault {text!r}: {pid} is not the id of a server's process")
-    if kind == "kill" and (found["after"] or found["command"]):
-        raise ConfigError(f"fault {text!r}: a kill takes only a time; write {FORMS}")
-    if kind == "stop" and (after_s <= 0 or found["command"]):
-        raise ConfigError(f"fault {text!r}: say after how many seconds it continues: stop:PID@10+2")
-    if kind == "restart" and not command:
-        raise ConfigError(f"fault {text!r}: say what starts it again: restart:PID@10=COMMAND")
+        why = f"{pid} is not the id of a server's process"
+    elif kind == "kill" and (found["after"] or command):
+        why = f"a kill takes only a time; write {FORMS}"
+    elif kind == "stop" and (after_s <= 0 or command):
+        why = "say after how many seconds it continues: stop:PID@10+2"
+    elif kind == "restart" and not command:
+        why = "say what starts it again: restart:PID@10=COMMAND"
+    if why:
+        raise ConfigError(f"fault {text!r}: {why}")
     return FaultSpec(msgspec.convert(kind, FaultKind), pid, at_s, after_s, command)
 
 
@@ -158,18 +157,10 @@ def impacts(
             usual_to_s = at_s
         elif (recovered_s := found[-1].time_to_recover_s) is not None:
             usual_from_s, usual_to_s = found[-1].at_s + recovered_s, at_s
-        scope = _Scope(usual_from_s, usual_to_s, at_s, until_s)
-        found.append(_Around(records, scope, bounds, judgement or Judgement()).impact(fault))
+        usual = Window(usual_from_s, usual_to_s)
+        around = _Around(records, usual, Window(at_s, until_s), bounds, judgement or Judgement())
+        found.append(around.impact(fault))
     return found
-
-
-class _Scope(msgspec.Struct, frozen=True):
-    """The part of a load that a fault is judged by."""
-
-    usual_from_s: float  # the first arrival, or the recovery from the fault before
-    usual_to_s: float  # this fault, or the first of those before that were not recovered from
-    at_s: float
-    until_s: float  # the next fault
 
 
 @dataclass(slots=True)
@@ -180,45 +171,49 @@ class _Witness:
     is_good: bool
     has_failed: bool
     noticed_s: list[float]  # when each wait passed its limit, then when the request failed
-    resumed_s: float | None  # the end of the first such wait, if the request was answered
-    longest_wait_s: float  # of the waits that ended after the fault, up to the next fault
+    resumed_s: float | None = None  # the end of the first such wait, if the request was answered
+    longest_wait_s: float = 0.0  # of the waits that ended after the fault, up to the next fault
 
 
 class _Around:
-    """The requests before, at and after a fault, without those of the next one."""
+    """The requests before, at and after a fault, without those of the next one.
+
+    The fault lasts for `scope`, which ends with the next one. `usual` is what it is compared with:
+    the time since the recovery from the fault before, or before the first fault that was not
+    recovered from.
+    """
 
     def __init__(
-        self, records: Sequence[Record], scope: _Scope, bounds: Bounds, judgement: Judgement
-    ) -> None:
-        self._scope, self._judgement = scope, judgement
-        self._limits = _wait_limits(records, scope, judgement.stall_factor)
-        at_s, until_s = scope.at_s, scope.until_s
-        seen = [self._witness(one, bounds) for one in records if one.intended_s < until_s]
-        asked = [
+        self, records: Sequence[Record], usual: Window, scope: Window, bounds: Bounds,
+        judgement: Judgement,
+    ) -> None:  # fmt: skip
+        self._usual, self._judgement = usual, judgement
+        self._at_s, self._until_s = scope.start_s, scope.end_s
+        self._limits = _wait_limits(records, usual, judgement.stall_factor)
+        seen = [self._witness(one, bounds) for one in records if one.intended_s < self._until_s]
+        self._asked = [
             one
             for one in seen
-            if one.record.end_s < until_s or min(one.noticed_s, default=until_s) < until_s
+            if min([one.record.end_s, *one.noticed_s], default=self._until_s) < self._until_s
         ]
-        self._asked = asked
-        self._since = [one for one in asked if one.record.end_s >= at_s]
-        self._in_flight = [one for one in self._since if one.record.intended_s <= at_s]
-        from_s, to_s = scope.usual_from_s, scope.usual_to_s
-        ended = [one for one in asked if one.record.end_s < to_s]
-        self._before = [one for one in ended if one.record.intended_s >= from_s]
-        num_good = sum(one.is_good for one in ended if one.record.end_s >= from_s)
-        self._usual_goodput = num_good / (to_s - from_s) if from_s < to_s else 0.0
+        self._since = [one for one in self._asked if one.record.end_s >= self._at_s]
+        self._in_flight = [one for one in self._since if one.record.intended_s <= self._at_s]
+        ended = [one for one in self._asked if one.record.end_s < usual.end_s]
+        self._before = [one for one in ended if one.record.intended_s >= usual.start_s]
+        num_good = sum(one.is_good for one in ended if one.record.end_s >= usual.start_s)
+        self._usual_goodput = num_good / usual.duration_s if usual.duration_s > 0 else 0.0
 
     def impact(self, fault: Injected) -> Impact:
-        at_s, until_s, bin_s = self._scope.at_s, self._scope.until_s, self._judgement.bin_s
-        noticed = [when for one in self._since for when in one.noticed_s if when < until_s]
+        at_s = self._at_s
+        noticed = [when for one in self._since for when in one.noticed_s if when < self._until_s]
         interrupted = [one for one in self._in_flight if one.noticed_s]
         resumed = [one.resumed_s for one in self._in_flight if one.resumed_s is not None]
-        share = None
-        if self._before:
-            share = sum(one.is_good for one in self._before) / len(self._before)
+        share = (
+            sum(one.is_good for one in self._before) / len(self._before) if self._before else None
+        )
         bins = self._bins()
-        num_before = sum(entry.start_s < at_s for entry in bins)
-        recovered = self._recovered(bins, num_before, max(resumed, default=at_s), share)
+        after = [entry for entry in bins if entry.start_s >= at_s]
+        recovered = self._recovered(bins, after, max(resumed, default=at_s), share)
         notes = [fault.problem] if fault.problem else []
         if not interrupted:
             late = "no request in flight noticed the fault: later signs may have another cause"
@@ -229,29 +224,29 @@ class _Around:
             judgement=self._judgement,
             time_to_detect_s=min(noticed) - at_s if noticed else None,
             time_to_resume_s=max(resumed) - at_s if resumed else None,
-            time_to_recover_s=None if recovered is None else recovered * bin_s,
+            time_to_recover_s=None if recovered is None else recovered * self._judgement.bin_s,
             longest_wait_s=max((one.longest_wait_s for one in self._in_flight), default=0.0),
             attainment_before=share,
             goodput_before=self._usual_goodput,
-            goodput_dip=max(0.0, self._dip(bins[num_before:], recovered, share or 0.0)),
+            goodput_dip=max(0.0, self._dip(after, recovered, share or 0.0)),
             num_in_flight=len(self._in_flight),
             num_interrupted=len(interrupted),
             num_resumed=len(resumed),
             num_failed=sum(one.has_failed for one in self._since),
             bins=bins,
-            notes=notes + self._notes(share, len(bins) - num_before, recovered),
+            notes=notes + self._notes(share, len(after), recovered),
         )
 
     def _witness(self, record: Record, bounds: Bounds) -> _Witness:
         failed = record.outcome is not Outcome.ANSWERED
-        seen = _Witness(record, meets(record, bounds), failed, [], None, 0.0)
+        seen = _Witness(record, meets(record, bounds), failed, [])
         for begin_s, end_s, is_first in _waits(record):
             limit_s = self._limits[is_first]
-            if end_s >= self._scope.at_s:
-                waited_s = min(end_s, self._scope.until_s) - begin_s
+            if end_s >= self._at_s:
+                waited_s = min(end_s, self._until_s) - begin_s
                 seen.longest_wait_s = max(seen.longest_wait_s, waited_s)
             # A wait that was too long already when the fault came is an earlier fault's.
-            if self._scope.at_s - begin_s <= limit_s < end_s - begin_s:
+            if self._at_s - begin_s <= limit_s < end_s - begin_s:
                 if not seen.noticed_s and not failed:
                     seen.resumed_s = end_s
                 seen.noticed_s.append(begin_s + limit_s)
@@ -261,24 +256,21 @@ class _Around:
 
     def _bins(self) -> list[Bin]:
         """From the first arrival to the last; one of them begins at the fault."""
-        at_s, bin_s = self._scope.at_s, self._judgement.bin_s
-        inside: dict[int, list[_Witness]] = {}
+        at_s, bin_s = self._at_s, self._judgement.bin_s
+        inside: dict[int, list[bool]] = {}
         for one in self._asked:
-            is_in_flight = one.record.intended_s <= at_s <= one.record.end_s
-            counts_at_s = at_s if is_in_flight else one.record.intended_s
-            inside.setdefault(math.floor((counts_at_s - at_s) / bin_s), []).append(one)
+            begin_s = one.record.intended_s
+            counts_at_s = at_s if begin_s <= at_s <= one.record.end_s else begin_s
+            inside.setdefault(math.floor((counts_at_s - at_s) / bin_s), []).append(one.is_good)
+        numbers = range(min(inside, default=0), max(inside, default=-1) + 1)
+        met = [inside.get(number, []) for number in numbers]
         return [
-            Bin(
-                start_s=at_s + number * bin_s,
-                num_requests=len(found := inside.get(number, [])),
-                num_good=sum(one.is_good for one in found),
-                num_failed=sum(one.has_failed for one in found),
-            )
-            for number in range(min(inside, default=0), max(inside, default=-1) + 1)
+            Bin(at_s + number * bin_s, len(good), sum(good))
+            for number, good in zip(numbers, met, strict=True)
         ]
 
     def _recovered(
-        self, bins: Sequence[Bin], num_before: int, quiet_s: float, share: float | None
+        self, bins: Sequence[Bin], after: Sequence[Bin], quiet_s: float, share: float | None
     ) -> int | None:
         """Return the bin after the fault from which on attainment stays; None if it never does.
 
@@ -292,16 +284,13 @@ class _Around:
         )
         # An empty bin is as good as the one before it.
         levels = list(accumulate(bins, lambda level, one: _attainment([one], level), initial=share))
-        after, first = bins[num_before:], 0
+        levels = levels[len(levels) - len(after) :]
         windows = [after[number : number + num_steady] for number in range(len(after))]
-        for number, window in enumerate(windows):
-            # The last windows are cut by the end, so few requests would judge the bins before them.
-            if len(window) == num_steady and _attainment(window, 1.0) < at_least:
-                first = number + 1
-        for number in range(first, len(after)):
-            is_good = (
-                min(levels[num_before + number + 1], _attainment(windows[number], 1.0)) >= at_least
-            )
+        steady = [_attainment(window, 1.0) >= at_least for window in windows]
+        # The last windows are cut by the end, so few requests would judge the bins before them.
+        relapses = [number for number in range(len(after) - num_steady + 1) if not steady[number]]
+        for number in range(max(relapses, default=-1) + 1, len(after)):
+            is_good = levels[number] >= at_least and steady[number]
             if is_good and after[number].start_s >= quiet_s:
                 return number
         return None
@@ -310,35 +299,30 @@ class _Around:
         """Good answers that did not come up to the recovery or the end; below 0 if more came."""
         if not self._judgement.closed_loop:
             return sum(share * one.num_requests - one.num_good for one in after[:recovered])
-        over_s = min(
-            self._scope.until_s, max((one.record.end_s for one in self._since), default=0.0)
-        )
+        last_s = max((one.record.end_s for one in self._since), default=0.0)
+        over_s = min(self._until_s, last_s)
         if recovered is not None:
-            over_s = self._scope.at_s + recovered * self._judgement.bin_s
+            over_s = self._at_s + recovered * self._judgement.bin_s
         num_good = sum(one.is_good for one in self._since if one.record.end_s <= over_s)
-        return self._usual_goodput * (over_s - self._scope.at_s) - num_good
+        return self._usual_goodput * (over_s - self._at_s) - num_good
 
     def _notes(self, share: float | None, num_after: int, recovered: int | None) -> list[str]:
-        notes = []
-        is_last = math.isinf(self._scope.until_s)
+        is_last = math.isinf(self._until_s)
         what = "load go on for longer" if is_last else "next fault come later"
-        if self._scope.usual_to_s < self._scope.at_s:
-            notes.append(
-                "the fault before was not recovered from: compared with what was before that"
-            )
-        if share is None:
-            notes.append("no request had ended before the fault: let it come later")
-        elif share == 0:
-            notes.append("no request met its bounds before the fault: there is nothing to recover")
-        elif recovered is None:
-            notes.append(f"not recovered within {num_after} bins: let the {what}")
-        elif num_after - recovered < 2:
-            notes.append(f"it recovered only at the end: let the {what}")
-        if 0 < len(self._before) < FEW:
-            notes.append(f"only {len(self._before)} requests had ended before the fault")
-        if num_failed := sum(one.has_failed for one in self._before):
-            notes.append(f"{num_failed} requests had failed before the fault")
-        return notes
+        num_before, num_failed = len(self._before), sum(one.has_failed for one in self._before)
+        is_lasting = bool(share) and recovered is None
+        found = {
+            "the fault before was not recovered from: compared with what was before that":
+                self._usual.end_s < self._at_s,
+            "no request had ended before the fault: let it come later": share is None,
+            "no request met its bounds before the fault: there is nothing to recover": share == 0,
+            f"not recovered within {num_after} bins: let the {what}": is_lasting,
+            f"it recovered only at the end: let the {what}":
+                recovered is not None and num_after - recovered < 2,
+            f"only {num_before} requests had ended before the fault": 0 < num_before < FEW,
+            f"{num_failed} requests had failed before the fault": num_failed > 0,
+        }  # fmt: skip
+        return [note for note, holds in found.items() if holds]
 
 
 def _waits(record: Record) -> Iterator[tuple[float, float, bool]]:
@@ -348,18 +332,17 @@ def _waits(record: Record) -> Iterator[tuple[float, float, bool]]:
     return ((begin_s, end_s, not index) for index, (begin_s, end_s) in enumerate(spans))
 
 
-def _wait_limits(records: Sequence[Record], scope: _Scope, factor: float) -> dict[bool, float]:
+def _wait_limits(records: Sequence[Record], usual: Window, factor: float) -> dict[bool, float]:
     """Return the longest usual wait for the first tokens (True) and between tokens (False)."""
-    usual = [record for record in records if record.intended_s >= scope.usual_from_s]
-    waits = [wait for one in usual for wait in _waits(one) if wait[0] < scope.usual_to_s]
+    asked = [record for record in records if record.intended_s >= usual.start_s]
+    waits = [wait for one in asked for wait in _waits(one) if wait[0] < usual.end_s]
     limits = {True: math.inf, False: math.inf}
     for kind in limits:
         own = [(begin_s, end_s) for begin_s, end_s, is_first in waits if is_first is kind]
-        ended_s = [end_s - begin_s for begin_s, end_s in own if end_s < scope.usual_to_s]
-        if ended_s:
+        if ended_s := [end_s - begin_s for begin_s, end_s in own if end_s < usual.end_s]:
             # A wait that the fault cut into counts as far as it had come, so that no limit can be
             # passed before the fault.
-            longest_s = max(min(end_s, scope.usual_to_s) - begin_s for begin_s, end_s in own)
+            longest_s = max(min(end_s, usual.end_s) - begin_s for begin_s, end_s in own)
             limits[kind] = max(factor * median(ended_s), longest_s)
     return limits
 

@@ -1,4 +1,4 @@
-"""What a load measured: every figure of a report, and the definition that is printed with it.
+"""The figures of a load: every figure of a report, and the definition that is printed with it.
 
 `summarise` turns the records of a load into one `Summary`, which searches, comparisons and reports
 read. A failed request has no latency that counts, but it stays in every denominator. A request
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from baton.bench.figures.paired import Floats, Interval, batch_means, nearest_rank, share_interval
+from baton.bench.figures.paired import Floats, Interval, nearest_rank, share_interval
 from baton.bench.records import LoadResult, Outcome, Record
 from baton.protocol.errors import BatonError
 
@@ -141,7 +141,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     e2e_from_sent: Distribution | None
     ntpot: Distribution | None
     lag: Distribution
-    ttft_mean: Interval | None  # None: too few samples for an interval
     bounds: Bounds | None
     attainment: float | None  # None without bounds, as the next two
     attainment_interval: Interval | None
@@ -186,22 +185,15 @@ def meets(record: Record, bounds: Bounds) -> bool:
     timing = measure(record)
     if bounds.ttft_ms is not None and timing.ttft_ms is None:
         return False
-    for name, limit in _limits(bounds):
-        value: float | None = getattr(timing, name)
-        if value is not None and value > limit:
-            return False
-    return True
+    # A figure that does not exist meets its bound.
+    return all((getattr(timing, name) or 0.0) <= limit for name, limit in _limits(bounds))
 
 
 def counted(records: Sequence[Record], window: Window | None) -> list[Record]:
     """Return the requests that a summary is about, in the order of their intended arrivals."""
-    chosen = [
-        record
-        for record in records
-        if not record.warm_up
-        and record.outcome is not Outcome.STOPPED
-        and (window is None or window.start_s <= record.intended_s < window.end_s)
-    ]
+    chosen = [one for one in records if not one.warm_up and one.outcome is not Outcome.STOPPED]
+    if window is not None:
+        chosen = [one for one in chosen if window.start_s <= one.intended_s < window.end_s]
     return sorted(chosen, key=lambda record: (record.intended_s, record.index))
 
 
@@ -211,8 +203,8 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
         return None
     ordered = np.sort(np.asarray(samples_ms, np.float64))
     p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
-    mean, smallest, largest = float(ordered.mean()), float(ordered[0]), float(ordered[-1])
-    return Distribution(len(ordered), mean, p50, p90, p95, p99, largest, smallest)
+    smallest, largest = float(ordered[0]), float(ordered[-1])
+    return Distribution(len(ordered), float(ordered.mean()), p50, p90, p95, p99, largest, smallest)
 
 
 def summarise(
@@ -237,12 +229,11 @@ def summarise(
     }
     lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
     assert lag is not None, "there is at least one request"
-    arrived = window or _span_of_arrivals(records)
-    span = window or _span_of_load(records, None if closed_loop else arrived)
+    arrived, span = (window, window) if window else _spans(records, closed_loop)
     offered_rate = _per_s(len(records), arrived) or None
     every = counted(result.records, None)
     met = [meets(record, bounds) for record in records] if bounds is not None else []
-    chunk_ms, itl_ms, num_chunks = _gaps_ms(good)
+    chunk_ms, itl_ms, num_chunks = gaps_ms(good)
     num_tokens = sum(timing.num_tokens for timing in answered)
     prompts = [record.prompt_tokens for record in good if record.prompt_tokens is not None]
     return Summary(
@@ -258,7 +249,6 @@ def summarise(
         itl=distribution(itl_ms),
         chunk_gap=distribution(chunk_ms),
         lag=lag,
-        ttft_mean=batch_means([t.ttft_ms for t in answered if t.ttft_ms is not None]),
         bounds=bounds,
         attainment=_share(met),
         attainment_interval=share_interval(met) if met else None,
@@ -281,7 +271,7 @@ def _outcomes(records: Sequence[Record]) -> dict[str, int]:
     return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
 
-def _gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
+def gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
     """Return all gaps between chunks, the same per token, and the number of chunks."""
     chunks, per_token, num_chunks = [np.zeros(0)], [np.zeros(0)], 0
     for record in answered:
@@ -300,44 +290,32 @@ def _per_s(count: float, span: Window) -> float:
     return count / span.duration_s if span.duration_s > 0 else 0.0
 
 
-def _span_of_arrivals(records: Sequence[Record]) -> Window:
-    """Reach to where the next arrival would be; nowhere if all came at one moment."""
-    first_s, last_s = records[0].intended_s, records[-1].intended_s
-    return Window(first_s, last_s + (last_s - first_s) / max(1, len(records) - 1))
+def _spans(records: Sequence[Record], closed_loop: bool) -> tuple[Window, Window]:
+    """Return the spans over which arrivals and answers are counted.
 
-
-def _span_of_load(records: Sequence[Record], arrived: Window | None) -> Window:
-    """Reach to the last end, and at least over an open loop's `arrived`.
-
-    Else more would be answered per second than is offered.
+    Arrivals reach to where the next one would be; nowhere if all came at one moment. Answers reach
+    to the last end, and in an open loop at least as far as arrivals: else more would be answered
+    per second than is offered.
     """
+    first_s, last_s = records[0].intended_s, records[-1].intended_s
+    next_s = last_s + (last_s - first_s) / max(1, len(records) - 1)
     end_s = max(record.end_s for record in records)
-    return Window(records[0].intended_s, max(end_s, arrived.end_s) if arrived else end_s)
+    return Window(first_s, next_s), Window(first_s, end_s if closed_loop else max(end_s, next_s))
 
 
 def _tokens_within(records: Sequence[Record], span: Window) -> int:
-    return sum(
-        arrival.num_tokens
-        for record in records
-        for arrival in record.arrivals
-        if span.start_s <= arrival.at_s <= span.end_s
-    )
+    arrivals = (arrival for record in records for arrival in record.arrivals)
+    return sum(one.num_tokens for one in arrivals if span.start_s <= one.at_s <= span.end_s)
 
 
 def _concurrency(records: Sequence[Record], span: Window) -> float:
-    within = (
-        min(record.end_s, span.end_s) - max(record.sent_s, span.start_s) for record in records
-    )
+    within = (min(one.end_s, span.end_s) - max(one.sent_s, span.start_s) for one in records)
     # Sorted, so that the sum does not depend on the order of the records.
     return _per_s(sum(sorted(max(0.0, seconds) for seconds in within)), span)
 
 
 def _cached_share(answered: Sequence[Record]) -> float | None:
-    said = [
-        (record.cached_tokens, record.prompt_tokens)
-        for record in answered
-        if record.cached_tokens is not None and record.prompt_tokens
-    ]
-    if not said:
-        return None
-    return sum(cached for cached, _ in said) / sum(prompt for _, prompt in said)
+    said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
+    cached, prompts = (sum(getattr(one, name) for one in said)
+                       for name in ("cached_tokens", "prompt_tokens"))  # fmt: skip
+    return cached / prompts if said else None

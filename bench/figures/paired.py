@@ -1,13 +1,14 @@
 """Statistics of samples: percentiles, intervals by ranks and by batch means, paired ratios.
 
 `metrics` takes its percentiles and intervals from here, `compare` the ratios of interleaved rounds.
-Nothing is drawn, so a report that is computed twice says the same. Nothing here may drop a sample,
-or interpolate between two of them where a percentile is asked for.
+No random number is drawn, so a report that is computed twice says the same. Nothing here may drop
+a sample, or interpolate between two of them where a percentile is asked for.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -74,11 +75,9 @@ def _outside(num_rounds: int) -> int:
     More than n - k ratios lie on one side of the true median as often as fewer than k of n coins
     show heads; on either side that may be once in 40 times.
     """
-    cut, chances = 0, 1 + num_rounds  # `chances` of 2 ** num_rounds: at most `cut + 1` heads
-    while 40 * chances <= 2**num_rounds:
-        cut += 1
-        chances += math.comb(num_rounds, cut + 1)
-    return cut
+    chances = accumulate(math.comb(num_rounds, heads) for heads in range(num_rounds + 1))
+    rare = [count for count in chances if 40 * count <= 1 << num_rounds]
+    return max(0, len(rare) - 1)
 
 
 def batch_means(samples: Sequence[float]) -> Interval | None:
@@ -101,9 +100,7 @@ def share_interval(met: Sequence[bool]) -> Interval:
     Wilson's says how little few samples prove, also where all of them agree; batch means say how
     little many do that went well or badly together.
     """
-    size = len(met)
-    share = sum(met) / size
-    z2 = 1.96**2
+    size, share, z2 = len(met), sum(met) / len(met), 1.96**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
     half = math.sqrt(z2 * (share * (1 - share) / size + z2 / (4 * size**2))) / (1 + z2 / size)
     low, high = middle - half, middle + half

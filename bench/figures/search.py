@@ -55,7 +55,11 @@ class Purpose(StrEnum):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A run of the search. The `attainment` of an invalid run means nothing."""
+    """A run of the search. The `attainment` of an invalid run means nothing.
+
+    Saturated: the queue grew throughout, so that a longer run would attain less. Broken: its
+    figures must not be used, by the server's fault. Neither attains, even with a good attainment.
+    """
 
     rate: float
     attainment: float
@@ -140,26 +144,25 @@ class RateSearch:
     ) -> None:
         """Take the result of the run at `next_rate()`.
 
-        `saturated`: the queue grew throughout, so that a longer run would attain less. `broken`:
-        its figures must not be used, by the server's fault. Neither counts as attained, even with
-        a good attainment. `alone`: hardly any two requests were in flight at the same time, so that
-        a lower rate would attain no more.
+        `saturated` and `broken` are those of `Probe`. `alone`: hardly any two requests were in
+        flight at the same time, so that a lower rate would attain no more.
         """
         assert self._next is not None, "the search has ended"
         assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"
         purpose = self._next[1]
         self.probes.append(Probe(rate, attainment, valid, purpose, saturated, broken))
         known = self._known.setdefault(rate, _Rate())
+        known.num_invalid = 0 if valid else known.num_invalid + 1
         if valid:
-            is_attained = attainment >= self.options.attainment
-            self._judge(known, purpose, is_attained and not saturated and not broken)
-            known.num_invalid, known.is_alone = 0, alone
-        else:
-            known.num_invalid += 1
-            if known.num_invalid >= MAX_INVALID:
-                known.is_rechecked = True
-                if known.verdict != "failed":
-                    known.verdict = "unreachable"
+            is_good = attainment >= self.options.attainment and not saturated and not broken
+            # If the rate attained before, a failure is the second opinion already.
+            was_held = known.verdict == "held"
+            known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_good)
+            known.verdict, known.is_alone = "held" if is_good else "failed", alone
+            known.num_confirmed += is_good and purpose is Purpose.CONFIRM
+        elif known.num_invalid >= MAX_INVALID:
+            known.is_rechecked = True
+            known.verdict = "failed" if known.verdict == "failed" else "unreachable"
         if valid or known.num_invalid >= MAX_INVALID:
             self._next = self._choose()
         if self._next is not None and len(self.probes) >= self.options.max_probes:
@@ -177,13 +180,6 @@ class RateSearch:
             line=self._line(low, high),
             probes=list(self.probes),
         )
-
-    def _judge(self, known: _Rate, purpose: Purpose, is_attained: bool) -> None:
-        # If the rate attained before, a failure is the second opinion already.
-        was_held = known.verdict == "held"
-        known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_attained)
-        known.verdict = "held" if is_attained else "failed"
-        known.num_confirmed += is_attained and purpose is Purpose.CONFIRM
 
     def _choose(self) -> tuple[float, Purpose] | None:
         low, high, limit = self._low(), self._high(), self.options.max_rate or math.inf
@@ -227,34 +223,31 @@ class RateSearch:
     def _line(self, low: float | None, high: float | None) -> str:
         goal = f"attainment of {self.options.attainment:.0%}"
         held = "no rate" if low is None else f"{low:g}/s"
-        best = f"{held} is the best that was seen, unconfirmed"
+        above = "" if high is None else f"{high:g}/s"
+        failed = [f"{rate:g}/s" for rate in sorted(self._known) if self._has_failed(rate)]
         match self._ending:
             case Ending.FOUND:
                 runs = f"confirmed by {self.options.confirmations} runs"
-                return f"{held} holds an {goal}, {runs}; {high:g}/s does not"
+                return f"{held} holds an {goal}, {runs}; {above} does not"
             case Ending.NEVER_ATTAINED if all(probe.is_broken for probe in self.probes):
-                return f"no run was valid, down to {high:g}/s, and that is the server's fault"
+                return f"no run was valid, down to {above}, and that is the server's fault"
             case Ending.NEVER_ATTAINED:
-                return f"not even {high:g}/s holds an {goal}: the bounds are out of reach"
+                return f"not even {above} holds an {goal}: the bounds are out of reach"
             case Ending.CLIENT_LIMIT:
                 return (
-                    f"{held} holds an {goal}, and this client cannot send {high:g}/s: the server's "
+                    f"{held} holds an {goal}, and this client cannot send {above}: the server's "
                     "limit is higher; give the client more processes or a machine of its own"
                 )
             case Ending.RATE_LIMIT:
                 return f"{held}, the largest rate allowed, holds an {goal}: the limit is higher"
+            case Ending.NO_VALID_RUN if failed:
+                return f"no run at {above} was valid, and {failed[0]} does not hold an {goal}"
             case Ending.NO_VALID_RUN:
-                failed = [rate for rate in self._known if self._has_failed(rate)]
-                if failed:
-                    return (
-                        f"no run at {high:g}/s was valid, and {min(failed):g}/s does not hold an "
-                        f"{goal}"
-                    )
-                return f"no run was valid, down to {high:g}/s: the client cannot measure here"
-            case Ending.PROBES_SPENT:
-                return f"no result within {self.options.max_probes} runs; {best}"
-            case Ending.RUNNING:
-                return f"the search has not ended; {best}"
+                return f"no run was valid, down to {above}: the client cannot measure here"
+            case Ending.PROBES_SPENT | Ending.RUNNING:
+                spent = f"no result within {self.options.max_probes} runs"
+                why = spent if self._ending is Ending.PROBES_SPENT else "the search has not ended"
+                return f"{why}; {held} is the best that was seen, unconfirmed"
             case _:
                 assert_never(self._ending)
 

@@ -1,4 +1,4 @@
-"""Where the time of a request went: the server's own timeline joined to the client's stamps.
+"""The stages of a request's time: the server's own timeline joined to the client's stamps.
 
 The client calls `stages_of` when an answer brought a timeline, reports call `summarise_stages`. The
 server's durations come from several clocks and the client's from another, so only durations are
@@ -53,18 +53,13 @@ class Timeline(msgspec.Struct, frozen=True):
     e2e_s: Seconds | None = None
 
 
-class StageSummary(msgspec.Struct, frozen=True):
-    name: str
-    time: Distribution
-    share: float  # of the e2e of all these requests
-
-
 class StageTable(msgspec.Struct, frozen=True, kw_only=True):
     """The stages of all answered requests that have some, and how well they add up."""
 
     num_joined: int
     num_without: int  # answered, but without a timeline
-    stages: list[StageSummary]  # in the order of `STAGES`
+    stages: dict[str, Distribution]  # in the order of `STAGES`
+    shares: dict[str, float]  # of the e2e of all these requests
     max_error_ms: float  # largest |sum of the stages - e2e| of one request
     num_beyond: int  # requests where that is over 1 ms
 
@@ -90,22 +85,21 @@ def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
 def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
     """Split the time of `record` from its intended arrival to its last byte into stages.
 
-    None is below zero, and they add up to that time unless the server claims more than there was.
-    A record without a token has no stages.
+    No stage is below zero, and they add up to that time unless the server claims more than there
+    was. A record without a token has no stages.
     """
     stamps = [arrival.at_s for arrival in record.arrivals if arrival.num_tokens > 0]
     if not stamps:
         return []
     seen_s = record.end_s - record.sent_s
-    named = {
-        "router_queue": timeline.router_queue_s,
-        "queue": timeline.queue_s,
-        "prefill": timeline.prefill_s,
-        "exposed_transfer": timeline.exposed_s,
-        "decode_queue": timeline.decode_queue_s,
-        "first_step": timeline.first_step_s,
+    parts = {
+        "router_queue": timeline.router_queue_s or 0.0,
+        "queue": timeline.queue_s or 0.0,
+        "prefill": timeline.prefill_s or 0.0,
+        "exposed_transfer": timeline.exposed_s or 0.0,
+        "decode_queue": timeline.decode_queue_s or 0.0,
+        "first_step": timeline.first_step_s or 0.0,
     }
-    parts = {name: duration_s or 0.0 for name, duration_s in named.items()}
     named_s = sum(parts.values())
     parts["client_lag"] = max(0.0, record.sent_s - record.intended_s)
     inside_s = seen_s
@@ -129,7 +123,7 @@ def sum_error_s(record: Record) -> float:
 
 
 def summarise_stages(records: Sequence[Record]) -> StageTable | None:
-    """Make the table of all answered requests; None if no one has stages."""
+    """Make the table of all answered requests; None if none of them has stages."""
     answered = [r for r in records if r.outcome is Outcome.ANSWERED and not r.warm_up]
     joined = [record for record in answered if record.stages]
     if not joined:
@@ -140,15 +134,11 @@ def summarise_stages(records: Sequence[Record]) -> StageTable | None:
     for record in joined:
         for stage in record.stages:
             samples.setdefault(stage.name, []).append(1e3 * stage.duration_s)
-    stages = []
-    for name, durations_ms in samples.items():
-        if (time := distribution(durations_ms)) is not None:
-            share = sum(durations_ms) / total_ms if total_ms > 0 else 0.0
-            stages.append(StageSummary(name, time, share))
     return StageTable(
         num_joined=len(joined),
         num_without=len(answered) - len(joined),
-        stages=stages,
+        stages={name: found for name, ms in samples.items() if (found := distribution(ms))},
+        shares={name: sum(ms) / total_ms if total_ms > 0 else 0.0 for name, ms in samples.items()},
         max_error_ms=1e3 * max(errors_s),
         num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
     )

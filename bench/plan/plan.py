@@ -10,7 +10,6 @@ and their answers in front, messages before messages, ids before ids.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -18,17 +17,14 @@ import numpy as np
 from baton.bench.plan.arrivals import (
     ArrivalProcess,
     Gaps,
-    Ramp,
     Realised,
     Recorded,
     at_rate,
-    mean_rate,
     realised,
-    text_of,
     times,
 )
 from baton.bench.plan.prompts import DrawnSource, Draws
-from baton.bench.plan.traces import FileSource, TraceSource
+from baton.bench.plan.replay import FileSource, TraceSource
 from baton.bench.plan.workload import Workload
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
@@ -63,15 +59,8 @@ class Plan(msgspec.Struct, frozen=True):
         return self.realised.rate * num_requests / self.realised.num_arrivals
 
 
-@dataclass(slots=True, frozen=True)
-class _Schedule:
-    """When arrivals come; a time is None in a closed loop. The other fields are the plan's."""
-
-    times: Sequence[float | None]
-    notes: list[str]
-    realised: Realised | None = None
-    offered_rate: float | None = None
-    duration_s: float | None = None
+# The times of the arrivals, None in a closed loop, and a plan that has no requests yet.
+Schedule = tuple[Sequence[float | None], Plan]
 
 
 def make_plan(
@@ -95,12 +84,12 @@ def make_plan(
         count = source.num_rows
     match arrivals:
         case None:
-            schedule = _closed(count)
+            at, outline = _closed(count)
         case Recorded():
-            schedule = _recorded(source, arrivals, count, duration_s)
+            at, outline = _recorded(source, arrivals, count, duration_s)
         case _:
-            schedule = _drawn(arrivals, workload, count, duration_s)
-    num = len(schedule.times)
+            at, outline = _drawn(arrivals, workload, count, duration_s)
+    num = len(at)
     if source.num_rows is not None and num > source.num_rows and not workload.repeat:
         raise ConfigError(
             f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer, or "
@@ -110,18 +99,18 @@ def make_plan(
     measured = [source.draw(place) for place in range(num)]
     requests = [
         msgspec.structs.replace(source.warm_up(place), index=place, at_s=at_s, warm_up=True)
-        for place, at_s in enumerate(_warm_up_times(warm_up, schedule))
+        for place, at_s in enumerate(_warm_up_times(warm_up, outline))
     ]
-    for turns, at_s in zip(measured, schedule.times, strict=True):
+    for turns, at_s in zip(measured, at, strict=True):
         for turn, request in enumerate(turns):
             due_s = None if turn else at_s
             placed = msgspec.structs.replace(request, index=len(requests), at_s=due_s)
             requests.append(placed)
-    notes = [*source.notes(num), *schedule.notes, *_length_notes(requests[warm_up:])]
+    notes = [*source.notes(num), *outline.notes, *_length_notes(requests[warm_up:])]
     if warm_up:
         notes.append(f"{warm_up} warm-up requests with prompts of their own go first")
     notes.append(f"seed {workload.seed}")
-    return Plan(requests, notes, schedule.realised, schedule.offered_rate, schedule.duration_s)
+    return msgspec.structs.replace(outline, requests=requests, notes=notes)
 
 
 def _source(workload: Workload) -> Source:
@@ -140,35 +129,33 @@ def _source(workload: Workload) -> Source:
             return DrawnSource(workload, draws)
 
 
-def _closed(count: int | None) -> _Schedule:
+def _closed(count: int | None) -> Schedule:
     if count is None:
         raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
-    return _Schedule([None] * count, ["closed loop: requests go when others were answered"])
+    return [None] * count, Plan([], ["closed loop: requests go when others were answered"])
 
 
 def _drawn(
-    arrivals: Gaps | Ramp, workload: Workload, count: int | None, duration_s: float | None
-) -> _Schedule:
+    arrivals: Gaps, workload: Workload, count: int | None, duration_s: float | None
+) -> Schedule:
     """Draw times. A conversation is as many requests as it has turns, so they begin that slower."""
     if count is None and duration_s is None:
         raise ConfigError("say how long: --requests N, --duration-s S, or both")
-    rate, starts, what = mean_rate(arrivals), arrivals, text_of(arrivals)
-    assert rate is not None, "only recorded arrivals have none of their own"
+    starts, what = arrivals, str(arrivals)
     if (turns := workload.num_turns) > 1:
-        starts = at_rate(arrivals, rate / turns)
-        what += f" of requests, {text_of(starts)} of conversations"
+        starts = at_rate(arrivals, arrivals.rate / turns)
+        what += f" of requests, {starts} of conversations"
     at = times(starts, duration_s=duration_s, count=count, seed=workload.seed)
     if not at:
         raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
     reality = realised(at)
     notes = [f"{what}: {reality}"]
-    is_cut = isinstance(arrivals, Ramp) and len(at) == count  # the mean is that of a whole one
-    return _Schedule(at, notes, reality, None if is_cut else rate, duration_s or at[-1])
+    return at, Plan([], notes, reality, arrivals.rate, duration_s or at[-1])
 
 
 def _recorded(
     source: Source, arrivals: Recorded, count: int | None, duration_s: float | None
-) -> _Schedule:
+) -> Schedule:
     """Take the times of the rows that are played; a rate is the mean of these rows alone."""
     if source.times is None:
         raise ConfigError("arrivals 'trace' need a trace, or a file whose rows say at_s")
@@ -188,7 +175,7 @@ def _recorded(
         notes.append(f"the recording ends after {at[-1]:.6g} s")
     reality = realised(at)
     notes.append(f"recorded times: {reality}")
-    return _Schedule(at, notes, reality, arrivals.rate, duration_s or at[-1])
+    return at, Plan([], notes, reality, arrivals.rate, duration_s or at[-1])
 
 
 def _stretched(at: list[float], rate: float) -> tuple[list[float], float]:
@@ -203,11 +190,11 @@ def _stretched(at: list[float], rate: float) -> tuple[list[float], float]:
     return [(at_s - at[0]) * stretch for at_s in at], stretch
 
 
-def _warm_up_times(warm_up: int, schedule: _Schedule) -> list[float | None]:
+def _warm_up_times(warm_up: int, outline: Plan) -> list[float | None]:
     """Space them as the load, but no slower than one in half a second, and leave a silence."""
-    if schedule.realised is None:
+    if outline.realised is None:
         return [None] * warm_up
-    rate = schedule.realised.rate
+    rate = outline.realised.rate
     spacing_s = WARM_UP_SPACING_S if rate is None else min(WARM_UP_SPACING_S, 1 / rate)
     return [-SETTLE_S - spacing_s * (warm_up - 1 - place) for place in range(warm_up)]
 
@@ -218,11 +205,9 @@ def _length_notes(requests: Sequence[Planned]) -> list[str]:
         "outputs": [request.output_tokens for request in requests],
         "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],
     }
-    notes = []
-    for side, lengths in sides.items():
-        if lengths:
-            p50, p99 = np.percentile(lengths, (50, 99), method="inverted_cdf")
-            mean, longest = np.mean(lengths), max(lengths)
-            shown = f"mean {mean:.5g}, p50 {p50:g}, p99 {p99:g}, max {longest}"
-            notes.append(f"{side}, tokens: {shown}")
-    return notes
+    return [
+        f"{side}, tokens: mean {np.mean(lengths):.5g}, p50 {p50:g}, p99 {p99:g}, max {max(lengths)}"
+        for side, lengths in sides.items()
+        if lengths
+        for p50, p99 in [np.percentile(lengths, (50, 99), method="inverted_cdf")]
+    ]

@@ -36,18 +36,11 @@ _BLOCK_STREAM, _PROMPT_STREAM, _PREFIX_STREAM, _INPUT_STREAM, _OUTPUT_STREAM = 2
 
 # Short and common, so that most tokenizers have each of them, with its space, as one token.
 _TEXT = """
-a able about above across act add after again age ago air all also always am among an and
-animal answer any are area ask at away back ball base be bear beat become bed been before began
-behind best better big bird black blue board boat body book both box boy bring brought build
-burn but buy by call came can car care carry cause center certain change check child city class
-clear close cold color come common cook cool could country course cover cross cry cut dark day
-deep did differ direct do does dog done door down draw drive dry during each early earth ease
-east eat end enough even ever every example eye face fact fall family far farm fast father feel
-few field figure fill final find fine fire first fish five floor fly follow food foot for force
-form found four free friend from front full game gave general get girl give go gold good got
-green ground group grow had half hand happen hard has have he head hear heat help her here high
-him his hold home horse hot hour house how hundred idea if in inch is island it just keep kind
-king knew know land language large last late laugh lay lead learn leave left less let letter
+a able about above across act add after again age ago air all also always am among an and animal
+answer any are area ask at away back ball base be bear beat become bed been before began behind
+best better big bird black blue board boat body book both box boy bring brought build burn but buy
+by call came can car care carry cause center certain change check child city class clear close
+cold color come common cook cool could country course cover cross cry cut dark day deep did
 """
 WORDS = tuple(_TEXT.split())
 WORD_PLACES: Vocabulary = (0, len(WORDS) - 1)

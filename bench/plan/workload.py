@@ -7,98 +7,79 @@ annotations, so nothing heavy may be imported here. `prompts.py` reads the texts
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
+from baton.runtime.fields import about
 
 Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
 Vocabulary = tuple[int, int]  # lowest and highest token id to draw, both included
 
 AUTO = "auto"
 AUTO_VOCABULARY: Vocabulary = (300, 8000)  # below 300 lie the bytes and special tokens of most
-SECONDS = {"unit": "s"}
-TOKENS = {"unit": "tokens"}
 
 
 class Workload(msgspec.Struct, frozen=True):
     """A number of 0 and an empty text mean "not given" where the description says so."""
 
-    workload: Annotated[Kind, Meta(description="what the requests ask for")] = "tokens"
+    workload: Annotated[Kind, about("what the requests ask for")] = "tokens"
     prompt: Annotated[
         str,
-        Meta(
-            description="lengths of prompts: 512, uniform:100-900, normal:512,sd=100, "
+        about(
+            "lengths of prompts: 512, uniform:100-900, normal:512,sd=100, "
             "lognormal:mean=1155,sd=1100 or choice:100,200",
-            extra=TOKENS,
+            "tokens",
         ),
     ] = "512"
     output: Annotated[
-        str,
-        Meta(
-            description="lengths of outputs in the same forms, forced on the server", extra=TOKENS
-        ),
+        str, about("lengths of outputs in the same forms, forced on the server", "tokens")
     ] = "64"
     vocabulary: Annotated[
         str,
-        Meta(
-            description="token ids to draw prompts from, LOW-HIGH; auto takes 300-8000, or as many "
-            "of these as the server accepts"
+        about(
+            "token ids to draw prompts from, LOW-HIGH; auto takes 300-8000, or as many of these as "
+            "the server accepts"
         ),
     ] = AUTO
     shared_prefix: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="common start of all prompts, in front of the tokens of --prompt",
-            extra=TOKENS,
-        ),
+        about("common start of all prompts, in front of the tokens of --prompt", "tokens", ge=0),
     ] = 0
     num_prefixes: Annotated[
-        int, Meta(ge=1, description="number of different shared prefixes, used in turn")
+        int, about("number of different shared prefixes, used in turn", ge=1)
     ] = 1
-    turns: Annotated[int, Meta(ge=1, le=10_000, description="requests of each conversation")] = 4
-    think_s: Annotated[
-        float,
-        Meta(ge=0, description="pause between an answer and the next turn", extra=SECONDS),
-    ] = 1.0
+    turns: Annotated[int, about("requests of each conversation", ge=1, le=10_000)] = 4
+    think_s: Annotated[float, about("pause between an answer and the next turn", "s", ge=0)] = 1.0
     conversation_form: Annotated[
         Literal["chat", "tokens"],
-        Meta(description="send turns as chat messages, or as token ids that are appended exactly"),
+        about("send turns as chat messages, or as token ids that are appended exactly"),
     ] = "chat"
     path: Annotated[
-        str,
-        Meta(description="a JSONL file of prompts, a trace file, or the name of a shipped trace"),
+        str, about("a JSONL file of prompts, a trace file, or the name of a shipped trace")
     ] = ""
-    repeat: Annotated[
-        bool, Meta(description="start over when the trace or the file is used up")
-    ] = False
-    trace_start_s: Annotated[
-        float, Meta(ge=0, description="skip the trace up to this time", extra=SECONDS)
-    ] = 0.0
+    repeat: Annotated[bool, about("start over when the trace or the file is used up")] = False
+    trace_start_s: Annotated[float, about("skip the trace up to this time", "s", ge=0)] = 0.0
     time_scale: Annotated[
-        float, Meta(gt=0, description="stretch the trace's times by this factor: 2 halves its rate")
+        float, about("stretch the trace's times by this factor: 2 halves its rate", gt=0)
     ] = 1.0
     spread_s: Annotated[
         float,
-        Meta(
+        about(
+            "spread rows that share a stamp evenly up to the next stamp, over at most this time "
+            "(Mooncake's conversation: 3); 0 leaves them together",
+            "s",
             ge=0,
-            description="spread rows that share a stamp evenly up to the next stamp, over at most "
-            "this time (Mooncake's conversation: 3); 0 leaves them together",
-            extra=SECONDS,
         ),
     ] = 0.0
     length_scale: Annotated[
-        float, Meta(gt=0, description="scale the trace's lengths and prefix blocks by this factor")
+        float, about("scale the trace's lengths and prefix blocks by this factor", gt=0)
     ] = 1.0
     max_input: Annotated[
-        int,
-        Meta(ge=0, description="cut the trace's longer prompts to this; 0 cuts none", extra=TOKENS),
+        int, about("cut the trace's longer prompts to this; 0 cuts none", "tokens", ge=0)
     ] = 0
     max_output: Annotated[
-        int,
-        Meta(ge=0, description="cut the trace's longer outputs to this; 0 cuts none", extra=TOKENS),
+        int, about("cut the trace's longer outputs to this; 0 cuts none", "tokens", ge=0)
     ] = 0
-    seed: Annotated[int, Meta(ge=0, description="seed of prompts, lengths and arrivals")] = 0
+    seed: Annotated[int, about("seed of prompts, lengths and arrivals", ge=0)] = 0
 
     @property
     def num_turns(self) -> int:

@@ -1,9 +1,9 @@
-"""What a benchmark has to say, as one versioned document: raw records, summaries, provenance.
+"""The result of a benchmark as one versioned document: raw records, summaries, provenance.
 
-The experiments fill a `Report`, the other files of this folder show it, and `read_json` brings an
-old one back. The document holds everything that the pages show, so each page can be made again
-from the JSON alone. Field names are promised: a new field gets a default, and any other change of
-meaning needs a new schema. A report never holds a secret: call `withhold` before writing it.
+The experiments fill a `Report`, the other files of this folder show it, and `read_json` reads an
+old one. The document holds everything that the page shows, so the page can be made again from the
+JSON alone. Field names are promised: a new field gets a default, and any other change of meaning
+needs a new schema. A report never holds a secret: call `withhold` before writing it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,13 @@ from baton.bench.report.redaction import clean, clean_text, cut
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
-NARROW = 18  # characters of a cell that still reads as a number
-
-Settings = dict[str, str]
+NARROW = 24  # characters of a cell that still reads as a number
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One load against one server.
+    """One load against one server; a comparison has one per `arm` and `round`.
 
-    Runs of one `arm` belong together: a sweep has one run per rate, a comparison one per arm and
-    round. Warm-up requests are among the records and in none of the figures.
+    Warm-up requests are among the records and in none of the figures.
     """
 
     label: str
@@ -42,7 +39,6 @@ class Run(msgspec.Struct, kw_only=True):
     rate: float | None = None  # the rate that was asked for; None in a closed loop
     started_at: str = ""
     wall_s: float = 0.0
-    settings: Settings = {}  # where they differ from the report's
     notes: list[str] = []  # scale factors, clamps, realised rate
     problems: list[Problem] = []
     clients: list[ClientProcess] = []
@@ -68,7 +64,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 class Compared(msgspec.Struct):
-    """One figure of all arms; `ratios` are each other arm over the first, paired by round."""
+    """One figure of all arms; `ratios` are the other arms over the first, paired by round."""
 
     name: str
     unit: str
@@ -89,7 +85,7 @@ class Parity(msgspec.Struct):
 
 
 class Table(msgspec.Struct):
-    """Rows of text under named columns, as every page and the terminal show them."""
+    """Rows of text under named columns, as the page and the terminal show them."""
 
     title: str
     columns: list[str]
@@ -100,11 +96,6 @@ class Table(msgspec.Struct):
     def is_pairs(self) -> bool:
         """Whether each row is a name and its value: the second column has no name then."""
         return self.columns[1:] == [""]
-
-    @property
-    def is_small(self) -> bool:
-        """Whether two such tables fit beside each other."""
-        return bool(self.title) and len(self.columns) <= 5
 
     @property
     def is_narrow(self) -> bool:
@@ -123,9 +114,9 @@ class Report(msgspec.Struct, kw_only=True):
     title: str
     provenance: Provenance
     definitions: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFINITIONS))
-    settings: Settings = {}
+    settings: dict[str, str] = {}
     bounds: Bounds | None = None
-    target: float = 0.9  # attainment that counts as good enough
+    target: float | None = None  # the attainment that a search asked for
     runs: list[Run] = []
     search: Found | None = None
     comparison: list[Compared] = []
@@ -137,8 +128,7 @@ class Report(msgspec.Struct, kw_only=True):
     def invalid(self) -> list[tuple[Run, str]]:
         """Every reason for which figures must not be used, with the run that gave it.
 
-        A confirmed search has no such reason: it rests on the runs that confirmed it, and an
-        invalid run on the way there does not matter.
+        A confirmed search has none, because an invalid run on the way to it does not matter.
         """
         if self.search is not None and self.search.confirmed:
             return []
@@ -150,10 +140,8 @@ class Report(msgspec.Struct, kw_only=True):
         """Whether the figures may be used, in words: a search stands by what it confirmed."""
         if self.search is not None:
             return "CONFIRMED" if self.search.confirmed else "NOT CONFIRMED"
-        if not self.runs:
-            return "no run"
-        if not self.invalid:
-            return "VALID"
+        if not self.runs or not self.invalid:
+            return "VALID" if self.runs else "no run"
         return "INVALID: these figures are not the server's and must not be used"
 
 
@@ -171,26 +159,22 @@ def read_json(path: Path) -> Report:
     try:
         content = path.read_bytes()
         schema = msgspec.json.decode(content, type=_Head).schema
+        if schema == SCHEMA:
+            return msgspec.json.decode(content, type=Report)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is not a report of baton bench: {error}") from error
-    if schema != SCHEMA:
-        named = f"has schema {schema!r}" if schema else "has no schema"
-        raise ConfigError(f"{path} {named}; this baton reads {SCHEMA!r}")
-    try:
-        return msgspec.json.decode(content, type=Report)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is a damaged report: {error}") from error
+        raise ConfigError(f"{path} is no report of baton bench, or damaged: {error}") from error
+    raise ConfigError(f"{path} has schema {schema!r}; this baton reads {SCHEMA!r}")
 
 
-def flat_settings(settings: object, secrets: Sequence[str] = ()) -> Settings:
+def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, str]:
     """Return a Struct or plain data as `section.name` -> text, in order and without secrets."""
 
     def flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict) and value:
             for key, inner in value.items():
-                yield from flatten(f"{name}.{key}" if name else str(key), inner)
+                yield from flatten(f"{name}.{key}".lstrip("."), inner)
         else:
             yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 

@@ -1,17 +1,17 @@
-"""Where a figure comes from: commit, settings, machine, its load, and the versions in use.
+"""The origin of a figure: commit, settings, machine, its load, and the versions in use.
 
 Every report carries one `Provenance`: `collect` it before the first request, `complete` it after
 the last. It names the class of the machine and never the machine: no host or user name, no
-address, no secret. What cannot be found out is unknown, and never stops a run.
+address, no secret. A fact that cannot be found out is unknown, and never stops a run.
 """
 
 import datetime
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -74,20 +74,15 @@ def collect(
         dirty=dirty,
         config_hash=config_hash(settings),
         machine=_machine(),
-        versions={
-            "python": platform.python_version(),
-            **{name: _known(partial(metadata.version, name)) or "unknown" for name in PACKAGES},
-        },
+        versions={"python": platform.python_version()}
+        | {name: metadata.version(name) for name in PACKAGES},
         load_before=_known(os.getloadavg),
     )
 
 
 def complete(before: Provenance) -> Provenance:
     """Return `before` with what can only be known after the run."""
-    gpus: list[str] = []
-    # The last field was renamed; each driver knows one of the two names.
-    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
-        gpus = gpus or _gpus(f"name,clocks.sm,clocks.mem,power.draw,temperature.gpu,{reasons}")
+    gpus = _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
     return msgspec.structs.replace(before, load_after=_known(os.getloadavg), gpus_after=gpus)
 
 
@@ -99,20 +94,16 @@ def config_hash(settings: object) -> str:
 
 def cpu_model_of(cpuinfo: str) -> str:
     """Return the processor's name in the text of /proc/cpuinfo, or "" if it has none."""
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip().lower() in ("model name", "cpu model", "hardware"):
-            return " ".join(value.split())
-    return ""
+    found = re.search(r"(?im)^(?:model name|cpu model|hardware)\s*:(.*)$", cpuinfo)
+    return " ".join(found[1].split()) if found else ""
 
 
 def _machine() -> Machine:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    cpuinfo = _known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""
     total = os.cpu_count() or 0
-    cpu_model = cpu_model_of(_known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or "")
     return Machine(
-        cpu_model=cpu_model or platform.processor() or f"unknown {platform.machine()} processor",
-        num_cpus=usable or total,
+        cpu_model=cpu_model_of(cpuinfo) or f"unknown {platform.machine()} processor",
+        num_cpus=len(_known(lambda: os.sched_getaffinity(0)) or ()) or total,
         num_cpus_total=total,
         memory_bytes=_known(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) or 0,
         gpus=_gpus("name,memory.total,driver_version"),
@@ -129,9 +120,8 @@ def _checkout(file: Path) -> tuple[str, bool]:
     git = ["git", "-C", str(file.parent)]
     if not _lines([*git, "ls-files", file.name]):
         return "", False
-    commit = _lines([*git, "rev-parse", "HEAD"])
     changes = _lines([*git, "status", "--porcelain", "--untracked-files=no"])
-    return (commit[0] if commit else ""), bool(changes)
+    return "".join(_lines([*git, "rev-parse", "HEAD"])), bool(changes)
 
 
 def _gpus(fields: str) -> list[str]:
@@ -141,18 +131,17 @@ def _gpus(fields: str) -> list[str]:
 def _lines(command: list[str]) -> list[str]:
     """Return what a small command prints; nothing if it is missing, fails or hangs."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False,
-            timeout=COMMAND_TIMEOUT_S,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        told = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return told.decode(errors="replace").splitlines()
 
 
 def _known(look: Callable[[], Known]) -> Known | None:
     """Return what `look` finds; None where this system does not tell."""
     try:
         return look()
-    except (OSError, ValueError, metadata.PackageNotFoundError):
+    except (AttributeError, OSError, ValueError):
         return None

@@ -1,8 +1,9 @@
 """How a report begins before the first request, and ends after the last one.
 
 Every experiment begins one, puts its runs in, and ends with `finish`, which prints, writes the
-files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others. This is the
-only way of a report to the disk and the terminal, so secrets are withheld here.
+files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others. A report
+reaches the disk and the terminal only here, so secrets are withheld here. The page is one file:
+style and charts are inside, and it forbids itself to load anything.
 """
 
 import os
@@ -11,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from baton.bench.console import shown
 from baton.bench.records import Outcome
+from baton.bench.report.charts import charts
 from baton.bench.report.document import (
     Report,
     Run,
@@ -25,19 +27,16 @@ from baton.bench.report.document import (
     withhold,
     write_json,
 )
-from baton.bench.report.headlines import usable
-from baton.bench.report.pages import NO_DRAWINGS, csv_text, html, markdown
 from baton.bench.report.provenance import collect, complete
+from baton.bench.report.sections import sections
+from baton.bench.report.wording import utc
 from baton.bench.settings import ReportAgainSettings, ReportSettings
 from baton.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from baton.bench.report.drawings import Drawing
-
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 UNTOLD = (
-    "the server did not say how much of the prompts it had cached: if it was asked the same "
-    "before, by this --seed or from this file, it may have known them, and TTFT is too good"
+    "the server does not say how much of the prompts it had cached: TTFT is too good if it was "
+    "asked them before, by this --seed or from this file"
 )
 
 
@@ -73,12 +72,12 @@ def begin(
 
 
 def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
-    """`baton bench report`: show a report that was written before, and make its pages anew."""
+    """`baton bench report`: show a report that was written before, and make its page anew."""
     if len(files) != 1:
         raise ConfigError("name one file: baton bench report report.json --out FOLDER")
     out = _folder(settings.report.out)
     report = read_json(Path(files[0]))
-    # Its own pages may be made again, but no measurement is lost to another one.
+    # Its own page may be made again, but no measurement is lost to another one.
     there = out is not None and (out / REPORT).exists() and read_json(out / REPORT)
     if there and there.provenance != report.provenance:
         raise ConfigError(f"--out {out} holds another report: name another folder")
@@ -88,6 +87,22 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
 
 def is_usable(report: Report) -> bool:
     return report.verdict in ("VALID", "CONFIRMED")
+
+
+def html(report: Report) -> str:
+    """Return the page. Text that came from a server is escaped, so that no browser runs it."""
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    origin = report.provenance
+    facts = [f"baton {origin.revision}", origin.machine.cpu_model, *origin.machine.gpus]
+    return pages.get_template("report.html.j2").render(
+        report=report,
+        facts=[utc(origin.created_at), *facts],
+        charts=charts(report),
+        sections=sections(report),
+    )
 
 
 def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
@@ -108,46 +123,21 @@ def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
 
 
 def _write(report: Report, folder: Path) -> list[Path]:
-    """Write the JSON, every page and a PNG per drawing; return what was written."""
+    """Write the JSON and the page; return what was written."""
     try:
-        # The records first: if a page fails, the measurement is kept.
+        # The records first: if the page fails, the measurement is kept.
         write_json(report, folder / REPORT)
-        drawn = _drawings(report)
-        texts = {
-            "report.csv": csv_text(report),
-            "report.md": markdown(report),
-            "report.html": html(report, drawn),
-        }
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8", newline="")
-        for drawing in drawn or ():
-            drawing.png(folder / f"{drawing.name}.png", usable=usable(report))
+        (folder / PAGE).write_text(html(report), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the report to {folder}: {error.strerror}") from error
-    names = [REPORT, *texts, *(f"{drawing.name}.png" for drawing in drawn or ())]
-    return [folder / name for name in names]
-
-
-def _drawings(report: Report) -> "list[Drawing] | None":
-    """Return None where the extra `plots` is not installed."""
-    try:
-        from baton.bench.report.drawings import drawings
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("matplotlib"):
-            raise
-        print(NO_DRAWINGS, file=sys.stderr)
-        return None
-    return drawings(report)
+    return [folder / REPORT, folder / PAGE]
 
 
 def _untold_caches(runs: Sequence[Run]) -> list[str]:
     """Name the servers that did not say what they had cached; vLLM does only when asked to."""
-    silent = [
-        run
-        for run in runs
-        if run.summary.cached_share is None and run.summary.outcomes.get(Outcome.ANSWERED)
-    ]
-    arms = ", ".join(dict.fromkeys(run.arm for run in silent if run.arm))
+    answered = [run for run in runs if run.summary.outcomes.get(Outcome.ANSWERED)]
+    silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
+    arms = ", ".join(filter(None, silent))
     return [f"{arms}: {UNTOLD}" if arms else UNTOLD] if silent else []
 
 
@@ -158,10 +148,9 @@ def _folder(name: str) -> Path | None:
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ConfigError(f"--out {name} is a file: name a folder") from None
     except OSError as error:
-        raise ConfigError(f"--out {name}: {error.strerror}") from error
+        why = "it is a file: name a folder" if folder.is_file() else error.strerror
+        raise ConfigError(f"--out {name}: {why}") from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"--out {name}: the folder cannot be written")
     return folder

@@ -1,6 +1,6 @@
 """How a report writes numbers: a few digits, the unit beside them, and a dash for none.
 
-The pages, the drawings and the terminal share it. The raw numbers are in the JSON and the CSV.
+The page, the charts and the terminal share it. The raw numbers are in the JSON.
 """
 
 import math
@@ -9,9 +9,11 @@ NONE = "–"  # noqa: RUF001 - the dash that a table shows
 
 
 def number(value: float | None) -> str:
-    """Return three significant digits, or all digits before the point."""
+    """Return three significant digits, or all digits before the point, and a count as it is."""
     if value is None or not math.isfinite(value):
         return NONE
+    if isinstance(value, int):
+        return f"{value:,}"
     size = abs(value)
     if size >= 100 or value == 0:
         return f"{value:,.0f}"
@@ -38,20 +40,6 @@ def quantity(value: float | None, unit: str) -> str:
         return share(value)
     written = number(value)
     return written if written == NONE else f"{written} {unit}".strip()
-
-
-def duration(value_s: float | None) -> tuple[str, str]:
-    """Return a number and its unit: milliseconds below a second."""
-    if value_s is not None and value_s < 1.0:
-        return number(1e3 * value_s), "ms"
-    return number(value_s), "s"
-
-
-def span(low: float, high: float, unit: str = "") -> str:
-    """Return the ends of an interval."""
-    if unit == "share":
-        return f"{share(low).removesuffix(' %')} to {share(high)}"
-    return f"{number(low)} to {number(high)} {unit}".strip()
 
 
 def several(count: int, noun: str) -> str:

@@ -1,13 +1,19 @@
-"""The bytes of answers in OpenAI's API, event by event, for the scripted server and for tests.
+"""The answers of the scripted server: single events as bytes, and scripts of whole streams.
 
-This file shares nothing with the client's parser or with the router's answers, so that no mistake
-of theirs can hide here. Pure.
+The server, the self-test and tests of clients use it. It shares nothing with the client's parser or
+with the router's answers, so that no mistake of theirs can hide here. Pure.
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
 
 DONE = b"data: [DONE]\n\n"
+# Answers consist of these token ids. The first id of a prompt names its script and may be any id.
+LOWEST_ID, NUM_IDS = 300, 7_000
 
 
 def event(body: object) -> bytes:
@@ -18,7 +24,7 @@ def token(
     text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
 ) -> bytes:
     """Return a chunk of a completion; `more` holds further fields of the event."""
-    return _chunk("text_completion", {"text": text}, token_ids, end, more)
+    return _chunk({"text": text}, token_ids, end, more)
 
 
 def delta(
@@ -26,11 +32,10 @@ def delta(
 ) -> bytes:
     """Return a chunk of a chat; a chunk without text opens the chat with a role."""
     said = {"content": text} if text else {"role": "assistant", "content": ""}
-    return _chunk("chat.completion.chunk", {"delta": said}, token_ids, end, more)
+    return _chunk({"delta": said}, token_ids, end, more)
 
 
 def _chunk(
-    kind: str,
     said: dict[str, object],
     token_ids: Sequence[int] | None,
     end: str | None,
@@ -39,7 +44,7 @@ def _chunk(
     choice = {"index": 0, **said, "finish_reason": end}
     if token_ids is not None:
         choice["token_ids"] = list(token_ids)
-    return event({"object": kind, "choices": [choice], **more})
+    return event({"choices": [choice], **more})
 
 
 def usage(num_tokens: int, num_prompt: int = 3, num_cached: int | None = None) -> bytes:
@@ -59,3 +64,90 @@ def usage_body(
 def error(message: str) -> bytes:
     """Return the body of a refusal."""
     return json.dumps({"error": {"message": message, "type": "server_error"}}).encode()
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event; without a token it is an empty delta, as at the start of a chat."""
+
+    at_ms: float  # from the moment at which the whole request was there
+    num_tokens: int = 1
+
+
+class Script(msgspec.Struct, frozen=True):
+    """One streamed answer, and how it ends."""
+
+    chunks: tuple[Chunk, ...] = ()
+    tail: bytes | None = None  # the end after the chunks; None: usage if asked for, then [DONE]
+    then: Literal["end", "close", "reset", "hang"] = "end"  # the last three cut the answer
+    end_ms: float | None = None  # None: with the last chunk
+    cached_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The bytes of the body that leave in one write, and the tokens in them."""
+
+    at_ms: float
+    data: bytes
+    num_tokens: int
+
+
+def parts_of(script: Script, asked: Mapping[str, object], number: int) -> list[Part]:
+    """Return the parts of the answer to the body `asked`; events of one moment are one part."""
+    ids, position = answer_ids(number, script.num_tokens), 0
+    options = str(asked.get("stream_options"))
+    events: list[Part] = []
+    for chunk in script.chunks:
+        sent = ids[position : position + chunk.num_tokens]
+        position += chunk.num_tokens
+        is_end = bool(sent) and position == len(ids) and script.tail is None
+        data = (delta if "messages" in asked else token)(
+            "".join(f" t{one}" for one in sent),
+            sent if asked.get("return_token_ids") else None,
+            "length" if is_end else None,
+            **({"usage": usage_body(position)} if "continuous_usage_stats" in options else {}),
+        )
+        events.append(Part(chunk.at_ms, data, chunk.num_tokens))
+    tail = script.tail
+    if tail is None:
+        told = usage(len(ids), _prompt_length(asked), script.cached_tokens)
+        tail = (told if "include_usage" in options else b"") + DONE
+    last_ms = script.chunks[-1].at_ms if script.chunks else 0.0
+    events.append(Part(last_ms if script.end_ms is None else script.end_ms, tail, 0))
+    return [
+        Part(at_ms, b"".join(one.data for one in found), sum(one.num_tokens for one in found))
+        for at_ms, group in itertools.groupby(events, lambda part: part.at_ms)
+        if (found := list(group))
+    ]
+
+
+def _prompt_length(asked: Mapping[str, object]) -> int:
+    found = prompt_of(asked)
+    return len(found if isinstance(found, list) else found.split())
+
+
+def prompt_of(asked: Mapping[str, object]) -> list[int] | str:
+    """Return the token ids, the text, or the last message that a request asks about."""
+    messages = asked.get("messages")
+    found = messages[-1]["content"] if isinstance(messages, list) else asked.get("prompt")
+    return found if isinstance(found, list) else str(found)
+
+
+def steady(first_ms: float, gap_ms: float, num_tokens: int) -> tuple[Chunk, ...]:
+    """Return a token per chunk at an even pace."""
+    return tuple(Chunk(first_ms + gap_ms * position) for position in range(num_tokens))
+
+
+def paced(first_ms: float, gaps_ms: Sequence[float], sizes: Sequence[int]) -> tuple[Chunk, ...]:
+    """Return chunks of these sizes; `gaps_ms` lie between them, so there is one gap less."""
+    moments = itertools.accumulate(gaps_ms, initial=first_ms)
+    return tuple(Chunk(at_ms, size) for at_ms, size in zip(moments, sizes, strict=True))
+
+
+def answer_ids(number: int, num_tokens: int) -> list[int]:
+    """Return the tokens of a number's answer, the same at every call."""
+    # Both factors are coprime to the number of ids, so an answer repeats no id.
+    return [LOWEST_ID + (number * 1_009 + at * 2_003) % NUM_IDS for at in range(num_tokens)]

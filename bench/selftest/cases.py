@@ -1,6 +1,6 @@
-"""The cases of the self-test: good answers of every shape, and every way to fail, with its outcome.
+"""The cases of the self-test: what servers do that a harness can get wrong, with the right outcome.
 
-`selftest` holds the client to them. The number of times that a fault comes tells it from its
+`run.py` holds the client to them. The number of times that a fault comes tells it from its
 neighbours. All cases are drawn from a seed, so a deviation can be reproduced. Pure.
 """
 
@@ -12,13 +12,11 @@ import msgspec
 
 from baton.bench.client.target import Api
 from baton.bench.records import Message, Outcome, Planned
-from baton.bench.selftest.answers import DONE, error, event
-from baton.bench.selftest.scripts import Chunk, Script, answer_ids, paced, steady
+from baton.bench.selftest.answers import DONE, Chunk, Script, event, paced, steady, usage
 
 FIRST_NUMBER = 10_000  # the number of the first script; warm-up prompts have lower ones
 # A server returns the ids, or usage in every chunk, or text alone and usage at the end.
 Counting = Literal["token_ids", "running_usage", "text"]
-TIMEOUT_S = 4.0  # far above every good answer; a silent one lasts so long
 FILLER_IDS = 24
 NUM_WARM_UP = 4  # prompts without a script
 
@@ -31,7 +29,8 @@ class Mix(msgspec.Struct, frozen=True):
     num_good: int
     rate: float
     seed: int
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = 4.0  # far above every good answer; a silent one lasts so long
+    processes: int = 1
     concurrency: int | None = None  # requests at once; others wait, and the wait is latency
 
 
@@ -43,29 +42,22 @@ class Case(msgspec.Struct, frozen=True):
     output_tokens: int  # the number of tokens asked for
     outcome: Outcome = Outcome.ANSWERED
 
-    def expected(self, number: int, counting: Counting) -> dict[str, object]:
-        """Return the fields of the record that the script decides."""
-        script = self.script
-        expected: dict[str, object] = {"outcome": self.outcome}
-        if script.status != 200:
-            expected |= {"status": script.status, "retry_after_s": script.retry_after_s}
-        if self.outcome is Outcome.ANSWERED:
-            expected["num_tokens"] = script.num_tokens
-            expected["output_tokens"] = script.num_tokens if script.usage else None
-            expected["cached_tokens"] = script.cached_tokens if script.usage else None
-            if counting == "token_ids":
-                expected["token_ids"] = answer_ids(number, script.num_tokens)
-        return expected
+
+def _gaps(dice: random.Random, count: int) -> list[float]:
+    return [dice.uniform(4.0, 12.0) for _ in range(count)]
 
 
-Shape = Callable[[random.Random], Script]
+def _stall(dice: random.Random) -> Script:
+    gaps = _gaps(dice, 20)
+    gaps[dice.randrange(len(gaps))] = dice.uniform(150, 400)
+    return Script(paced(dice.uniform(20, 120), gaps, [1] * 21))
 
 
-def _paced(dice: random.Random, sizes: list[int], stall_ms: float = 0.0) -> tuple[Chunk, ...]:
-    gaps = [dice.uniform(4.0, 12.0) for _ in sizes[1:]]
-    if stall_ms:
-        gaps[dice.randrange(len(gaps))] = stall_ms
-    return paced(dice.uniform(20, 120), gaps, sizes)
+def _merged(dice: random.Random) -> Script:
+    """Return chunks of several tokens, the first too; of one size, so that text suffices."""
+    count, size = dice.randint(3, 10), dice.randint(2, 6)
+    chunks = paced(dice.uniform(20, 120), _gaps(dice, count - 1), [size] * count)
+    return Script(chunks, cached_tokens=dice.randint(1, FILLER_IDS))
 
 
 def _burst(dice: random.Random) -> Script:
@@ -76,80 +68,43 @@ def _burst(dice: random.Random) -> Script:
     return Script(tuple(Chunk(at_ms) for at_ms in moments for _ in range(dice.randint(2, 5))))
 
 
-def _empty_first(dice: random.Random) -> Script:
-    """Return an opening without tokens long before the first one."""
+def _empty_first_late_end(dice: random.Random) -> Script:
+    """Return an opening long before the first token, and the end well after the last one."""
     first_ms = dice.uniform(80, 160)
-    return Script((Chunk(first_ms / 2, 0), *steady(first_ms, dice.uniform(5, 9), 12)))
-
-
-def _late_end(dice: random.Random) -> Script:
-    """Return an answer whose usage and [DONE] come well after its last token."""
-    chunks = steady(dice.uniform(20, 120), 7.0, 10)
+    chunks = (Chunk(first_ms / 2, 0), *steady(first_ms, dice.uniform(5, 9), 12))
     return Script(chunks, end_ms=chunks[-1].at_ms + dice.uniform(30, 90))
 
 
-def _uneven(dice: random.Random) -> Script:
-    """Return chunks of several sizes, which a count of texts would miss."""
-    sizes = [dice.choice((1, 1, 2, 5)) for _ in range(dice.randint(4, 12))]
-    return Script(_paced(dice, sizes), cached_tokens=dice.randint(1, FILLER_IDS))
-
-
-SHAPES: dict[str, Shape] = {
-    "plain": lambda dice: Script(_paced(dice, [1] * dice.randint(8, 40))),
-    # Every chunk, the first too, has several tokens. All have one size, so that text suffices.
-    "merged": lambda dice: Script(_paced(dice, [dice.randint(2, 6)] * dice.randint(3, 10))),
+SHAPES: dict[str, Callable[[random.Random], Script]] = {
+    "stall": _stall,
+    "merged chunks": _merged,
     "burst": _burst,
-    "stall": lambda dice: Script(_paced(dice, [1] * 20, stall_ms=dice.uniform(150, 400))),
-    "empty first delta": _empty_first,
-    "late end": _late_end,
-    "single token": lambda dice: Script((Chunk(dice.uniform(20, 120)),)),
-    # This answer has no gap and no TPOT.
-    "all at once": lambda dice: Script((Chunk(dice.uniform(20, 120), 6),)),
-    "no usage": lambda dice: Script(_paced(dice, [1] * dice.randint(8, 40)), usage=False),
-    "uneven": _uneven,
+    "empty first delta, late end": _empty_first_late_end,
+    "single token": lambda dice: Script((Chunk(dice.uniform(20, 120)),)),  # no gap and no TPOT
 }
-
 SOME = steady(15.0, 6.0, 6)
-ERROR = event({"error": {"message": "scripted failure", "type": "server_error"}})
-FAULTS: dict[str, tuple[Outcome, Script]] = {
-    "cut": (Outcome.TRUNCATED, Script(SOME, b"", "close")),
-    "reset": (Outcome.TRUNCATED, Script(SOME, b"", "reset")),
-    "cut in an event": (Outcome.TRUNCATED, Script(SOME, b'data: {"choices": [{"ind', "close")),
-    "cut before a token": (Outcome.TRUNCATED, Script((Chunk(10.0, 0),), b"", "close")),
-    "closed without a word": (Outcome.TRUNCATED, Script((), b"", "close")),
-    "no [DONE]": (Outcome.TRUNCATED, Script(SOME, b"")),
-    "silence": (Outcome.TIMED_OUT, Script(SOME, b"", "hang")),
-    "error event": (Outcome.ERROR_IN_STREAM, Script(SOME, ERROR)),
-    "error, then [DONE]": (Outcome.ERROR_IN_STREAM, Script(SOME, ERROR + DONE)),
-    "no JSON": (Outcome.MALFORMED, Script(SOME, b'data: {"choices":[{"index":0,\n\n' + DONE)),
-    "foreign JSON": (Outcome.MALFORMED, Script(SOME, event({"status": "busy"}) + DONE)),
-    "one JSON body": (Outcome.NOT_STREAMED, Script(SOME, body=b'{"choices": []}')),
-    "one HTML body": (Outcome.MALFORMED, Script(SOME, body=b"<html/>", kind="text/html")),
-    "429": (Outcome.REFUSED, Script(status=429, body=error("full"), retry_after_s=2.0)),
-    "503": (Outcome.REFUSED, Script(status=503, body=error("full"))),
-    "400": (Outcome.CLIENT_ERROR, Script(status=400, body=error("wrong"))),
-    "404": (Outcome.CLIENT_ERROR, Script(status=404, body=error("not here"))),
-    "500": (Outcome.SERVER_ERROR, Script(status=500, body=error("broken"))),
-    "502": (Outcome.SERVER_ERROR, Script(status=502, body=error("broken"))),
-    "usage too low": (Outcome.WRONG_USAGE, Script(SOME, usage_error=-2)),
-    "usage too high": (Outcome.WRONG_USAGE, Script(SOME, usage_error=3)),
-    "no token at all": (Outcome.WRONG_LENGTH, Script(end_ms=20.0)),
-}
+NUM = len(SOME)
+FAILED = event({"error": {"message": "scripted failure", "type": "server_error"}})
+FAULTS = (
+    Case("cut in an event", Script(SOME, b'data: {"ch', "close"), NUM, Outcome.TRUNCATED),
+    Case("reset", Script(SOME, b"", "reset"), NUM, Outcome.TRUNCATED),
+    Case("silence", Script(SOME, b"", "hang"), NUM, Outcome.TIMED_OUT),
+    Case("error, then [DONE]", Script(SOME, FAILED + DONE), NUM, Outcome.ERROR_IN_STREAM),
+    Case("no JSON", Script(SOME, b"data: {]\n\n" + DONE), NUM, Outcome.MALFORMED),
+    Case("usage too high", Script(SOME, usage(NUM + 3) + DONE), NUM, Outcome.WRONG_USAGE),
+    Case("too few tokens", Script(SOME), NUM + 2, Outcome.WRONG_LENGTH),
+)
 
 
 def make_cases(mix: Mix) -> list[Case]:
     """Return the cases in the order of their arrival."""
     dice = random.Random(mix.seed)
-    names = [name for name in SHAPES if mix.counting != "text" or name != "uneven"]
     cases = []
     for position in range(mix.num_good):
-        script = SHAPES[name := names[position % len(names)]](dice)
+        script = SHAPES[name := list(SHAPES)[position % len(SHAPES)]](dice)
         cases.append(Case(name, script, script.num_tokens))
-    for position, (name, (outcome, script)) in enumerate(FAULTS.items()):
-        cases += [Case(name, script, len(SOME), outcome)] * (1 + position % 3)
-    complete = Script(SOME)
-    cases += [Case("too few tokens", complete, len(SOME) + 2, Outcome.WRONG_LENGTH)] * 2
-    cases += [Case("too many tokens", complete, len(SOME) - 2, Outcome.WRONG_LENGTH)] * 3
+    for position, fault in enumerate(FAULTS):
+        cases += [fault] * (1 + position % 3)
     dice.shuffle(cases)
     return cases
 
@@ -157,11 +112,10 @@ def make_cases(mix: Mix) -> list[Case]:
 def plan(cases: list[Case], mix: Mix) -> list[Planned]:
     """Return Poisson arrivals; request `index` is case `index`. The warm-up comes before zero."""
     planned = [
-        _planned(len(cases) + place, -0.1 * (place + 1), place, len(SOME), mix)
+        _planned(len(cases) + place, -0.1 * (place + 1), place, NUM, mix)
         for place in range(NUM_WARM_UP)
     ]
-    dice = random.Random(mix.seed + 1)
-    at_s = 0.0
+    dice, at_s = random.Random(mix.seed + 1), 0.0
     for index, case in enumerate(cases):
         at_s += dice.expovariate(mix.rate)
         planned.append(_planned(index, at_s, FIRST_NUMBER + index, case.output_tokens, mix))
@@ -170,13 +124,12 @@ def plan(cases: list[Case], mix: Mix) -> list[Planned]:
 
 def _planned(index: int, at_s: float, number: int, output_tokens: int, mix: Mix) -> Planned:
     """Return a request for a script; the numbers of the warm-up have none."""
-    said, ids = (Message("user", f"play script {number}"),), (number, *range(1, FILLER_IDS))
     is_chat = mix.api == "chat"
     return Planned(
         index=index,
         at_s=at_s,
         output_tokens=output_tokens,
-        prompt_ids=() if is_chat else ids,
-        messages=said if is_chat else (),
+        prompt_ids=() if is_chat else (number, *range(1, FILLER_IDS)),
+        messages=(Message("user", f"play script {number}"),) if is_chat else (),
         warm_up=at_s < 0,
     )

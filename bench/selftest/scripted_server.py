@@ -3,39 +3,35 @@
 The self-test and tests of clients start it. A `Play` gets each request and answers it byte by byte
 if need be; `Stage` plays scripts and keeps the time of each real write, so that the truth is what
 was written, not what was planned. The client and the metrics that are held against it may share
-nothing with this file. By hand, run `python -m baton.bench.selftest.scripted_server`.
+nothing with this file.
 """
 
-import argparse
 import asyncio
-import contextlib
 import functools
-import gc
 import json
 import re
 import ssl
 import struct
-import sys
 import threading
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Self
 
 import msgspec
 
-from baton.bench.selftest.answers import error
-from baton.bench.selftest.scripts import Part, Script, Wanted, parts_of, steady
+from baton.bench.records import Arrival
+from baton.bench.selftest.answers import Script, error, parts_of, prompt_of, steady
 from baton.runtime.clock import monotonic
 
 HOST = "127.0.0.1"
 MODEL = "scripted"
 MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+STREAM = ("Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
 START_TIMEOUT_S = 30.0
 # A silent answer waits this long for its client to leave.
 SILENCE_LIMIT_S = 120.0
 MAX_HEADER_BYTES = 1 << 16
-MAX_TOKENS = 100_000
 MAX_CALLS = 1_000  # the number of calls that are kept
 # The least time between the writes of an answer, even of late ones: the kernel would hand closer
 # writes to the reader as one, and then the arrival of the first of them would be unknown.
@@ -67,42 +63,24 @@ class Call:
 
     @property
     def num_tokens(self) -> int:
-        return int(str(self.body.get("max_tokens") or self.body.get("max_completion_tokens") or 16))
-
-    @property
-    def wanted(self) -> Wanted:
-        body, prompt = self.body, self.prompt
-        options = body.get("stream_options")
-        options = options if isinstance(options, dict) else {}
-        return Wanted(
-            is_chat="messages" in body,
-            token_ids=bool(body.get("return_token_ids")),
-            usage=bool(options.get("include_usage")),
-            running_usage=bool(options.get("continuous_usage_stats")),
-            num_prompt=len(prompt if isinstance(prompt, list) else prompt.split()),
-        )
+        return int(str(self.body.get("max_tokens")))
 
     @property
     def prompt(self) -> list[int] | str:
-        messages = self.body.get("messages")
-        found = messages[-1]["content"] if isinstance(messages, list) else self.body.get("prompt")
-        return found if isinstance(found, list) else str(found)
+        return prompt_of(self.body)
 
     async def write(self, *pieces: bytes) -> None:
         """Send the bytes of a stream, each piece as a chunk of its own."""
-        close = () if self.keep_alive else ("Connection: close",)
-        wire = b"" if self._has_begun else head_of(200, *STREAM, *close)
-        self._has_begun = True
-        await self.put(wire + b"".join(framed(piece) for piece in pieces))
+        await self.put(b"".join(map(self.framed, pieces)))
 
     async def send(self, *pieces: bytes) -> None:
         """Send the rest of a stream and its end."""
         await self.write(*pieces)
-        await self.put(b"0\r\n\r\n")
+        await self.put(self.framed(b"") + b"0\r\n\r\n")
 
     async def cut(self, *pieces: bytes) -> None:
         """End the connection in the middle of the answer."""
-        await self.write(*pieces)
+        await self.put(self.framed(b"") + b"".join(map(self.framed, pieces)))
         self.keep_alive = False
 
     async def reply(
@@ -122,30 +100,31 @@ class Call:
         self._writer.write(data)
         await self._writer.drain()
 
+    def framed(self, data: bytes) -> bytes:
+        """Return one chunk of the body, after the head if it is the first; no data is no chunk."""
+        close = () if self.keep_alive else ("Connection: close",)
+        head = b"" if self._has_begun else head_of(200, *STREAM, *close)
+        self._has_begun = True
+        return head + (data and b"%x\r\n%b\r\n" % (len(data), data))
+
     async def until(self, due_s: float) -> bool:
         """Wait until `due_s`; return whether the client is still there."""
         # Sleep in steps, because nothing wakes this coroutine when the client leaves.
-        while (rest_s := due_s - monotonic()) > 0 and not self.client_left:  # noqa: ASYNC110
+        while (rest_s := due_s - monotonic()) > 0 and not self._client_left:  # noqa: ASYNC110
             await asyncio.sleep(min(rest_s, 0.5))
-        return not self.client_left
+        return not self._client_left
 
     @property
-    def client_left(self) -> bool:
+    def _client_left(self) -> bool:
         return self._reader.at_eof() or self.transport.is_closing()
 
 
 Play = Callable[[Call], Awaitable[object]]
-STREAM = ("Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
 
 
 def head_of(status: int, *fields: str) -> bytes:
     lines = (f"HTTP/1.1 {status} Scripted", "Server: scripted", *fields)
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
-
-
-def framed(data: bytes) -> bytes:
-    """Return one chunk of a chunked body; an empty chunk would end the body."""
-    return data and b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class ScriptedServer:
@@ -154,18 +133,20 @@ class ScriptedServer:
     def __init__(
         self,
         play: Play | None = None,
-        models: object = MODELS,
+        pages: Mapping[str, object] | None = None,
         tls: ssl.SSLContext | None = None,
         keep_alive_s: float = 30.0,
-        port: int = 0,
     ) -> None:
-        """Answer by `play`, or with all wanted tokens without it; `models` may be a `Play`."""
+        """Answer by `play`, or with all wanted tokens without it.
+
+        `pages` are answers to GET by path, each a JSON value or a `Play`.
+        """
         self.play = play or Stage().play
         self.calls: deque[Call] = deque(maxlen=MAX_CALLS)
-        self.num_connections = 0
+        self.num_calls = self.num_connections = 0  # a connection counts from its first POST
         self.url = ""
-        self._models, self._tls, self._keep_alive_s = models, tls, keep_alive_s
-        self._port = port
+        self._pages = {"/v1/models": MODELS, **(pages or {})}
+        self._tls, self._keep_alive_s = tls, keep_alive_s
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=MODEL)
         self._is_up, self._was_asked = threading.Event(), threading.Event()
 
@@ -180,12 +161,12 @@ class ScriptedServer:
 
     async def asked(self) -> None:
         """Return once a request came; any event loop may await it."""
-        assert await asyncio.to_thread(self._was_asked.wait, 20.0), "no request came"
+        assert await asyncio.to_thread(self._was_asked.wait, START_TIMEOUT_S), "no request came"
 
     async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         server = await asyncio.start_server(
-            self._connected, HOST, self._port, ssl=self._tls, limit=MAX_HEADER_BYTES
+            self._connected, HOST, 0, ssl=self._tls, limit=MAX_HEADER_BYTES
         )
         scheme = "https" if self._tls else "http"
         self.url = f"{scheme}://{HOST}:{server.sockets[0].getsockname()[1]}"
@@ -211,87 +192,59 @@ class ScriptedServer:
                 await self._answer(call)
                 if not call.keep_alive:
                     break
-        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # the client left
+        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the client left, or the server ends
         finally:
             writer.close()
 
     async def _answer(self, call: Call) -> None:
+        self.num_calls += 1
         if call.method == "POST":
             self.calls.append(call)
             self._was_asked.set()
             await self.play(call)
-        elif call.path == "/v1/models" and callable(self._models):
-            await self._models(call)
-        elif call.path == "/v1/models":
-            await call.reply(200, json.dumps(self._models).encode())
-        else:
+        elif call.path not in self._pages:
             await call.reply(404, error(f"no {call.path}"))
+        elif callable(page := self._pages[call.path]):
+            await page(call)
+        else:
+            await call.reply(200, json.dumps(page).encode())
 
 
-class Write(msgspec.Struct, frozen=True, array_like=True):
-    """One call that handed bytes to the kernel. Seconds on CLOCK_MONOTONIC."""
-
-    at_s: float  # the time before the call
-    took_s: float  # the time until it returned: the truth lies in between
-    num_tokens: tuple[int, ...]  # one count per token-carrying event that these bytes completed
-
-
-class Answer(msgspec.Struct, kw_only=True):
-    """One request as the server saw it."""
+class Answer(msgspec.Struct):
+    """One request as the server saw it. Seconds on CLOCK_MONOTONIC."""
 
     number: int | None  # None: the request belongs to no script
     received_s: float  # the time at which the whole request was there
-    writes: list[Write] = msgspec.field(default_factory=list)
-    is_over: bool = False  # it was played to its end, or the client left
-    held_writes: int = 0  # writes that the kernel did not take at once: their stamps mean nothing
+    writes: list[Arrival]  # the bytes that were handed to the kernel at once, with their tokens
 
 
 class Stage:
-    """The player of scripts. A request without a script is answered at an even pace."""
+    """The player of scripts. A request without a script gets all tokens that it asks for at once.
 
-    def __init__(self, first_ms: float = 0.0, gap_ms: float = 0.0) -> None:
+    A script's number is the first id of a prompt, or N in a text with "script N".
+    """
+
+    def __init__(self, scripts: Mapping[int, Script] | None = None) -> None:
         self.answers: list[Answer] = []
-        self._pace = (first_ms, gap_ms)
-        self._scripts: dict[int, list[Script]] = {}
-        self._calls: Counter[int] = Counter()
-
-    def prepare(self, scripts: dict[int, list[Script]]) -> None:
-        """Play these scripts from now on, and forget all earlier scripts and answers.
-
-        A number is the first id of a prompt, or N in a text with "script N". Its n-th request gets
-        its n-th script, and later requests get the last script again.
-        """
-        self._scripts = scripts
-        self._calls.clear()
-        # Make a new list: an earlier answer that is still being played must not appear in it.
-        self.answers = []
+        self._scripts = scripts or {}
 
     async def play(self, call: Call) -> None:
-        number = _number(call.prompt)
-        scripts = self._scripts.get(number) if number is not None else None
-        answer = Answer(number=number if scripts else None, received_s=call.received_s)
-        if number is None or not scripts:
-            number, script = 0, Script(steady(*self._pace, min(call.num_tokens, MAX_TOKENS)))
-        else:
-            script = scripts[min(self._calls[number], len(scripts) - 1)]
-            self._calls[number] += 1
+        number, free_s = _number(call.prompt), 0.0
+        script = None if number is None else self._scripts.get(number)
+        answer = Answer(None if script is None else number, call.received_s, [])
         self.answers.append(answer)
-        try:
-            await self._perform(call, script, number, answer)
-        finally:
-            answer.is_over = True
-
-    async def _perform(self, call: Call, script: Script, number: int, answer: Answer) -> None:
-        free_s = 0.0
+        if script is None:
+            script = Script(steady(0.0, 0.0, call.num_tokens))
         call.keep_alive = script.then == "end"
-        for part in _on_the_wire(script, call.wanted, number):
+        parts = parts_of(script, call.body, answer.number or 0)
+        for place, part in enumerate(parts, start=1):
             if not await call.until(max(call.received_s + part.at_ms / 1e3, free_s)):
                 return
-            began_s = monotonic()
-            call.transport.write(part.data)
-            answer.writes.append(Write(began_s, monotonic() - began_s, part.num_tokens))
-            answer.held_writes += call.transport.get_write_buffer_size() > 0
+            data = call.framed(part.data)
+            data += b"0\r\n\r\n" if script.then == "end" and place == len(parts) else b""
+            answer.writes.append(Arrival(monotonic(), part.num_tokens))
+            call.transport.write(data)
             free_s = monotonic() + SPACING_S
         if script.then == "reset":
             link = call.transport.get_extra_info("socket")
@@ -306,43 +259,3 @@ def _number(prompt: list[int] | str) -> int | None:
         return prompt[0] if prompt else None
     found = re.search(r"\bscript (\d+)\b", prompt)
     return int(found[1]) if found else None
-
-
-def _on_the_wire(script: Script, wanted: Wanted, number: int) -> list[Part]:
-    """Return the parts as HTTP, the head with the first and the end of the body with the last."""
-    if (body := script.body) is not None:
-        wait_s = script.retry_after_s
-        wait = () if wait_s is None else (f"Retry-After: {wait_s:g}",)
-        fields = (f"Content-Type: {script.kind}", f"Content-Length: {len(body)}", *wait)
-        return [Part(script.last_ms, head_of(script.status, *fields) + body)]
-    if not script.chunks and script.then != "end":
-        return []  # the connection closes without an answer
-    parts = parts_of(script, wanted, number)
-    wire = [framed(part.data) for part in parts]
-    wire[0] = head_of(200, *STREAM) + wire[0]
-    wire[-1] += b"0\r\n\r\n" if script.then == "end" else b""
-    pairs = zip(parts, wire, strict=True)
-    return [Part(part.at_ms, data, part.num_tokens) for part, data in pairs if data]
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m baton.bench.selftest.scripted_server")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--first-ms", type=float, default=0.0, help="ms until the first token")
-    parser.add_argument("--gap-ms", type=float, default=0.0, help="ms from token to token")
-    parsed = parser.parse_args(arguments)
-    # A garbage collection in an answer would be a stall that no script contains.
-    gc.freeze()
-    gc.disable()
-    stage = Stage(parsed.first_ms, parsed.gap_ms)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        ScriptedServer(stage.play, port=parsed.port) as server,
-    ):
-        print(server.url, flush=True)
-        threading.Event().wait()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,11 +8,11 @@ never sees requests, keys or plans, and never decides which token is computed.
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
 
-@dataclass(slots=True, frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + length) of one sequence, in rows [row, row + length) of the batch.
 
     Their keys and values are not yet in the pool; those of every position below `start` are.

@@ -2,7 +2,7 @@
 
 A token's bits depend on its own sequence alone, because every kernel adds its terms in an order
 that the batch, the chunk and the number of threads do not enter. Made by `make_cpu_backend`, which
-takes plain torch where this machine or installation cannot have the kernels.
+takes plain torch where `cpu_library` has no kernels.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,41 @@ from baton.engine.attention.backend import Backend, Batch
 from baton.engine.attention.plain import PlainBackend
 from baton.kernels.cpu_kernels import CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
+from baton.protocol.config import KernelChoice
+from baton.protocol.errors import ConfigError
 from baton.runtime.log import logger
 
 log = logger("attention")
 
 
+def cpu_library(
+    dtype: torch.dtype, wanted: KernelChoice, progress: Callable[[int, int], None]
+) -> CpuLibrary | None:
+    """Return the compiled kernels, or None where their twins in torch take their place.
+
+    `progress` hears of (kernels done, in all) while they are compiled. Raises `ConfigError` if they
+    are wanted and cannot be had.
+    """
+    if wanted == "torch":
+        return None
+    try:
+        return load_library(is_bf16=dtype == torch.bfloat16, progress=progress)
+    except KernelsUnavailable as error:
+        if wanted == "compiled":
+            raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
+        log.warning("computing with plain torch, which is slower", reason=str(error))
+        return None
+
+
 def make_cpu_backend(
+    library: CpuLibrary | None,
     pool: Tensor,
     num_heads: int,
     cos_sin: Tensor,
     eps: float,
     window: int | None,
-    progress: Callable[[int, int], None],
 ) -> Backend:
-    """Compile the kernels unless they are cached; `progress` hears of (kernels done, in all)."""
-    try:
-        library = load_library(is_bf16=pool.dtype == torch.bfloat16, progress=progress)
-    except KernelsUnavailable as error:
-        log.warning("computing with plain torch, which is slower", reason=str(error))
+    if library is None:
         return PlainBackend(pool, num_heads, cos_sin, eps, window)
     return CpuBackend(library, pool, num_heads, cos_sin, eps, window)
 

@@ -24,14 +24,15 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[num_rows, inputs]` to `[num_rows, outputs]`."""
-        if self.rule is None or not len(x):
+        if self.rule is None or not x.shape[0]:
             return self.product(x)
         return self.rule.compute(self.product, x)
 
     def product(self, x: Tensor) -> Tensor:
         """All rows of `x` in one call of the library."""
         if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            product = torch.ops.mkldnn._linear_pointwise.default
+            return product(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
 

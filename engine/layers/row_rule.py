@@ -64,9 +64,12 @@ class RowRule:
             return self._compute(product, x)
 
     def _compute(self, product: Product, x: Tensor) -> Tensor:
-        *whole, last = self.pieces(len(x))
+        num_rows = x.shape[0]
+        *whole, last = self.pieces(num_rows)
+        if last == num_rows:
+            return product(x)
         first = sum(whole)
-        missing = first + last - len(x)
+        missing = first + last - num_rows
         end = product(F.pad(x[first:], (0, 0, 0, missing)) if missing else x[first:])
         if missing:
             end = end[:-missing]

@@ -15,9 +15,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.router.http.answers import error_of, retry_headers
+from baton.router.http.connections import Connections, connection_of
 from baton.router.http.handlers import Engine, Handlers
 from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
 from baton.router.http.sse import SILENCE_S
@@ -25,6 +26,10 @@ from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import ROOT, clip, logger
 
 BACKLOG = 4096
+# How many connections the event loop accepts before it does anything else.
+ACCEPTS = 16
+# What is answered on the connections above the limit.
+PROBES = ("/live", "/health", "/metrics")
 MIB = 1024 * 1024
 # How long the end of the server waits: for answers under way, then for those told to end.
 GRACE_S = 1.0
@@ -131,11 +136,17 @@ class App:
         self._num_open += 1
         self._idle.clear()
         status = CLIENT_GONE
+        connection = connection_of(request)
+        if request.content.is_eof():
+            connection.began()
         try:
             response = await self._answered(request, handler)
             status = response.status
+            if connection.is_spare:
+                response.force_close()
             return response
         finally:
+            connection.ended()
             self.metrics.answered(_route(request), status)
             self._num_open -= 1
             if not self._num_open:
@@ -143,6 +154,9 @@ class App:
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            if connection_of(request).is_spare and request.path not in PROBES:
+                text = "the router has too many open connections"
+                raise Overloaded(text, code="too_many_connections")
             return await handler(request)
         except BatonError as error:
             return _error(error)
@@ -156,44 +170,52 @@ class App:
 class Server:
     """An `App` on a listening socket."""
 
-    def __init__(self, app: App, host: str, port: int) -> None:
+    def __init__(self, app: App, config: RouterConfig) -> None:
         self._app = app
-        self._host = host
-        self._port = port
-        http_log = logging.getLogger(f"{ROOT}.http")
-        http_log.addFilter(_is_ours)
+        self._config = config
+        self._http_log = logging.getLogger(f"{ROOT}.http")
+        self._http_log.addFilter(_is_ours)
         self._runner = web.AppRunner(
             app.web,
             handler_cancellation=True,  # when a client leaves, its handler and so its request end
             shutdown_timeout=CLOSE_S,
-            access_log=None,
-            logger=http_log,
         )
-        self._site: web.TCPSite | None = None
+        self._connections: Connections | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> str:
         """Start to listen and return the URL; raises `NodeError` that says what to do."""
         await self._runner.setup()
-        host = None if self._host in ("", "*") else self._host
-        site = web.TCPSite(self._runner, host, self._port, backlog=BACKLOG)
+        manager, config = self._runner.server, self._config
+        assert manager is not None
+        self._connections = Connections(manager, self._http_log, config)
+        host = None if config.host in ("", "*") else config.host
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connections, host, config.port, backlog=ACCEPTS
+            )
         except OSError as error:
-            await self._runner.cleanup()
-            raise NodeError(_why_not(self._host, self._port, error), code="no_port") from error
-        self._site = site
-        port = self._runner.addresses[0][1]
-        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+            await self.stop()
+            raise NodeError(_why_not(config.host, config.port, error), code="no_port") from error
+        for listening in self._listener.sockets:
+            # asyncio has one number for how many it accepts at once and how many may wait.
+            with listening.dup() as same:
+                same.listen(BACKLOG)
+        port = self._listener.sockets[0].getsockname()[1]
+        return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
 
     async def drain(self, grace_s: float = GRACE_S) -> None:
         """Accept no new connection, and wait up to `grace_s` for answers under way."""
-        if self._site is not None:
-            await self._site.stop()
-            self._site = None
+        if self._listener is not None:
+            self._listener.close()
         await self._app.drain(grace_s)
 
     async def stop(self) -> None:
         """Close all connections. May be called again."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._connections is not None:
+            self._connections.close()
         await self._runner.cleanup()
 
 

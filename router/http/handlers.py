@@ -19,6 +19,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.http.answers import Answer, clamped_to
+from baton.router.http.connections import connection_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.relay import Relay
 from baton.router.http.schema import Ask, Chat, parse_chat, parse_completion
@@ -37,7 +38,7 @@ log = logger("router")
 
 
 class Engine(Protocol):
-    """The part of `AsyncLLM` that handlers need."""
+    """The part of `TextRouter` that handlers need."""
 
     async def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
@@ -83,11 +84,11 @@ class Handlers:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        return await self._serve(request, parse_completion(await self._read(request)))
+        return await self._serve(request, parse_completion(await self._body(request)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        return await self._serve(request, parse_chat(await self._read(request)))
+        return await self._serve(request, parse_chat(await self._body(request)))
 
     async def _serve(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         """Submit a request per prompt and answer. All of them are closed and counted in the end."""
@@ -116,6 +117,11 @@ class Handlers:
                 self._metrics.ended(stream.metrics, work.outcome, ask.params.n)
 
     # --- before submitting ----------------------------------------------------------------------
+
+    async def _body(self, request: web.Request) -> bytes:
+        data = await self._read(request)
+        connection_of(request).began()
+        return data
 
     async def _read(self, request: web.Request) -> bytes:
         if self.is_draining:
@@ -146,7 +152,9 @@ class Handlers:
     async def _prepare(self, request: web.Request, ask: Ask) -> Work:
         model = self._model(ask.model)
         prompts = [
-            await self._render(prompt) if isinstance(prompt, Chat) else prompt
+            await self._render(prompt, model.max_model_len - 1)
+            if isinstance(prompt, Chat)
+            else prompt
             for prompt in ask.prompts
         ]
         answer = Answer(
@@ -164,7 +172,7 @@ class Handlers:
     def _text_of(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._engine.get_tokenizer().decode(prompt)
 
-    async def _render(self, chat: Chat) -> list[int]:
+    async def _render(self, chat: Chat, max_tokens: int) -> list[int]:
         template = self._chat_template
         if template is None:
             text = "this model has no chat template; use /v1/completions"
@@ -175,7 +183,9 @@ class Handlers:
             add_generation_prompt=chat.add_generation_prompt,
             options=chat.options,
         )
-        return await self._engine.get_tokenizer().encode(text, add_special_tokens=False)
+        return await self._engine.get_tokenizer().encode(
+            text, add_special_tokens=False, max_tokens=max_tokens
+        )
 
     # --- answering ------------------------------------------------------------------------------
 
@@ -208,10 +218,15 @@ class Handlers:
         self, request: web.Request, work: Work, streams: list[RequestStream]
     ) -> web.StreamResponse:
         # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
-        # delta; but not so long that the client is left in silence.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._silence_s):
-                await streams[0].changed()
+        # delta; but not so long that the client is left in silence, unless the request still waits
+        # for a node: then it may get 503.
+        has_nodes = False
+        while not has_nodes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._silence_s):
+                    await streams[0].changed()
+                break
+            has_nodes = streams[0].metrics.num_attempts > 0
         headers = _headers(work, streams)
         events = EventStream(request, work.answer.id, headers, self._silence_s)
         relay = Relay(events, work.answer, work.ask.params.n, work.echoes, self._metrics)

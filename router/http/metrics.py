@@ -9,6 +9,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from baton.protocol.ids import NodeId
 from baton.router.outputs import RequestMetrics
 from baton.router.registry import Health
 
@@ -39,6 +40,12 @@ class HttpMetrics:
             "cached_prompt_tokens", "Prompt tokens that were in a prefix cache"
         )
         self._output_tokens = self._counter("output_tokens", "Tokens handed out")
+        self._retries = self._counter("retries", "Attempts after a loss before the first token")
+        self._resumes = self._counter("resumes", "Sequences that went on at another node")
+        self._transfer_failures = self._counter(
+            "transfer_failures", "Handoffs that failed, by pair of nodes", "prefill decode"
+        )
+        self._rendered_failures: dict[tuple[NodeId, NodeId], int] = {}
         self._transfer_bytes = self._counter(
             "transfer_bytes", "KV bytes moved from prefill to decode nodes"
         )
@@ -74,6 +81,8 @@ class HttpMetrics:
         self._prompt_tokens.inc(metrics.num_prompt_tokens)
         self._cached_tokens.inc(metrics.num_cached_tokens)
         self._transfer_bytes.inc(metrics.transfer_bytes)
+        self._retries.inc(metrics.num_retries)
+        self._resumes.inc(metrics.num_resumes)
         first_s, all_s = metrics.time_to_first_token_s, metrics.e2e_s
         if first_s is None or all_s is None:
             return
@@ -96,6 +105,10 @@ class HttpMetrics:
             self._nodes.labels(node.role, node.state).inc()
             self._free.labels(node.node_id).set(node.load.free_blocks)
             self._total.labels(node.node_id).set(node.load.total_blocks)
+        for prefill, decode, count in health.transfer_failures:
+            new = count - self._rendered_failures.get((prefill, decode), 0)
+            self._transfer_failures.labels(prefill, decode).inc(new)
+            self._rendered_failures[prefill, decode] = count
         return generate_latest(self._registry)
 
     def _counter(self, name: str, description: str, labels: str = "") -> Counter:

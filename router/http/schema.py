@@ -5,30 +5,31 @@
 asks for nothing, because an answer that ignores a wish is a wrong answer. Nothing here does I/O.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import NEUTRAL, SamplingParams
+from baton.router.http.decoding import decode
+from baton.runtime.log import clip
 
 MAX_PROMPTS = 512
 MAX_TOTAL_CHOICES = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
+MAX_ALL_STOP_CHARS = 4096  # each character takes about 110 bytes in the automaton of a request
 MAX_STOP_TOKEN_IDS = 1024
 DEFAULT_MAX_TOKENS = 16
 
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_NULL = msgspec.Raw(b"null")
 TokenIdList = Annotated[
     list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
 ]
-
-S = TypeVar("S", bound="GenerationBody")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,12 +101,16 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     role: Annotated[str, Meta(min_length=1)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    refusal: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: msgspec.Raw = _NULL
     tool_call_id: str | None = None
-    function_call: msgspec.Raw | None = None
-    audio: msgspec.Raw | None = None
+    function_call: msgspec.Raw = _NULL
+    # These are parts of answers, which clients send back as they got them.
+    refusal: str | None = None
+    annotations: msgspec.Raw = _NULL
+    reasoning: msgspec.Raw = _NULL
+    audio: msgspec.Raw = _NULL
+    provider_specific_fields: msgspec.Raw = _NULL
 
 
 class ResponseFormat(msgspec.Struct):
@@ -144,10 +149,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
 }
-_UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call", "audio")
-_NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
-_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
-_NAMED = re.compile(r"field `(\w+)`")
+_UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call")
+_ONLY_IN_ANSWERS = ("annotations", "reasoning", "audio", "provider_specific_fields")
+_EMPTY = (b"null", b"[]", b"{}", b"")
 
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -176,15 +180,20 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool
     timeline: bool
     echo: bool = False
+    generates: bool = True  # False: the answer is the prompt alone
 
 
 def parse_completion(data: bytes) -> Ask:
     """Read the body of a completion; raises `RequestError`."""
-    body = _decode(_completion_decoder, data)
+    body = decode(_completion_decoder, data)
     _check(body)
     if body.max_tokens is None:
         body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
-    return _ask(body, _prompts_of(body), echo=bool(body.echo))
+    only_echo = bool(body.echo) and body.max_tokens == 0
+    if only_echo:
+        body.max_tokens = 1  # no request is made of it
+    ask = _ask(body, _prompts_of(body), echo=bool(body.echo))
+    return msgspec.structs.replace(ask, generates=not only_echo)
 
 
 def parse_chat(data: bytes) -> Ask:
@@ -192,7 +201,7 @@ def parse_chat(data: bytes) -> Ask:
 
     A chat that sets no limit may use all the room that the model has left.
     """
-    body = _decode(_chat_decoder, data)
+    body = decode(_chat_decoder, data)
     _check(body)
     if not body.messages:
         raise RequestError("messages is empty", param="messages")
@@ -260,8 +269,9 @@ def _sampling_of(body: GenerationBody, limit_name: str) -> SamplingParams:
         raise RequestError(text, param=limit_name) from None
 
 
+# `_check` has seen to it that the fields of `NEUTRAL` ask for nothing.
 _SAMPLING_FIELDS = sorted(
-    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__)
+    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
 )
 
 
@@ -283,15 +293,23 @@ def _check(body: GenerationBody) -> None:
     if options is not None and options.continuous_usage_stats:
         raise _unsupported("stream_options.continuous_usage_stats")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        text = f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters"
+    if (
+        len(stops) > MAX_STOP_STRINGS
+        or any(len(stop) > MAX_STOP_CHARS for stop in stops)
+        or sum(len(stop) for stop in stops) > MAX_ALL_STOP_CHARS
+    ):
+        text = (
+            f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters, "
+            f"{MAX_ALL_STOP_CHARS} together"
+        )
         raise RequestError(text, param="stop")
 
 
 def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
     """Return a turn as templates take it: its content is text."""
-    for name in _UNSUPPORTED_IN_TURN:
-        if getattr(turn, name):
+    answers = () if turn.role == "assistant" else _ONLY_IN_ANSWERS
+    for name in (*_UNSUPPORTED_IN_TURN, *answers):
+        if _is_given(getattr(turn, name)):
             raise _unsupported(f"messages[{index}].{name}")
     content = turn.content
     if isinstance(content, list):
@@ -299,7 +317,7 @@ def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
         for place, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 raise RequestError(
-                    f"content of type {part.type!r} is not supported; only text is",
+                    f"content of type {clip(part.type)!r} is not supported; only text is",
                     code="unsupported",
                     param=f"messages[{index}].content[{place}]",
                 )
@@ -312,36 +330,11 @@ def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
     return plain
 
 
+def _is_given(value: msgspec.Raw | str | None) -> bool:
+    return value is not None and not (
+        isinstance(value, msgspec.Raw) and bytes(value).strip() in _EMPTY
+    )
+
+
 def _unsupported(name: str) -> RequestError:
     return RequestError(f"{name} is not supported", code="unsupported", param=name)
-
-
-def _decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
-    try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except RecursionError:
-        text = "the body is nested too deeply"
-        raise RequestError(text, code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # Some writers emit NaN and Infinity, which are not JSON. The error should name the field.
-        if found := _NOT_FINITE.search(data):
-            name = found[1].decode()
-            raise RequestError(f"{name} must be a finite number", param=name) from None
-        text = f"the body is not valid JSON: {error}"
-        raise RequestError(text, code="invalid_json") from None
-
-
-def _invalid(text: str) -> RequestError:
-    found = _PLACE.fullmatch(text)
-    assert found is not None, "the pattern matches every text"
-    what, path = found["text"].replace("`", ""), found["path"] or ""
-    if named := _NAMED.search(text):
-        path = f"{path}.{named[1]}" if path else named[1]
-        return RequestError(what, param=path)
-    if not path:
-        return RequestError(f"the body is wrong: {what}")
-    # The message names the place inside a list; `param` does so only for the turns of a chat.
-    param = path if path.startswith("messages") else path.partition("[")[0]
-    return RequestError(f"{path}: {what}", param=param)

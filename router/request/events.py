@@ -7,7 +7,7 @@ feeds events in and carries commands out. Both are Structs, so a run can be reco
 import msgspec
 
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Key, NodeId
+from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     Accepted,
     Cancel,
@@ -20,6 +20,9 @@ from baton.protocol.messages import (
     StageTimes,
     TokenEntry,
 )
+
+# One node process. The same node id with another epoch is another process.
+NodeProcess = tuple[NodeId, Epoch]
 
 
 class RequestMessage(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +42,7 @@ class Placed(RequestMessage, frozen=True):
     key: Key
     prefill_node: NodeId | None
     decode_node: NodeId | None
+    epochs: dict[NodeId, Epoch] = {}  # of both nodes
 
 
 class NotPlaced(RequestMessage, frozen=True):
@@ -90,7 +94,8 @@ class Place(RequestMessage, frozen=True):
     num_choices: int
     wants_decode: bool
     num_final_tokens: int  # the longest that one of its sequences can become
-    avoid: frozenset[NodeId] = frozenset()
+    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request lately
+    is_resume: bool = False  # the caller has tokens already
 
 
 class Unplace(RequestMessage, frozen=True):
@@ -107,6 +112,14 @@ class Release(RequestMessage, frozen=True):
 
     node: NodeId
     key: Key
+
+
+class HandoffEnded(RequestMessage, frozen=True):
+    """Record whether the decode process could take over from the prefill process."""
+
+    prefill: NodeProcess
+    decode: NodeProcess
+    failure: Failure | None = None
 
 
 class Deliver(RequestMessage, frozen=True):
@@ -127,10 +140,10 @@ class Timed(RequestMessage, frozen=True):
     of_prompt: bool
 
 
-class Resumed(RequestMessage, frozen=True):
-    """Record that a choice goes on elsewhere although the caller already has tokens of it."""
+class TriedAgain(RequestMessage, frozen=True):
+    """Record another attempt at one or more choices. `is_resume`: the caller has tokens of it."""
 
-    choice: int
+    is_resume: bool
 
 
 class Outcome(RequestMessage, frozen=True):
@@ -144,5 +157,6 @@ class Closed(RequestMessage, frozen=True):
 
 
 RequestCommand = (
-    Place | Unplace | Send | Release | Deliver | Timed | Resumed | Outcome | Closed
+    Place | Unplace | Send | Release | HandoffEnded | Deliver | Timed | TriedAgain | Outcome
+    | Closed
 )  # fmt: skip

@@ -10,10 +10,11 @@ from enum import Enum, auto
 
 import msgspec
 
-from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import Decode, FirstToken, Prefill
 from baton.protocol.sampling import Sampling
-from baton.router.request.events import Release, Send
+from baton.router.request.events import NodeProcess, Place, Release, Send
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -23,7 +24,7 @@ class Request(msgspec.Struct, frozen=True):
     token_ids: list[int]
     sampling: Sampling
     num_choices: int = 1
-    max_attempts: int = 3
+    max_attempts: int = 3  # in a row that bring no token
 
 
 class LegState(Enum):
@@ -31,6 +32,24 @@ class LegState(Enum):
     LIVE = auto()  # the nodes have been told to start
     LEAVING = auto()  # nothing more is wanted; nodes have yet to confirm their cancels
     CLOSED = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class Loss:
+    """Why a leg or some of its sequences were lost, and which nodes the next attempt avoids."""
+
+    failure: Failure
+    blamed: frozenset[NodeId] = frozenset()
+    is_death: bool = False  # a node is gone or counts as gone
+    is_of_handoff: bool = False  # decode could not take over from prefill
+
+    def is_free(self, num_new_tokens: int) -> bool:
+        """Return whether an attempt that brought so many tokens uses up no attempt.
+
+        The first token of an attempt is computed with its prompt. A sequence that kills every
+        node in its first decode step gets one token per attempt, so a death needs two.
+        """
+        return num_new_tokens > (1 if self.is_death else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +62,7 @@ class Leg:
     state: LegState = LegState.WAITING
     prefill: NodeId | None = None
     decode: NodeId | None = None
+    epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
     open: set[int] = field(default_factory=set)
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it needs prefill no more
@@ -63,6 +83,40 @@ class Leg:
             return True
         firsts = self.first_tokens or ()
         return all(token.finish_reason is not None for token in firsts)
+
+    @property
+    def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
+        """The processes of a handoff, prefill first; None if this leg has none."""
+        if self.prefill is None or self.decode is None:
+            return None
+        return self.process(self.prefill), self.process(self.decode)
+
+    def process(self, node: NodeId) -> NodeProcess:
+        return node, self.epochs.get(node, Epoch(""))
+
+    def loss_of(self, node: NodeId, failure: Failure) -> Loss:
+        """Return what follows from a failure that `node` reports while this leg is wanted."""
+        if failure.code == Cancelled.code:
+            # This router cancelled nothing: that node or its peer has lost its channel to it.
+            text = f"{node} gave the request up, because a channel to this router broke"
+            return Loss(NodeError(text).to_failure(), frozenset({node}), is_death=True)
+        if self.pair is None or self.streaming or failure.http_status != TransferError.http_status:
+            return Loss(failure, frozenset({node}))
+        # One failure does not say which end is at fault, so the request avoids both.
+        return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
+
+    def wish(self, request: Request, output: list[int], avoid: frozenset[NodeProcess]) -> Place:
+        """Return the command that finds nodes for this leg."""
+        num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
+        return Place(
+            self.key,
+            self.num_tokens,
+            len(self.choices),
+            wants_decode=max_tokens - len(output) > 1,
+            num_final_tokens=num_prompt + max_tokens,
+            avoid=avoid,
+            is_resume=bool(output),
+        )
 
     def orders(self, request: Request, output: list[int]) -> list[Send]:
         """Return the messages that start this leg. They are sent at the same time."""
@@ -107,5 +161,5 @@ class Choice:
     index: int
     leg: Leg | None = None
     attempt: int = 0
-    num_losses: int = 0
+    num_losses: int = 0  # in a row, each without progress
     output: list[int] = field(default_factory=list)  # all tokens that the caller was given

@@ -6,7 +6,8 @@ tokens come in order of position, none lost, none twice; every charge is release
 comes last, and within a deadline.
 
 When a leg is lost before the caller has a token, the whole request is tried again. After that,
-every unfinished choice resumes on its own from the tokens that were received.
+every unfinished choice resumes on its own from the tokens that were received. Only losses without
+progress use up attempts.
 """
 
 from collections.abc import Sequence
@@ -30,26 +31,29 @@ from baton.router.request.events import (
     ChoiceStopped,
     Closed,
     Deliver,
+    HandoffEnded,
     NodeLost,
+    NodeProcess,
     NotPlaced,
     Outcome,
-    Place,
     Placed,
     Release,
     RequestCommand,
     RequestEvent,
-    Resumed,
     Send,
     Tick,
     Timed,
+    TriedAgain,
     Unplace,
 )
-from baton.router.request.leg import Choice, Leg, LegState, Request
+from baton.router.request.leg import Choice, Leg, LegState, Loss, Request
 
 # How long a cancelled leg stays charged to nodes that do not confirm the cancel.
 CONFIRM_DEADLINE_S = 5.0
 # Only a backstop: beats reveal within seconds that a node is dead, stuck or cut off.
 SILENCE_DEADLINE_S = 600.0
+# How long a request stays away from a process that failed it, if there is another one.
+AVOID_S = 30.0
 NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
 
 
@@ -64,7 +68,7 @@ class Lifecycle:
         self._has_delivered = False
         self._has_outcome = False
         self._is_closed = False
-        self._avoid: set[NodeId] = set()
+        self._avoid_until_s: dict[NodeProcess, float] = {}
         self._now_s = 0.0
         self._out: list[RequestCommand] = []
 
@@ -109,6 +113,10 @@ class Lifecycle:
             self._out.append(Closed())
         return self._out
 
+    @property
+    def is_leaving(self) -> bool:  # a node has yet to confirm a cancel, within seconds
+        return any(leg.state is LegState.LEAVING for leg in self._legs)
+
     # --- what nodes say -------------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
@@ -124,6 +132,7 @@ class Lifecycle:
             leg.streaming = leg.accepted = True
             if leg.prefill is not None:
                 self._out.extend(leg.releases({leg.prefill}))
+                self._end_handoff(leg, None)
             self._forward_first_tokens(leg)
         if entry.times is not None:
             self._out.append(Timed(entry.times, of_prompt=leg.prefill is None))
@@ -147,7 +156,8 @@ class Lifecycle:
         leg.heard_s = self._now_s
         self._out.extend(leg.releases({leg.prefill}))
         if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
-            self._lose(leg, _lost("prefill sent first tokens that do not fit"), leg.prefill)
+            failure = _broken("prefill sent first tokens that do not fit")
+            self._lose(leg, Loss(failure, frozenset({node})), node)
             return
         self._out.append(Timed(message.times, of_prompt=True))
         leg.first_tokens = message.tokens
@@ -175,7 +185,9 @@ class Lifecycle:
         """Deliver those of `token_ids` that are new. A gap before them is the loss of the leg."""
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
-            self._lose(leg, _lost("tokens are missing from the stream"), leg.decode)
+            assert leg.decode is not None
+            failure = _broken("tokens are missing from the stream")
+            self._lose(leg, Loss(failure, frozenset({leg.decode})), None)
             return
         fresh = token_ids[num_known:] if num_known else token_ids
         if not fresh and finish_reason is None:
@@ -192,21 +204,28 @@ class Lifecycle:
                 break
         else:
             return
+        loss = leg.loss_of(node, failure)
+        if loss.is_of_handoff:
+            self._end_handoff(leg, failure)
         if node == leg.prefill:
-            self._prefill_is_over(leg, failure)
+            self._prefill_is_over(leg, loss)
         elif node == leg.decode:
             # Once decode streams, each of its sequences has a key of its own.
             if leg.streaming or key != leg.key:
-                self._lose_choices(leg, {key.choice} & leg.open, failure, node)
+                self._lose_choices(leg, {key.choice} & leg.open, loss)
             else:
                 self._cancel(leg, node, leg.keys[1:])  # it may have forked them already
-                self._lose(leg, failure, node)
+                self._lose(leg, loss, node)
 
-    def _prefill_is_over(self, leg: Leg, failure: Failure) -> None:
+    def _end_handoff(self, leg: Leg, failure: Failure | None) -> None:
+        if leg.pair is not None:
+            self._out.append(HandoffEnded(*leg.pair, failure))
+
+    def _prefill_is_over(self, leg: Leg, loss: Loss) -> None:
         """Prefill failed or died. The leg survives if decode and the router have all they need."""
         assert leg.prefill is not None
         if not leg.streaming:
-            self._lose(leg, failure, leg.prefill)
+            self._lose(leg, loss, leg.prefill)
             return
         self._out.extend(leg.releases({leg.prefill}))
         if leg.first_tokens is None:
@@ -217,7 +236,7 @@ class Lifecycle:
                 if len(self.request.token_ids) + len(self._choices[index].output) == leg.num_tokens
             }
             self._cancel(leg, leg.decode, tuple(map(leg.key.of_choice, sorted(unheard))))
-            self._lose_choices(leg, unheard, failure, leg.prefill)
+            self._lose_choices(leg, unheard, loss)
 
     def _on_cancel_done(self, node: NodeId, keys: tuple[Key, ...]) -> None:
         for leg in list(self._legs):
@@ -227,54 +246,51 @@ class Lifecycle:
     # --- loss and retry -------------------------------------------------------------------------
 
     def _on_node_lost(self, node: NodeId, failure: Failure) -> None:
+        loss = Loss(failure, frozenset({node}), is_death=True)
         for leg in [leg for leg in self._legs if node in (leg.prefill, leg.decode)]:
             leg.unconfirmed.pop(node, None)
             # A node that only paused must not go on with this leg. It may be unable to confirm.
             self._out.append(Send(node, Cancel(leg.keys, "node lost")))
             if leg.state is LegState.LIVE and node == leg.prefill:
-                self._prefill_is_over(leg, failure)
+                self._prefill_is_over(leg, loss)
             elif leg.state is LegState.LIVE:
-                self._lose(leg, failure, node)
+                self._lose(leg, loss, node)
             self._close_if_confirmed(leg)
 
-    def _lose(self, leg: Leg, failure: Failure, blamed: NodeId | None) -> None:
-        """Give the whole leg up. The node `blamed` is not asked to confirm that."""
+    def _lose(self, leg: Leg, loss: Loss, done: NodeId | None) -> None:
+        """Give the whole leg up. The node `done` has ended it and needs no cancel."""
         lost = [self._choices[index] for index in sorted(leg.open)]
-        self._leave(leg, blamed)
-        self._go_on(lost, leg, failure, blamed)
+        self._leave(leg, done)
+        self._go_on(lost, leg, loss)
 
-    def _lose_choices(
-        self, leg: Leg, indices: set[int], failure: Failure, blamed: NodeId | None
-    ) -> None:
+    def _lose_choices(self, leg: Leg, indices: set[int], loss: Loss) -> None:
         """Give up some sequences of a leg, which their node has already dropped."""
         if indices:
             leg.open -= indices
             if not leg.open:
                 self._leave_quietly(leg)
-            self._go_on([self._choices[index] for index in sorted(indices)], leg, failure, blamed)
+            self._go_on([self._choices[index] for index in sorted(indices)], leg, loss)
 
-    def _go_on(
-        self, lost: Sequence[Choice], leg: Leg, failure: Failure, blamed: NodeId | None
-    ) -> None:
+    def _go_on(self, lost: Sequence[Choice], leg: Leg, loss: Loss) -> None:
         """Make another attempt at these choices, unless the failure or the budget forbids it."""
         if self._has_outcome:
             return
-        if blamed is not None:
-            self._avoid.add(blamed)
+        for node in loss.blamed:
+            self._avoid_until_s[leg.process(node)] = self._now_s + AVOID_S
         for choice in lost:
             choice.leg = None
             choice.attempt += 1
-            progress = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
-            choice.num_losses += _counts(failure, progress)
+            num_new = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
+            choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
         exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
-        if exhausted or not failure.retryable:
-            self._conclude(failure)
+        if exhausted or not loss.failure.retryable:
+            self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self._choices):
+            self._out.append(TriedAgain(is_resume=False))
             self._open_leg(lost)
         else:
             for choice in lost:
-                if choice.output:
-                    self._out.append(Resumed(choice.index))
+                self._out.append(TriedAgain(is_resume=bool(choice.output)))
                 self._open_leg([choice])
 
     # --- placing --------------------------------------------------------------------------------
@@ -289,16 +305,13 @@ class Lifecycle:
         for choice in choices:
             choice.leg = leg
         self._legs.append(leg)
-        self._out.append(
-            Place(
-                leg.key,
-                num_tokens,
-                len(indices),
-                wants_decode=self.request.sampling.max_tokens - len(first.output) > 1,
-                num_final_tokens=len(self.request.token_ids) + self.request.sampling.max_tokens,
-                avoid=frozenset(self._avoid),
-            )
-        )
+        self._out.append(leg.wish(self.request, first.output, self._avoided()))
+
+    def _avoided(self) -> frozenset[NodeProcess]:
+        until_s = self._avoid_until_s
+        for process in [process for process, at_s in until_s.items() if at_s <= self._now_s]:
+            del until_s[process]
+        return frozenset(until_s)
 
     def _on_placed(self, placed: Placed) -> None:
         nodes = {node for node in (placed.prefill_node, placed.decode_node) if node is not None}
@@ -308,6 +321,7 @@ class Lifecycle:
             return
         leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
         leg.prefill, leg.decode = placed.prefill_node, placed.decode_node
+        leg.epochs = placed.epochs
         output = self._choices[leg.choices[0]].output
         self._out.extend(leg.orders(self.request, output))
 
@@ -333,14 +347,14 @@ class Lifecycle:
         for leg in list(self._legs):
             self._leave(leg, None)
 
-    def _leave(self, leg: Leg, blamed: NodeId | None) -> None:
-        """Tell the nodes of a leg to stop, except `blamed`. The leg closes when they confirm."""
+    def _leave(self, leg: Leg, done: NodeId | None) -> None:
+        """Tell the nodes of a leg to stop, except `done`. The leg closes when they confirm."""
         if leg.state is LegState.WAITING:
             self._out.append(Unplace(leg.key))
         elif leg.state is LegState.LIVE:
             nodes = (leg.decode, None if leg.streaming else leg.prefill)
             for node in nodes:
-                if node != blamed:
+                if node != done:
                     self._cancel(leg, node, leg.keys)
         self._leave_quietly(leg)
 
@@ -375,7 +389,7 @@ class Lifecycle:
             if leg.state is LegState.LEAVING and self._now_s >= leg.leave_by_s:
                 self._close(leg)
             elif leg.state is LegState.LIVE and self._now_s - leg.heard_s >= SILENCE_DEADLINE_S:
-                self._lose(leg, _lost("nothing was heard of this request"), None)
+                self._lose(leg, Loss(_broken("nothing was heard of this request")), None)
 
     def _leg_of(self, key: Key, state: LegState = LegState.LIVE) -> Leg | None:
         for leg in self._legs:
@@ -384,14 +398,5 @@ class Lifecycle:
         return None
 
 
-def _counts(failure: Failure, progress: int) -> bool:
-    """Whether a loss uses up one of the attempts.
-
-    A decode node that runs out of blocks preempts its youngest sequence, perhaps often. That is no
-    sign of trouble as long as the sequence makes progress in between.
-    """
-    return not (failure.code == "preempted" and progress > 0)
-
-
-def _lost(message: str) -> Failure:
+def _broken(message: str) -> Failure:
     return NodeError(message, code="stream_broken").to_failure()

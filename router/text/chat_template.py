@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.protocol.errors import ConfigError, RequestError
+from baton.runtime.log import clip
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -43,7 +46,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile a template; raises `ConfigError` if jinja2 cannot read it."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -55,12 +60,17 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     @classmethod
-    def load(cls, model_path: str) -> "ChatTemplate | None":
-        """Return the template of a model folder, None if it has none; raises `ConfigError`."""
+    def load(cls, model_path: str, file: str = "") -> "ChatTemplate | None":
+        """Return the template of a model folder, None if it has none; raises `ConfigError`.
+
+        A `file` takes the place of the folder's template, and must be there.
+        """
         folder = Path(model_path)
         try:
             config = _read_config(folder / "tokenizer_config.json")
-            alone = folder / "chat_template.jinja"
+            alone = Path(file) if file else folder / "chat_template.jinja"
+            if file and not alone.is_file():
+                raise ConfigError(f"there is no chat template {file} (model.chat_template)")
             source = alone.read_text() if alone.is_file() else _default(config.chat_template)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             text = f"cannot read the chat template in {folder}: {error}"
@@ -90,8 +100,18 @@ class ChatTemplate:
                 }
             )
         except Exception as error:  # a template can raise anything that Python can
-            text = f"the model's chat template refused the messages: {error}"
+            text = f"the model's chat template refused the messages: {clip(str(error))}"
             raise RequestError(text, param="messages") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks, for training, what an assistant said; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _read_config(file: Path) -> _TokenizerConfig:

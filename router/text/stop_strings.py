@@ -6,60 +6,102 @@ the longest, so the result does not depend on how the text was cut into tokens.
 (A. Aho, M. Corasick: Efficient string matching, CACM 18(6), 1975.)
 """
 
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
+
+# An automaton takes about 110 bytes per character, so the kept ones take 2 MB at the most.
+KEPT_CHARS = 16 * 1024
+_CODE_POINTS = 0x110000
 
 
 class StopAutomaton:
     """The automaton of a set of stop strings. It never changes, and node 0 is its root."""
 
-    __slots__ = ("depth", "fallback", "first_chars", "following", "match_length")
+    __slots__ = ("_following", "_is_inner", "depth", "fallback", "first_chars", "match_length")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.following: list[dict[str, int]] = [{}]
-        self.depth = [0]
+        # One table for all nodes: a dict per node would take four times the memory.
+        self._following: dict[int, int] = {}
+        self._is_inner = bytearray(1)  # whether a node has children
+        self.depth = array("I", [0])
         # The length of the longest stop string that ends at a node; 0 where none does.
-        self.match_length = [0]
+        self.match_length = array("I", [0])
         self.first_chars = frozenset(stop[0] for stop in stops)
         for stop in stops:
             self._insert(stop)
         # The longest proper suffix of a node's text that is itself a prefix of a stop string.
-        self.fallback = [0] * len(self.depth)
+        self.fallback = array("I", bytes(4 * len(self.depth)))
         self._link()
 
     def step(self, node: int, char: str) -> int:
         """Return the node of the longest suffix, with `char`, that can become a stop string."""
-        while node and char not in self.following[node]:
+        code = ord(char)
+        following = self._following
+        while (child := following.get(node * _CODE_POINTS + code)) is None and node:
             node = self.fallback[node]
-        return self.following[node].get(char, 0)
+        return child or 0
 
     def unfinished(self, node: int) -> int:
         """Return `node`, or its longest suffix that can still grow into a stop string."""
-        while node and not self.following[node]:
+        while node and not self._is_inner[node]:
             node = self.fallback[node]
         return node
 
     def _insert(self, stop: str) -> None:
         node = 0
         for char in stop:
-            child = self.following[node].get(char)
+            edge = node * _CODE_POINTS + ord(char)
+            child = self._following.get(edge)
             if child is None:
-                child = len(self.depth)
-                self.following[node][char] = child
-                self.following.append({})
+                child = self._following[edge] = len(self.depth)
+                self._is_inner[node] = True
+                self._is_inner.append(False)
                 self.depth.append(self.depth[node] + 1)
                 self.match_length.append(0)
             node = child
         self.match_length[node] = len(stop)
 
     def _link(self) -> None:
-        queue = deque(self.following[0].values())
+        edges: list[list[tuple[str, int]]] = [[] for _ in self.depth]
+        for edge, child in self._following.items():
+            node, code = divmod(edge, _CODE_POINTS)
+            edges[node].append((chr(code), child))
+        queue = deque(child for _, child in edges[0])
         while queue:
             node = queue.popleft()
-            for char, child in self.following[node].items():
+            for char, child in edges[node]:
                 self.fallback[child] = self.step(self.fallback[node], char)
                 queue.append(child)
             if not self.match_length[node]:
                 self.match_length[node] = self.match_length[self.fallback[node]]
+
+
+class AutomatonCache:
+    """The automata that were used last. Choices and requests with the same stop strings share one.
+
+    It is bounded by characters, because a client chooses how long stop strings are.
+    """
+
+    def __init__(self, max_chars: int = KEPT_CHARS) -> None:
+        self._max_chars = max_chars
+        self._kept: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
+        self.num_chars = 0  # of the stop strings of all kept automata
+
+    def of(self, stops: tuple[str, ...]) -> StopAutomaton:
+        automaton = self._kept.get(stops)
+        if automaton is not None:
+            self._kept.move_to_end(stops)
+            return automaton
+        automaton = self._kept[stops] = StopAutomaton(stops)
+        self.num_chars += _num_chars(stops)
+        while self.num_chars > self._max_chars:
+            dropped, _ = self._kept.popitem(last=False)
+            self.num_chars -= _num_chars(dropped)
+        return automaton
+
+
+def _num_chars(stops: tuple[str, ...]) -> int:
+    return sum(len(stop) for stop in stops)
 
 
 class StopScanner:

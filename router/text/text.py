@@ -1,27 +1,33 @@
 """Text to tokens and back: the one part of the router that knows the tokenizer.
 
-`AsyncLLM` encodes a prompt once and makes a `Detokenizer` per choice. All that is needed is the
+`TextRouter` encodes a prompt once and makes a `Detokenizer` per choice. All that is needed is the
 package `tokenizers` and a tokenizer.json: torch and transformers must never load here.
 """
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.text.detokenizer import Detokenizer
-from baton.router.text.stop_strings import StopAutomaton
+from baton.router.text.stop_strings import AutomatonCache
 from baton.router.text.token_text import Decoding, decoding_of
 
-_ENCODE_THREADS = 2
+# Long prompts have threads of their own, so that a short one never waits behind them.
+_THREADS_PER_LANE = 2
+_SHORT_CHARS = 16 * 1024
 # A prompt up to this length is encoded in less time than it takes to hand it to a thread.
 _MAX_CHARS_ON_LOOP = 200
-_AUTOMATA_KEPT = 64
+# An encoding takes about 150 bytes per token. Prompts that could exceed the model's length are
+# counted in pieces, each of which takes a few milliseconds and a few MB.
+_PIECE_CHARS = 16 * 1024
+_USUAL_BYTES_PER_TOKEN = 4
+# The most tokens by which a cut through the text of a prompt can raise the count.
+_TOKENS_PER_CUT = 32
 
 
 class Text:
@@ -30,9 +36,9 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, decoding: Decoding) -> None:
         self._tokenizer = tokenizer
         self._decoding = decoding
-        self._pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encode")
-        # Many choices, or requests with the same stop strings, share one.
-        self._automaton = lru_cache(maxsize=_AUTOMATA_KEPT)(StopAutomaton)
+        self._short_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-short")
+        self._long_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-long")
+        self._automata = AutomatonCache()
 
     @classmethod
     def load(cls, model_path: str) -> "Text":
@@ -53,28 +59,52 @@ class Text:
         tokenizer.no_padding()
         return cls(tokenizer, decoding_of(tokenizer, data))
 
-    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `prompt`; a long one is encoded off the event loop.
+    async def encode(
+        self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the ids of `prompt`, encoded off the event loop unless it is very short.
 
         `add_special_tokens` adds those that the tokenizer adds. A rendered chat has them already.
+        Raises `RequestError` for text that is not Unicode. `max_tokens` bounds the cost: a longer
+        prompt may be refused before it is encoded whole, and the caller checks the exact length.
         """
         if len(prompt) <= _MAX_CHARS_ON_LOOP:
             return self.encode_now(prompt, add_special_tokens)
+        lane = self._short_lane if len(prompt) <= _SHORT_CHARS else self._long_lane
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self.encode_now, prompt, add_special_tokens)
+        return await loop.run_in_executor(
+            lane, self.encode_now, prompt, add_special_tokens, max_tokens
+        )
 
-    def encode_now(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode on this thread; raises `RequestError` for text that is not Unicode."""
+    def encode_now(
+        self, prompt: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Encode on this thread, at a cost that `max_tokens` bounds; raises `RequestError`."""
         try:
-            prompt.encode()
+            num_bytes = len(prompt.encode())
         except UnicodeEncodeError as error:
-            raise RequestError(f"prompt is not Unicode text: {error}", param="prompt") from error
+            text = f"prompt is not Unicode text: {error.reason} at character {error.start}"
+            raise RequestError(text, param="prompt") from error
+        if max_tokens is not None and num_bytes > max_tokens * _USUAL_BYTES_PER_TOKEN:
+            self._refuse_too_long(prompt, max_tokens)
+        return self._encoding(prompt, add_special_tokens).ids
+
+    def _refuse_too_long(self, prompt: str, max_tokens: int) -> None:
+        """Raise `RequestError` as soon as the pieces of a prompt have more than `max_tokens`."""
+        num_tokens = 0
+        for start in range(0, len(prompt), _PIECE_CHARS):
+            piece = self._encoding(prompt[start : start + _PIECE_CHARS], False)
+            num_tokens += max(len(piece) - _TOKENS_PER_CUT, 0)
+            if num_tokens > max_tokens:
+                raise too_long(max_tokens)
+
+    def _encoding(self, prompt: str, add_special_tokens: bool) -> Encoding:
         # The batch call releases the GIL, and this variant computes no offsets. The tokenizer's
         # plain `encode` would stop the event loop for as long as a long prompt takes.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [prompt], add_special_tokens=add_special_tokens
         )
-        return encoding.ids
+        return encoding
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         stream = self._decoding.stream((), skip_special_tokens)
@@ -89,8 +119,19 @@ class Text:
             index,
             self._decoding.stream(prompt_token_ids, params.skip_special_tokens),
             params,
-            self._automaton(stops) if stops else None,
+            self._automata.of(stops) if stops else None,
         )
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._short_lane, self._long_lane):
+            lane.shutdown(wait=False, cancel_futures=True)
+
+
+def too_long(max_tokens: int) -> RequestError:
+    """Return the refusal of a prompt that is known to have more than `max_tokens` tokens."""
+    return RequestError(
+        f"the prompt has more than {max_tokens} tokens, which is the longest prompt that the "
+        f"model takes: shorten it",
+        code="context_length_exceeded",
+        param="prompt",
+    )

@@ -1,24 +1,42 @@
 """baton: disaggregated prefill/decode serving for large language models.
 
-`LLM` serves scripts and notebooks, `AsyncLLM` serves event loops, both take `SamplingParams`. Each
-is loaded when first used, so that `import baton` and the command line stay quick.
+`LLM` serves scripts and notebooks, `AsyncLLM` serves event loops, both take `SamplingParams` and
+give `RequestOutput`. Each name is loaded when it is first used, so that `import baton` and the
+command line stay quick.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.protocol.sampling import SamplingParams
-    from baton.router.async_llm import AsyncLLM
-    from baton.router.llm import LLM
+    from baton.async_llm import AsyncLLM
+    from baton.llm import LLM
+    from baton.prompts import TextPrompt, TokensPrompt
+    from baton.protocol.sampling import RequestOutputKind, SamplingParams
+    from baton.router.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 _HOMES = {
-    "LLM": "baton.router.llm",
-    "AsyncLLM": "baton.router.async_llm",
+    "LLM": "baton.llm",
+    "AsyncLLM": "baton.async_llm",
+    "CompletionOutput": "baton.router.outputs",
+    "RequestOutput": "baton.router.outputs",
+    "RequestOutputKind": "baton.protocol.sampling",
     "SamplingParams": "baton.protocol.sampling",
+    "TextPrompt": "baton.prompts",
+    "TokensPrompt": "baton.prompts",
 }
 
 

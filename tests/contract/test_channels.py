@@ -22,7 +22,7 @@ from baton.runtime.channels.framing import HEADER, RESET
 from baton.runtime.channels.keys import Keys
 from baton.runtime.channels.listener import Received
 from baton.runtime.channels.wire import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
-from tests.support.channel_ends import Ends, answers, connect, ends, frame, note, wait
+from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends, frame, note, wait
 from tests.support.sources import REPOSITORY
 
 MANY = 3000
@@ -227,7 +227,7 @@ def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path: Path) -> Non
         os.kill(listener.pid, signal.SIGSTOP)
         assert any(not dialer.send(note(number, 100_000)) for number in range(20_000))
         os.kill(listener.pid, signal.SIGCONT)
-        time.sleep(0.2)  # the queue has room again
+        assert dialer.socket.poll(int(1000 * DEADLINE_S), zmq.POLLOUT), "no room again"
         assert not dialer.send(note(-1))
         assert answers(dialer, 1) == [Disconnected("the queue to the listener is full")]
         assert dialer.send(note(-1))

@@ -29,7 +29,7 @@ from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
 from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends, note, wait
 from tests.support.checkpoints import model_folder
-from tests.support.cluster import Cluster
+from tests.support.cluster import START_TIMEOUT_S, Cluster
 
 # What a ZMTP 3.0 client with CURVE sends first: signature, version, mechanism, filler.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -363,7 +363,7 @@ def test_a_cluster_with_a_key_serves_and_keeps_strangers_out(tmp_path: Path) -> 
         ):
             cluster.start(name, msgspec.structs.replace(cluster.config, keys=keys), "decode")
             hint = "refused this node"
-            deadline_s = monotonic() + DEADLINE_S
+            deadline_s = monotonic() + START_TIMEOUT_S
             while not any(line.startswith(name) and hint in line for line in cluster.lines):
                 assert monotonic() < deadline_s, "\n".join(cluster.lines[-20:])
                 select.select([], [], [], 0.05)

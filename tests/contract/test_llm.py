@@ -1,59 +1,25 @@
 """`LLM` as a script uses it, over toy nodes that live on its own event loop."""
 
-import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from baton import LLM, SamplingParams
+from baton import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 from baton.protocol.config import CacheConfig, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
-from baton.router.async_llm import AsyncLLM
-from baton.runtime.process import Exit
-from tests.support.scripted_nodes import VOCAB_SIZE, ToyNode, node_info, toy_answer
-from tests.support.small_tokenizers import write_tokenizer
+from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
+from tests.support.small_tokenizers import END
+from tests.support.toy_cluster import BrokenCluster, ToyCluster, toy_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
-class ToyCluster:
-    """What `deploy.local` is to processes."""
-
-    def __init__(self, config: ClusterConfig, endpoint: str) -> None:
-        self._config = config
-        self._endpoint = endpoint
-        self._loop = asyncio.get_running_loop()
-        self._nodes: list[ToyNode] = []
-
-    def start(self) -> None:
-        infos = [node_info(f"p{i}", "prefill") for i in range(self._config.prefill)]
-        infos += [node_info(f"d{i}", "decode") for i in range(self._config.decode)]
-        self._nodes = [ToyNode(self._endpoint, info) for info in infos]
-        for node in self._nodes:
-            node.join()
-
-    def poll(self) -> list[Exit]:
-        for node in self._nodes:
-            node.beat()
-        return []
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10.0)
-
-    async def _end(self) -> None:
-        for node in self._nodes:
-            node.die()
-
-
-class BrokenCluster(ToyCluster):
-    def start(self) -> None:
-        raise NodeError("cannot start")
-
-
-def toy_llm(folder: Path, **settings: object) -> LLM:
-    return LLM(model=write_tokenizer(folder / "model"), launcher=ToyCluster, **settings)
+def toy_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(model=toy_model(folder), launcher=ToyCluster, **settings)
 
 
 def test_a_quickstart_script_runs_as_it_stands(tmp_path: Path) -> None:
@@ -83,15 +49,18 @@ def test_outputs_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
 
 def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path: Path) -> None:
     with toy_llm(tmp_path) as llm:
-        ids = llm.get_tokenizer().encode_now("xyz")
+        ids = llm.get_tokenizer().encode("xyz")
         forms = [
             llm.generate("xyz", GREEDY, use_tqdm=False),
             llm.generate(ids, GREEDY, use_tqdm=False),
             llm.generate({"prompt": "xyz"}, GREEDY, use_tqdm=False),
             llm.generate([{"prompt_token_ids": ids}], GREEDY, use_tqdm=False),
+            llm.generate({"prompt_token_ids": ids, "prompt": "shown"}, GREEDY, use_tqdm=False),
         ]
         for (output,) in forms:
             assert output.outputs[0].token_ids == toy_answer(ids, 6)
+        shown = [output.prompt for (output,) in forms]
+        assert shown == ["xyz", None, "xyz", None, "shown"]
         assert llm.generate([], GREEDY, use_tqdm=False) == []
         assert len(llm.generate("xyz", use_tqdm=False)[0].outputs[0].token_ids) == 16
 
@@ -110,10 +79,24 @@ def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(
         assert capsys.readouterr().err == ""
 
 
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([[1, 2], []], "the prompt is empty"),
+    (5, "prompts must be"),
+    ([None], "a prompt must be"),
+    ([[1, 2.0]], "token ids must be integers"),
+    ({"prompt": 5}, "a prompt must be"),
+    ({"prompt": "x", "multi_modal_data": {}}, "a prompt must be"),
+    ({"prompt_token_ids": ["x"]}, "token ids must be integers"),
+]
+
+
 def test_a_bad_prompt_is_an_error_and_the_next_call_works(tmp_path: Path) -> None:
     with toy_llm(tmp_path) as llm:
-        with pytest.raises(RequestError, match="empty"):
-            llm.generate([[1, 2], []], GREEDY, use_tqdm=False)
+        for prompts, text in BAD_PROMPTS:
+            with pytest.raises(RequestError, match=text):
+                llm.generate(prompts, GREEDY, use_tqdm=False)
+        with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
+            llm.generate("a", {"max_tokens": 5}, use_tqdm=False)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2 prompts"):
             llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
         (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
@@ -127,20 +110,125 @@ def test_settings_are_those_of_the_cluster_and_checked(tmp_path: Path) -> None:
         assert llm.get_model_config().name == "model"
     with pytest.raises(ConfigError, match="decod"):
         toy_llm(tmp_path, decod=2)
-    with pytest.raises(ConfigError, match="model"):
-        LLM(launcher=ToyCluster)
+    (tmp_path / "model" / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        LLM(model=str(tmp_path), launcher=ToyCluster)
+        LLM(tmp_path / "model", launcher=ToyCluster)
 
 
 def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path) -> None:
-    model = write_tokenizer(tmp_path / "model")
+    model = toy_model(tmp_path)
     with pytest.raises(NodeError, match="cannot start"):
         LLM(model=model, launcher=BrokenCluster)
     with toy_llm(tmp_path) as llm:
         pass
     with pytest.raises(BatonError, match="shut down"):
         llm.generate("xyz", GREEDY, use_tqdm=False)
+
+
+def test_what_baton_does_not_compute_is_none_and_the_rest_is_vllm_s(tmp_path: Path) -> None:
+    with toy_llm(tmp_path) as llm:
+        (output,) = llm.generate([1, 2], GREEDY, use_tqdm=False)
+        (choice,) = output.outputs
+        assert isinstance(output, RequestOutput)
+        assert isinstance(choice, CompletionOutput)
+        assert (choice.cumulative_logprob, choice.logprobs, output.prompt_logprobs) == (None,) * 3
+        assert choice.finished()
+        assert output.num_cached_tokens == output.metrics.num_cached_tokens == 0
+
+
+def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path: Path) -> None:
+    """The toy nodes sample nothing, so this looks at the seeds that they were sent."""
+    sent: list[list[int]] = []
+    for seed in (7, 7, 8, None):
+        clusters: list[ToyCluster] = []
+
+        def launch(
+            config: ClusterConfig, endpoint: str, made: list[ToyCluster] = clusters
+        ) -> ToyCluster:
+            made.append(ToyCluster(config, endpoint))
+            return made[0]
+
+        with LLM(toy_model(tmp_path), seed=seed, launcher=launch) as llm:
+            params = [SamplingParams(max_tokens=2, seed=given) for given in (None, 5, None)]
+            llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
+        sent.append([order.sampling.seed for order in clusters[0].decode_orders()])
+    first, again, other, unset = sent
+    assert first == again
+    assert first[1] == other[1] == unset[1] == 5
+    assert len({first[0], first[2], other[0], other[2], unset[0], unset[2], 5}) == 7
+    with pytest.raises(ConfigError, match="seed must be an integer"):
+        LLM(toy_model(tmp_path), seed="7", launcher=ToyCluster)  # type: ignore[arg-type]
+
+
+def test_defaults_come_from_the_checkpoint_and_given_params_stand_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 3, "repetition_penalty": 1.05}
+    path = toy_model(tmp_path) / "generation_config.json"
+    path.write_text(json.dumps({**defaults, "eos_token_id": 2, "top_p": None}))
+    with LLM(path.parent, launcher=ToyCluster) as llm:
+        expected = SamplingParams(temperature=0.6, top_k=20, max_tokens=3)
+        assert llm.get_default_sampling_params() == expected
+        assert "repetition_penalty" in caplog.text
+        (by_default,) = llm.generate([1, 2], use_tqdm=False)
+        (given,) = llm.generate([1, 2], SamplingParams(), use_tqdm=False)
+        assert len(by_default.outputs[0].token_ids) == 3
+        assert len(given.outputs[0].token_ids) == 16
+    for wrong in ("[", '{"temperature": "hot"}', '{"top_p": 7}'):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"generation_config\.json"):
+            LLM(path.parent, launcher=ToyCluster)
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[bot]{% endif %}{{ mood }}"
+)
+TALK = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
+
+
+def test_the_tokenizer_needs_no_event_loop(tmp_path: Path) -> None:
+    model = toy_model(tmp_path)
+    with LLM(model, launcher=ToyCluster) as llm:
+        tokenizer = llm.get_tokenizer()
+        with pytest.raises(RequestError, match="no chat template"):
+            tokenizer.apply_chat_template(TALK)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        ids = tokenizer.encode("hello world")
+        assert tokenizer.decode(ids) == "hello world"
+        assert tokenizer.decode(ids[0]) == "hello"
+        end = tokenizer.encode(END)
+        assert (tokenizer.decode(end), tokenizer.decode(end, skip_special_tokens=True)) == (END, "")
+        text = tokenizer.apply_chat_template(TALK, tokenize=False)
+        assert text == "[system]be[user]hello"
+        parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
+        asked = tokenizer.apply_chat_template(parts, add_generation_prompt=True, mood="!")
+        assert asked == tokenizer.encode("[user]a\nb[bot]!", add_special_tokens=False)
+        bad: list[tuple[Any, dict[str, Any]]] = [
+            (["hello"], {}),
+            ([{"content": "x"}], {}),
+            ([{"role": "user", "content": 5}], {}),
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}),
+            (TALK, {"tools": [{}]}),
+        ]
+        for talk, options in bad:
+            with pytest.raises(RequestError):
+                tokenizer.apply_chat_template(talk, **options)
+
+
+def test_a_chat_is_answered_through_the_template(tmp_path: Path) -> None:
+    model = toy_model(tmp_path)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    turns = [[{"role": "u", "content": "x"}], [{"role": "u", "content": "yz"}]]
+    with LLM(model, launcher=ToyCluster) as llm:
+        one = llm.chat(turns[0], GREEDY, use_tqdm=False)
+        both = llm.chat(turns, GREEDY, False, chat_template_kwargs={"mood": "!"})
+        assert [output.prompt for output in one] == ["[u]x[bot]"]
+        assert [output.prompt for output in both] == ["[u]x[bot]!", "[u]yz[bot]!"]
+        for output in (*one, *both):
+            ids = llm.get_tokenizer().encode(output.prompt or "", add_special_tokens=False)
+            assert output.prompt_token_ids == ids
+            assert output.outputs[0].token_ids == toy_answer(ids, 6)
 
 
 def test_importing_baton_loads_no_torch_and_names_its_public_classes() -> None:

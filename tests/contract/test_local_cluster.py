@@ -19,6 +19,7 @@ from baton.runtime.clock import monotonic
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.process import Exit
 from tests.support.checkpoints import model_folder
+from tests.support.own_children import node_pid
 
 DEADLINE_S = 60.0
 NODES = ("prefill-0", "decode-0", "decode-1")
@@ -55,7 +56,9 @@ def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
     nodes.start()
     try:
         wait_for_ready(lines, 3)
-        pids = {name: nodes.pid_of(name) for name in NODES}
+        share = max(1, len(os.sched_getaffinity(0)) // 3)
+        assert sum(f" threads={share} " in line for line in lines) == 3
+        pids = {name: node_pid(name) for name in NODES}
         assert len(set(pids.values())) == 3
         assert nodes.poll() == []
         killed = pids["decode-1"]
@@ -64,13 +67,13 @@ def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
         (ended,) = next_exits(nodes)
         assert (ended.name, ended.code) == ("decode-1", -signal.SIGKILL)
         deadline_s = monotonic() + DEADLINE_S
-        while nodes.pid_of("decode-1") is None:
+        while node_pid("decode-1") is None:
             assert monotonic() < deadline_s
             nodes.poll()
             time.sleep(0.02)
         wait_for_ready(lines, 4)
-        assert nodes.pid_of("decode-0") == pids["decode-0"]
-        last = [nodes.pid_of(name) for name in NODES]
+        assert node_pid("decode-0") == pids["decode-0"]
+        last = [node_pid(name) for name in NODES]
     finally:
         nodes.stop()
     assert not any(pid is not None and psutil.pid_exists(pid) for pid in last)

@@ -28,7 +28,7 @@ def serving(
         async def go(bench: RouterBench) -> None:
             if with_nodes:
                 await bench.toy_pair()
-            async with HttpBench(bench.llm, ClusterConfig(router=router), TEMPLATE) as http:
+            async with HttpBench(bench.router, ClusterConfig(router=router), TEMPLATE) as http:
                 await use(http, bench)
             await bench.settled()
 

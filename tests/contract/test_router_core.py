@@ -27,7 +27,7 @@ from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 @routed()
 async def test_both_nodes_are_told_at_once_and_the_answer_comes_back(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
-    output = await whole(bench.llm)
+    output = await whole(bench.router)
     assert output.outputs[0].token_ids == toy_answer(PROMPT, 8)
     assert output.outputs[0].finish_reason == "length"
     assert output.prompt_token_ids == PROMPT
@@ -43,7 +43,7 @@ async def test_both_nodes_are_told_at_once_and_the_answer_comes_back(bench: Rout
 @routed()
 async def test_no_token_reaches_the_client_before_decode_has_accepted(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     order = await prefill.hear(Prefill)
     await decode.hear(Decode)
     prefill.say(FirstTokens(order.key, 6, (FirstToken(42),)))
@@ -66,7 +66,8 @@ async def test_choices_share_one_pair_of_messages_and_come_interleaved(bench: Ro
     prefill, decode = await bench.toy_pair()
     params = SamplingParams(n=3, max_tokens=5, seed=1, output_kind="delta")
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    async for output in bench.llm.generate({"prompt_token_ids": PROMPT}, params):
+    stream = await bench.router.submit(PROMPT, params)
+    async for output in stream.outputs():
         for part in output.outputs:
             got[part.index] += part.token_ids
     assert got == {choice: toy_answer(PROMPT, 5, choice) for choice in range(3)}
@@ -81,7 +82,8 @@ async def test_output_kinds_agree(bench: RouterBench) -> None:
     outputs: dict[str, list[RequestOutput]] = {}
     for kind in ("delta", "cumulative", "final"):
         params = msgspec.structs.replace(GREEDY, output_kind=kind)
-        outputs[kind] = [o async for o in bench.llm.generate({"prompt": "xyz"}, params)]
+        stream = await bench.router.submit("xyz", params)
+        outputs[kind] = [output async for output in stream.outputs()]
     final = outputs["final"][0].outputs[0]
     assert len(outputs["final"]) == 1
     assert outputs["cumulative"][-1].outputs[0] == final
@@ -95,7 +97,7 @@ async def test_output_kinds_agree(bench: RouterBench) -> None:
 @routed()
 async def test_one_token_needs_no_decode_node(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
-    output = await whole(bench.llm, SamplingParams(temperature=0, max_tokens=1))
+    output = await whole(bench.router, SamplingParams(temperature=0, max_tokens=1))
     assert output.outputs[0].token_ids == toy_answer(PROMPT, 1)
     assert output.metrics.path == "prefill_only"
     assert isinstance(prefill.orders[0], Prefill)
@@ -107,7 +109,7 @@ async def test_one_token_needs_no_decode_node(bench: RouterBench) -> None:
 @routed(RouterConfig())
 async def test_short_prompts_stay_on_decode(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     local = await decode.hear(Decode)
     assert local.prefill_node is None
     stream.close()
@@ -120,7 +122,7 @@ async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
     bench: RouterBench,
 ) -> None:
     await bench.toy(node_info("d0", "decode"))
-    output = await whole(bench.llm, prompt=list(range(1, 50)))
+    output = await whole(bench.router, prompt=list(range(1, 50)))
     assert output.metrics.path == "local_prefill"
     assert output.metrics.local_fallback
     assert bench.core.health().status == "degraded"
@@ -129,7 +131,7 @@ async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
 @routed()
 async def test_a_preempted_sequence_resumes_from_its_tokens(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     key = (await prefill.hear(Prefill)).key
     decode.say(Accepted(key))
     decode.say(Tokens([TokenEntry(key, 6, [1, 2])]))
@@ -146,11 +148,11 @@ async def test_a_preempted_sequence_resumes_from_its_tokens(bench: RouterBench) 
 
 
 @routed()
-async def test_an_abort_reaches_both_nodes_and_ends_the_reader(bench: RouterBench) -> None:
+async def test_a_close_reaches_both_nodes_and_ends_the_reader(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
-    stream = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
+    stream = await bench.router.submit(PROMPT, GREEDY)
     order = await prefill.hear(Prefill)
-    await bench.llm.abort("mine")
+    stream.close()
     with pytest.raises(Cancelled):
         await stream.changed()
     assert bench.core.num_active == 1
@@ -158,14 +160,14 @@ async def test_an_abort_reaches_both_nodes_and_ends_the_reader(bench: RouterBenc
         assert (await node.hear(Cancel)).keys == (order.key,)
         node.say(CancelDone((order.key,)))
     await bench.settled()
-    await bench.llm.abort("mine")
+    stream.close()
 
 
 @routed()
-async def test_leaving_generate_early_aborts_the_request(bench: RouterBench) -> None:
+async def test_leaving_the_outputs_early_aborts_the_request(bench: RouterBench) -> None:
     _, decode = await bench.toy_pair()
     decode.max_steps = 2
-    outputs = bench.llm.generate(PROMPT, GREEDY)
+    outputs = (await bench.router.submit(PROMPT, GREEDY)).outputs()
     await anext(outputs)
     await outputs.aclose()
     await bench.settled()
@@ -175,9 +177,9 @@ async def test_leaving_generate_early_aborts_the_request(bench: RouterBench) -> 
 @routed()
 async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
-    text = bench.llm.get_tokenizer()
+    text = bench.router.get_tokenizer()
     params = SamplingParams(n=2, max_tokens=50, stop="wor", seed=1)
-    stream = await bench.llm.submit(PROMPT, params)
+    stream = await bench.router.submit(PROMPT, params)
     key = (await prefill.hear(Prefill)).key
     decode.say(Accepted(key))
     token_ids = [text.encode_now(letter)[0] for letter in "stworst"]
@@ -195,28 +197,15 @@ async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench)
 
 
 @routed()
-async def test_a_live_request_id_is_refused_and_free_again_afterwards(bench: RouterBench) -> None:
-    _, decode = await bench.toy_pair()
-    decode.max_steps = 1
-    first = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-    with pytest.raises(RequestError, match="in use"):
-        await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-    first.close()
-    decode.max_steps = None
-    again = await bench.llm.submit(PROMPT, GREEDY, request_id="mine")
-    assert (await collected(again)).outputs[0].token_ids == toy_answer(PROMPT, 8)
-
-
-@routed()
 async def test_what_can_never_fit_is_refused_and_what_is_too_long_is_cut_and_said(
     bench: RouterBench,
 ) -> None:
     prefill, decode = await bench.toy_pair()
     long = SamplingParams(temperature=0, max_tokens=500)
-    output = await whole(bench.llm, long)
+    output = await whole(bench.router, long)
     assert len(output.outputs[0].token_ids) == 194
     assert output.metrics.max_tokens_clamped == 194
-    assert (await whole(bench.llm)).metrics.max_tokens_clamped is None
+    assert (await whole(bench.router)).metrics.max_tokens_clamped is None
     bad: list[tuple[list[int], SamplingParams]] = [
         ([], GREEDY),
         ([VOCAB_SIZE], GREEDY),
@@ -227,7 +216,7 @@ async def test_what_can_never_fit_is_refused_and_what_is_too_long_is_cut_and_sai
     ]
     for prompt, params in bad:
         with pytest.raises(RequestError):
-            await bench.llm.submit(prompt, params)
+            await bench.router.submit(prompt, params)
     await bench.until(lambda: len(prefill.orders) == 2)
     assert len(decode.orders) == 2
     await bench.settled()
@@ -237,10 +226,10 @@ async def test_what_can_never_fit_is_refused_and_what_is_too_long_is_cut_and_sai
 async def test_a_full_line_is_429_and_says_when_to_come_back(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
     decode.max_steps = 1
-    first = await bench.llm.submit(PROMPT, GREEDY)
-    second = await bench.llm.submit(PROMPT, GREEDY)
+    first = await bench.router.submit(PROMPT, GREEDY)
+    second = await bench.router.submit(PROMPT, GREEDY)
     with pytest.raises(Overloaded) as refusal:
-        await bench.llm.submit(PROMPT, GREEDY)
+        await bench.router.submit(PROMPT, GREEDY)
     assert refusal.value.http_status == 429
     assert refusal.value.retry_after_s is not None
     assert (bench.core.health().num_running, bench.core.health().num_queued) == (1, 1)
@@ -254,8 +243,8 @@ async def test_a_full_line_is_429_and_says_when_to_come_back(bench: RouterBench)
 @routed()
 async def test_an_error_of_one_request_touches_no_other(bench: RouterBench) -> None:
     await bench.toy_pair()
-    broken = await bench.llm.submit(PROMPT, GREEDY)
-    other = await bench.llm.submit(PROMPT, GREEDY)
+    broken = await bench.router.submit(PROMPT, GREEDY)
+    other = await bench.router.submit(PROMPT, GREEDY)
 
     def sink(delta: object) -> None:
         raise ValueError(f"a bug with {delta}")

@@ -5,17 +5,23 @@ import time
 
 import pytest
 
-from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.errors import NodeError, Overloaded
-from baton.protocol.messages import Cancel, Decode, NodeInfo, Peers, Refused
+from baton.protocol.config import RouterConfig
+from baton.protocol.errors import Overloaded, TransferError
+from baton.protocol.messages import (
+    Cancel,
+    Decode,
+    Failed,
+    NodeInfo,
+    Peers,
+    Prefill,
+    Refused,
+    TokenEntry,
+    Tokens,
+)
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
-from baton.router.core import RouterCore
 from baton.router.outputs import RequestOutput
-from baton.runtime.process import Exit
-from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed
+from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, computing, node_info, toy_answer
-from tests.support.small_tokenizers import small_text
 
 
 @routed()
@@ -25,7 +31,8 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterB
     other = await bench.toy(node_info("d1", "decode"))
     params = SamplingParams(n=2, max_tokens=10, seed=3)
     outputs: list[RequestOutput] = []
-    async for output in bench.llm.generate(PROMPT, params):
+    stream = await bench.router.submit(PROMPT, params)
+    async for output in stream.outputs():
         outputs.append(output)
         if dying.is_open and all(len(o.token_ids) == 3 for o in output.outputs):
             dying.die()
@@ -42,7 +49,7 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterB
 async def test_load_is_spread_over_two_by_two_nodes(bench: RouterBench) -> None:
     prefills = [await bench.toy(node_info(f"p{i}", "prefill")) for i in range(2)]
     decodes = [await bench.toy(node_info(f"d{i}", "decode"), 1) for i in range(2)]
-    streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(6)]
+    streams = [await bench.router.submit(PROMPT, GREEDY) for _ in range(6)]
     nodes = [*prefills, *decodes]
     await bench.until(lambda: sum(len(node.orders) for node in nodes) == 12)
     assert [len(node.orders) for node in decodes] == [3, 3]
@@ -125,7 +132,7 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
     bench.nodes.append(twin)
     twin.join()
     assert (await twin.hear(Refused)).failure.code == "duplicate_node"
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     assert (await decode.hear(Decode)).key.attempt == 0
     stream.close()
     decode.die()
@@ -166,7 +173,7 @@ async def test_the_router_says_once_which_nodes_compute_other_bits(
 async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
     other = await bench.scripted(node_info("d1", "decode"))
-    stream = await bench.llm.submit(PROMPT, GREEDY)
+    stream = await bench.router.submit(PROMPT, GREEDY)
     first = await decode.hear(Decode)
 
     def ages() -> list[float]:
@@ -200,63 +207,80 @@ async def test_a_stuck_node_is_out_of_service_until_its_step_ends(bench: RouterB
 async def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
     decode.max_steps = 2
-    streams = [await bench.llm.submit(PROMPT, GREEDY) for _ in range(3)]
+    streams = [await bench.router.submit(PROMPT, GREEDY) for _ in range(3)]
     for stream in streams:
         await stream.changed()
     prefill.die()
     decode.die()
     await bench.until(lambda: bench.core.health().num_queued == 3)
-    bench.clock.advance(31.0)
-    for stream in streams:
-        with pytest.raises(Overloaded) as error:
-            await stream.ended()
-        assert error.value.code == "no_nodes"
+    late = await bench.router.submit(PROMPT, GREEDY)
+    # A stream that began waits longer than a request that never had a node.
+    for waiters, seconds in (([late], 30.0), (streams, 270.0)):
+        bench.clock.advance(seconds)
+        for stream in waiters:
+            with pytest.raises(Overloaded) as error:
+                await stream.ended()
+            assert (error.value.code, error.value.http_status) == ("no_nodes", 503)
+            assert error.value.retry_after_s is not None
+        assert all(stream.finished == (seconds > 30.0) for stream in streams)
     await bench.settled()
+
+
+@routed()
+async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pass(
+    bench: RouterBench,
+) -> None:
+    """The largest pool is that of a node that is silent just now, so the request is no error."""
+    prefill = await bench.toy(node_info("p0", "prefill"))
+    small = await bench.toy(node_info("d0", "decode", num_blocks=8))
+    await bench.scripted(node_info("d1", "decode"))
+    while bench.core.registry.in_service("decode")[-1].node_id == "d1":
+        bench.clock.advance(1.0)
+        prefill.beat()
+        small.beat()
+        await asyncio.sleep(0.05)
+    head = await bench.router.submit([1] * 100, GREEDY)
+    for _ in range(3):
+        assert (await whole(bench.router)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+    assert bench.core.health().num_queued == 1
+    large = await bench.toy(node_info("d2", "decode"))
+    assert (await collected(head)).outputs[0].token_ids == toy_answer([1] * 100, 8)
+    assert [order.key.attempt for order in large.orders] == [0]
+
+
+@routed()
+async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
+    bench: RouterBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One prefill node cannot be read: no request fails, and the other one gets the work."""
+    prefill, decode = await bench.pair()
+    good = await bench.scripted(node_info("p1", "prefill"))
+    for number in range(3):
+        stream = await bench.router.submit(PROMPT, GREEDY)
+        node = good
+        if number == 0:
+            refused = await prefill.hear(Prefill)
+            decode.say(Failed(refused.key, TransferError("no route").to_failure()))
+        order = await node.hear(Prefill)
+        decode.say(Tokens([TokenEntry(order.key, 6, [1, 2], "stop")]))
+        await stream.ended()
+        assert stream.metrics.num_retries == (number == 0)
+    health = bench.core.health()
+    assert (health.status, health.transfer_failures) == ("degraded", (("p0", "d0", 1),))
+    ((pair,), reason) = health.pairs, health.message
+    assert (pair.prefill_node, pair.decode_node, pair.reason) == ("p0", "d0", "no route")
+    assert "no route" in reason
+    lines = [record for record in caplog.records if "handoff failed" in record.message]
+    assert len(lines) == 1
 
 
 @routed()
 async def test_shutdown_ends_every_reader(bench: RouterBench) -> None:
     _, decode = await bench.toy_pair()
     decode.max_steps = 2
-    stream = await bench.llm.submit(PROMPT, GREEDY)
-    assert bench.llm.is_running
-    await bench.llm.shutdown()
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    bench.router.close()
     with pytest.raises(Overloaded) as error:
         await stream.ended()
     assert error.value.code == "shutting_down"
-    assert not bench.llm.is_running
-    assert not bench.llm.errored
-
-
-class Stillborn:
-    """Nodes of which one ends at once."""
-
-    def __init__(self, config: ClusterConfig, endpoint: str) -> None:
-        self._exits = [Exit("decode-0", 1, ("no such model",), 1, 0.5)]
-
-    def start(self) -> None:
-        pass
-
-    def poll(self) -> list[Exit]:
-        exits, self._exits = self._exits, []
-        return exits
-
-    def stop(self) -> None:
-        pass
-
-
-def test_nodes_that_die_at_their_start_are_told_to_whoever_waits() -> None:
-    async def use() -> None:
-        config = ClusterConfig()
-        llm = AsyncLLM(config, RouterCore(config), small_text(), Stillborn)
-        await llm.start()
-        try:
-            with pytest.raises(NodeError, match="no such model"):
-                await llm.ready(20.0)
-            assert llm.errored
-            with pytest.raises(NodeError):
-                await llm.submit(PROMPT, GREEDY)
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(use())
+    assert not bench.router.errored

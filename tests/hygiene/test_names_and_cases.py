@@ -17,7 +17,7 @@ OPEN_MATCHES = {
     "engine:_scaled",  # the names that `_rope` lets through, or none
     "router:_named",  # HTTP status codes
     "router:decoding_of",  # the shape of a tokenizer.json; other shapes are refused
-    "router:AsyncLLM._tokens_of",  # what a caller of the library may pass
+    "src:given_prompt",  # what a caller of the library may pass
 }
 # Where every error is caught and kept, by room and function. All others must raise it again.
 BOUNDARIES = {

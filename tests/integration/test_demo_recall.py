@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
-from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import PoolMemory, Transport
+from baton.kv_transfer.interfaces import Transport
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -23,12 +23,10 @@ from baton.protocol.config import (
     TransferConfig,
     TransportChoice,
 )
-from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.cluster import Cluster
-from tests.support.faulty_transport import Faults, FaultyTransport
-from tests.support.node_threads import NodeThreads
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.node_threads import NodeThreads, wrap_transports
 from tools.demo_model import exam
 from tools.demo_model.evaluate import Examiner
 
@@ -91,8 +89,6 @@ def test_split_it_recalls_what_transformers_recalls(
 
 DENSE = 1024  # tokens; no block is without a fact
 LONGEST_FACT = 36  # characters
-# The first seed whose only fault in the first 120 reads is in the second: that of the second chunk.
-FAULTS, SEED = Faults(blank=0.02), 2272
 
 
 async def recalled(llm: AsyncLLM) -> list[str]:
@@ -111,18 +107,18 @@ def test_a_block_damaged_in_transit_costs_facts(
     """Decode reads the prompt once and caches it, so all questions meet the same damage."""
     (tmp_path / "whole").mkdir()
     assert NodeThreads(tmp_path / "whole", settings()).run(recalled) == expected(DENSE)
-    make = agent.make_transports
+    reads: list[tuple[int, ...]] = []
 
-    def make_faulty(
-        pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
-    ) -> list[Transport]:
-        assert isinstance(pool, HostPool)
-        return [
-            FaultyTransport(inner, FAULTS, SEED, pool.buffer, pool.shape.block_bytes)
-            for inner in make(pool, epoch, config)
-        ]
+    def blanking(inner: Transport, pool: HostPool) -> Transport:
+        def landed(local: tuple[int, ...]) -> None:
+            reads.append(local)
+            if len(reads) == 2:  # that of the second chunk
+                start = local[len(local) // 2] * pool.shape.block_bytes
+                pool.buffer[start : start + pool.shape.block_bytes] = bytes(pool.shape.block_bytes)
 
-    monkeypatch.setattr(agent, "make_transports", make_faulty)
+        return FaultyTransport(inner, landed=landed)
+
+    wrap_transports(monkeypatch, blanking)
     (tmp_path / "damaged").mkdir()
     damaged = NodeThreads(tmp_path / "damaged", settings()).run(recalled)
     told, whole = memory(DENSE), expected(DENSE)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,13 +23,14 @@ from baton.protocol.config import (
     RouterConfig,
 )
 from baton.protocol.errors import Cancelled, NodeError
-from baton.router.async_llm import Launcher
 from baton.router.outputs import RequestOutput
-from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
+from tests.support.own_children import node_pid
+from tests.support.sources import REPOSITORY
 
+API_PAGE = REPOSITORY / "docs/api.md"
 START_TIMEOUT_S = 60.0
-GONE_TIMEOUT_S = 15.0
+GONE_TIMEOUT_S = 30.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 # Some thousand steps: such a request is still running when a test interferes after a few tokens,
@@ -113,7 +115,7 @@ def test_nodes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
         nodes = children_of(script.pid)
         assert len(nodes) == 2
         script.kill()
-        script.wait(10.0)
+        script.wait(GONE_TIMEOUT_S)
     assert_gone(nodes)
 
 
@@ -163,37 +165,40 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_the_node_s_words(tmp_pat
         LLM(str(tmp_path))
 
 
-class Nodes:
-    """`deploy`'s launcher, with a handle on what it launched."""
+def test_the_demo_model_needs_no_argument_and_takes_those_of_vllm() -> None:
+    told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+    keywords = {"dtype": "float32", "max_model_len": 128, "tensor_parallel_size": 1, "seed": 3}
+    with LLM(**keywords) as llm:
+        (output,) = llm.generate(told, SamplingParams(temperature=0, max_tokens=32), False)
+        assert "4071" in output.outputs[0].text
+        chat = [{"role": "user", "content": told}]
+        (answer,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=32), False)
+        assert "4071" in answer.outputs[0].text
+        assert answer.outputs[0].finish_reason == "stop"
+        assert llm.get_model_config().name == "demo"
+        assert llm.get_model_config().max_model_len == 128
+        assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
 
-    def __init__(self) -> None:
-        self.cluster: LocalCluster | None = None
 
-    @property
-    def launcher(self) -> Launcher:
-        def launch(config: ClusterConfig, endpoint: str) -> LocalCluster:
-            self.cluster = LocalCluster(config, endpoint)
-            return self.cluster
-
-        return launch
-
-    def kill(self, name: str) -> None:
-        assert self.cluster is not None
-        pid = self.cluster.pid_of(name)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+@pytest.mark.parametrize(("number", "printed"), [(0, "4071"), (1, "42")])
+def test_the_examples_of_the_documentation_run(tmp_path: Path, number: int, printed: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", API_PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    script = tmp_path / "example.py"
+    script.write_text(blocks[number])
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
 
 
 def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
     # So many steps that the request is still running when the node is killed.
-    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 
     async def use() -> None:
-        nodes = Nodes()
-        llm = AsyncLLM.from_config(settings(), launcher=nodes.launcher)
-        await llm.start()
-        try:
-            await llm.ready(START_TIMEOUT_S)
+        async with AsyncLLM(config=settings()) as llm:
             async for output in llm.generate(PROMPT, params):
                 expected = output.outputs[0].token_ids
             got: list[int] = []
@@ -202,12 +207,12 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
                 got = output.outputs[0].token_ids
                 if len(got) >= 5 and not is_killed:
                     is_killed = True
-                    nodes.kill("decode-0")
+                    node = node_pid("decode-0")
+                    assert node is not None
+                    os.kill(node, signal.SIGKILL)
             assert is_killed
             assert got == expected
             assert output.metrics.resumed
-        finally:
-            await llm.shutdown()
 
     asyncio.run(use())
 
@@ -215,19 +220,14 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
 def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
     async def use() -> None:
         # Room for all four long requests on one node.
-        llm = AsyncLLM.from_config(settings(num_blocks=1000, prefill=2, decode=2))
-        await llm.start()
-        try:
-            await llm.ready(START_TIMEOUT_S)
+        async with AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2)) as llm:
             assert llm.health().status == "ready"
             assert len(llm.health().nodes) == 4
             await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
-        finally:
-            await llm.shutdown()
         assert not llm.is_running
 
     asyncio.run(use())

@@ -1,44 +1,77 @@
 """Blocks are read chunk by chunk, while prefill computes on."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
 import pytest
 
+from baton.async_llm import AsyncLLM
+from baton.engine.plan import StepPlan, StepResult
 from baton.engine.records import ReadRecord, StepRecord
-from baton.kv_transfer import agent
-from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import PoolMemory, Transport
-from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig, TransferConfig
+from baton.engine.runner import Runner
+from baton.kv_transfer.interfaces import Transport
+from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import model_folder
-from tests.support.faulty_transport import Faults, FaultyTransport
-from tests.support.node_threads import NodeThreads, never_local
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 from tests.support.oracle import prompt
 
-CHUNK, CHUNKS, PROMPTS = 256, 4, 3
-READ_S = 0.05  # far above what a busy machine puts between two chunks
+CHUNK, CHUNKS, PROMPTS = 64, 4, 3
+NUM_STEPS = CHUNKS * PROMPTS
+DEADLINE_S = 60.0
 
 
-class SlowTransport(FaultyTransport):
-    """Every read lasts `READ_S` at least, as over a slow network."""
+class Meeting:
+    """Holds each side until the other has come as far as it must, whatever the machine does.
 
-    def __init__(self, inner: Transport, pool: HostPool) -> None:
-        super().__init__(inner, Faults(), 0, pool.buffer, pool.shape.block_bytes)
-        self._due_s: dict[int, float] = {}
+    A chunk is not done before the blocks of the chunk before it are being read, and a read does not
+    end before the chunk that follows is computed. Without overlap one of them waits in vain.
+    """
+
+    def __init__(self) -> None:
+        self.is_posted = [Event() for _ in range(NUM_STEPS)]
+        self.is_computed = [Event() for _ in range(NUM_STEPS)]
+
+    def compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count and hold the chunks of prompts, which prefill alone computes here."""
+        execute, steps = Runner.execute, iter(range(NUM_STEPS))
+
+        def held(runner: Runner, plan: StepPlan) -> StepResult:
+            result = execute(runner, plan)
+            if plan.slices[0].length == CHUNK:
+                step = next(steps)
+                if step % CHUNKS:
+                    assert self.is_posted[step - 1].wait(DEADLINE_S), "read only after the chunk"
+                self.is_computed[step].set()
+            return result
+
+        monkeypatch.setattr(Runner, "execute", held)
+
+    def transport(self, inner: Transport) -> Transport:
+        return HeldTransport(inner, self)
+
+
+class HeldTransport(FaultyTransport):
+    def __init__(self, inner: Transport, meeting: Meeting) -> None:
+        super().__init__(inner)
+        self._meeting = meeting
+        self._steps: dict[int, int] = {}
 
     def read(
         self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
     ) -> int:
         handle = super().read(peer, remote, local, generations)
-        self._due_s[handle] = time.monotonic() + READ_S
+        step = self._steps[handle] = len(self._steps)
+        self._meeting.is_posted[step].set()
         return handle
 
     def test(self, handle: int) -> bool:
-        return time.monotonic() >= self._due_s[handle] and super().test(handle)
+        following = self._steps[handle] + 1
+        is_last = following % CHUNKS == 0
+        return (is_last or self._meeting.is_computed[following].is_set()) and super().test(handle)
 
 
 async def serve(llm: AsyncLLM) -> None:
@@ -51,28 +84,17 @@ async def serve(llm: AsyncLLM) -> None:
 def test_blocks_are_read_while_the_next_chunk_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = agent.make_transports
-
-    def make_slow(
-        pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
-    ) -> list[Transport]:
-        assert isinstance(pool, HostPool)
-        return [SlowTransport(inner, pool) for inner in make(pool, epoch, config)]
-
-    monkeypatch.setattr(agent, "make_transports", make_slow)
-    # Wide, so that a chunk takes longer than a read.
-    folder = model_folder("qwen3", hidden_size=768, intermediate_size=1024, num_kv_heads=4)
     config = ClusterConfig(
-        model=ModelConfig(path=str(folder)), engine=EngineConfig(chunk_tokens=CHUNK)
+        model=ModelConfig(path=str(model_folder("qwen3"))), engine=EngineConfig(chunk_tokens=CHUNK)
     )
+    meeting = Meeting()
+    meeting.compute(monkeypatch)
+    wrap_transports(monkeypatch, lambda inner, _: meeting.transport(inner))
     nodes = NodeThreads(tmp_path, never_local(config))
     nodes.run(serve)
     chunks = [record for record in nodes.records("prefill-0") if isinstance(record, StepRecord)]
     reads = [record for record in nodes.records("decode-0") if isinstance(record, ReadRecord)]
-    assert [step.num_prompt_tokens for step in chunks] == [CHUNK] * CHUNKS * PROMPTS
-    assert len(reads) == CHUNKS * PROMPTS
-    for index, (read, done) in enumerate(zip(reads, chunks, strict=True)):
+    assert [step.num_prompt_tokens for step in chunks] == [CHUNK] * NUM_STEPS
+    assert len(reads) == NUM_STEPS
+    for read, done in zip(reads, chunks, strict=True):
         assert read.posted_s >= done.ended_s, "read before it was computed"
-        if index % CHUNKS != CHUNKS - 1:  # a chunk of the same prompt follows
-            assert chunks[index + 1].started_s < read.ended_s, "prefill waited for the read"
-            assert read.posted_s < chunks[index + 1].ended_s, "read only after the next chunk"

@@ -23,6 +23,7 @@ from tests.support.node_threads import block_bytes
 from tests.support.oracle import Oracle, count_ties, prompt
 
 NUM_TOKENS = 40
+MANY_TOKENS = 8_000
 
 
 @cache
@@ -94,17 +95,18 @@ def test_four_nodes_share_the_load(tmp_path: Path) -> None:
 
 def test_a_client_that_leaves_costs_nothing_more(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings("qwen3")) as cluster:
-        stream = cluster.stream(**body(100, num_tokens=2_000))
+        # So many steps that the client leaves long before the last, however slow it is.
+        stream = cluster.stream(**body(100, num_tokens=MANY_TOKENS))
         for _ in range(5):
             next(stream)
         stream.close()  # closes the connection
-        deadline_s = time.monotonic() + 10.0
+        deadline_s = time.monotonic() + 60.0
         while cluster.num_used_blocks():
             assert time.monotonic() < deadline_s, "blocks did not come back"
             time.sleep(0.1)
         assert len(answered(cluster, 30)) == NUM_TOKENS
     tokens = sum(len(step.slices) for step in cluster.steps("decode-0"))
-    assert tokens < 1_500, "it was generated to the end"
+    assert tokens < MANY_TOKENS, "it was generated to the end"
 
 
 def test_a_node_of_another_model_is_told_so_and_waits(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_node_of_another_model_is_told_so_and_waits(tmp_path: Path) -> None:
         )
         cluster.start("stranger", other, "decode")
         stranger = cluster.children["stranger"]
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + 90.0
         while not (told := [line for line in stranger.tail if "refused this node" in line]):
             assert time.monotonic() < deadline_s, "\n".join(stranger.tail)
             time.sleep(0.05)

@@ -1,4 +1,7 @@
-"""`baton serve` as a stranger uses it: what it prints works as pasted, Ctrl-C ends everything."""
+"""`baton serve` as a stranger uses it: what it prints works as pasted, and how it ends.
+
+It ends with Ctrl-C, against processes that do not answer, and at once, but not with a process.
+"""
 
 import json
 import os
@@ -9,58 +12,71 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 3 * 5.0
+STOP_TIMEOUT_S = 30.0
 
 
 class Serve:
-    """A running `baton serve` and everything it has printed."""
+    """A `baton serve` that is ready: its output so far, and its processes by role."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.output = folder / "output"
-        env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "baton", "serve", *arguments],
-                stdout=file, stderr=subprocess.STDOUT, env=env, cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process = process
+        self._output = output
+        self.wait_for(r"(?m)^curl ")
+        self.children = {
+            child.cmdline()[3]: child for child in psutil.Process(process.pid).children()
+        }
 
     @property
     def text(self) -> str:
-        return self.output.read_text()
+        return self._output.read_text()
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
+    def wait_for(self, pattern: str) -> str:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while (found := re.search(pattern, self.text)) is None:
             assert self.process.poll() is None, self.text
             assert time.monotonic() < deadline_s, self.text
             time.sleep(0.05)
-        return found
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return found.group()
 
     def wait_for_exit(self) -> int:
         return self.process.wait(STOP_TIMEOUT_S)
 
+    def all_gone(self) -> bool:
+        return not psutil.wait_procs(list(self.children.values()), timeout=STOP_TIMEOUT_S)[1]
 
-def gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)[1]
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Serve]:
+    output = folder / "output"
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "serve", "--port", "0", *arguments],
+            stdout=file, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True,
+        )  # fmt: skip
+    try:
+        serve = Serve(process, output)
+        assert set(serve.children) == {"router", "prefill", "decode"}
+        yield serve
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
-    serve = Serve(tmp_path, "--port", "0")
-    try:
-        curl = serve.wait_for(r"(?m)^curl .*$").group()
-        script = serve.wait_for(r"(?ms)^from openai import.*?^print\([^\n]*$").group()
-        children = serve.children()
-        assert len(children) >= 3
+    with serving(tmp_path) as serve:
+        curl = serve.wait_for(r"(?m)^curl .*$")
+        script = serve.wait_for(r"(?ms)^from openai import.*?^print\([^\n]*$")
         reply = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True)
         assert json.loads(reply.stdout)["choices"][0]["text"] == " 4071."
         said = subprocess.run(
@@ -70,24 +86,15 @@ def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
         assert said.stdout.strip() == "42."
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait_for_exit() == 0, serve.text
-        assert gone(children)
+        assert serve.all_gone()
         assert "Traceback" not in serve.text
-    finally:
-        serve.process.kill()
-        serve.process.wait()
 
 
 def test_nothing_outlives_a_killed_serve(tmp_path: Path) -> None:
     """Its router logs nothing, so the port it picked cannot be read from a log line."""
-    serve = Serve(tmp_path, "--port", "0", "--log-level", "error")
-    try:
-        serve.wait_for(r"curl ")
-        children = serve.children()
-    finally:
-        serve.process.kill()
-        serve.process.wait()
-    assert len(children) >= 3
-    assert gone(children)
+    with serving(tmp_path, "--log-level", "error") as serve:
+        pass
+    assert serve.all_gone()
 
 
 @pytest.mark.parametrize(
@@ -124,3 +131,53 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert f"port {port}" in done.stderr
     assert "--port" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_node_that_does_not_answer_is_ended_by_force(tmp_path: Path) -> None:
+    with serving(tmp_path) as serve:
+        serve.children["decode"].suspend()
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait_for_exit() == 0
+        assert serve.all_gone()
+
+
+def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as serve:
+        for child in serve.children.values():
+            child.suspend()  # so that the first signal has somebody to wait for
+        serve.process.send_signal(signal.SIGINT)
+        # Two of a kind that are pending at once would count as one.
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait_for_exit() == 130
+        assert serve.all_gone()
+
+
+def test_a_process_that_dies_is_started_again_the_router_on_the_same_port(tmp_path: Path) -> None:
+    with serving(tmp_path) as serve:
+        url = serve.wait_for(r"http://\S+(?=/v1)")
+        serve.children["decode"].kill()
+        serve.wait_for("process=decode-0 code=-9")
+        serve.children["router"].kill()
+        serve.wait_for("process=router code=-9")
+        assert complete_when_served(url) == 2
+        assert serve.children["prefill"].is_running()
+        serve.children |= {"new": psutil.Process(serve.process.pid).children()[-1]}
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait_for_exit() == 0
+        assert serve.all_gone()
+
+
+def complete_when_served(url: str) -> int:
+    """Return the number of tokens that a completion brings, asking until the server answers."""
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30.0) as reply:
+                return int(json.load(reply)["usage"]["completion_tokens"])
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
@@ -85,13 +85,14 @@ def test_the_colocated_engine_says_what_split_serving_says(family: str, tmp_path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_split", [True, False])
 @pytest.mark.parametrize("prefill_hits", [False, True])
 @pytest.mark.parametrize("decode_hits", [False, True])
 def test_prefix_hits_on_either_side_change_nothing(
-    family: str, prefill_hits: bool, decode_hits: bool, tmp_path: Path
+    family: str, is_split: bool, prefill_hits: bool, decode_hits: bool, tmp_path: Path
 ) -> None:
     length = 5 * BLOCK + 3
-    config = never_local(settings(family))
+    config = (never_local if is_split else always_local)(settings(family))
     cluster = NodeThreads(tmp_path, config, prefix={"prefill": prefill_hits, "decode": decode_hits})
 
     async def twice(llm: AsyncLLM) -> list[RequestOutput]:
@@ -99,10 +100,11 @@ def test_prefix_hits_on_either_side_change_nothing(
 
     for output in cluster.run(twice):
         assert count_ties(expected(family, length), output.outputs[0].token_ids) == 0
-    again = 3 if prefill_hits else length
-    assert cluster.prompt_tokens_computed("prefill-0") == length + again
-    moved_again = 1 if decode_hits else 6
-    assert cluster.num_bytes_read("decode-0") == (6 + moved_again) * cluster.block_bytes
+    again = 3 if (prefill_hits if is_split else decode_hits) else length
+    computes = "prefill-0" if is_split else "decode-0"
+    assert cluster.prompt_tokens_computed(computes) == length + again
+    moved = 6 + (1 if decode_hits else 6) if is_split else 0
+    assert cluster.num_bytes_read("decode-0") == moved * cluster.block_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

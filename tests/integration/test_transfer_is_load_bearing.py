@@ -1,14 +1,16 @@
 """Wrong bytes give wrong tokens: what decode says comes from the blocks that were moved."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from baton.async_llm import AsyncLLM
 from baton.engine.records import ReadRecord
-from baton.kv_transfer import agent
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import PoolMemory, Transport
+from baton.kv_transfer.interfaces import Transport
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -18,32 +20,77 @@ from baton.protocol.config import (
 )
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from tests.support.checkpoints import FAMILIES, model_folder
-from tests.support.damage import (
-    BlockOfAnother,
-    Hurt,
-    damaged,
-    nothing,
-    shift_by_one,
-    swap_two,
-    zero_one,
-)
-from tests.support.faulty_transport import Faults, FaultyTransport
-from tests.support.node_threads import NodeThreads, never_local
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(6 * 16 + 5)]
 OTHER_PROMPT = [10 + (i * i + 5 * i) % 239 for i in range(40)]
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind="final")
-HURTS: dict[str, Hurt] = {
-    "zero": zero_one,
-    "swap": swap_two,
-    "shift": shift_by_one,
-}
+BLOCK_SIZE, HEAD_DIM = 16, 32
+
+Blocks = list[NDArray[np.float32]]  # of a read, each `[heads, layers and K or V, slots, head_dim]`
+Hurt = Callable[[Blocks], None]
+
+
+def nothing(blocks: Blocks) -> None:
+    """Do no damage: the control."""
+
+
+def zero_one(blocks: Blocks) -> None:
+    blocks[len(blocks) // 2][:] = 0
+
+
+def swap_two(blocks: Blocks) -> None:
+    """Swap the first and the last, of which fewer slots are valid.
+
+    Two whole blocks of one prompt could be swapped unnoticed: keys carry their positions, so
+    attention is a sum over a set.
+    """
+    first = blocks[0].copy()
+    blocks[0][:] = blocks[-1]
+    blocks[-1][:] = first
+
+
+def shift_by_one(blocks: Blocks) -> None:
+    """Give every position what belongs to the one before it; the first gets zeros."""
+    carried = np.zeros_like(blocks[0][..., 0, :])
+    for block in blocks:
+        last = block[..., -1, :].copy()
+        block[..., 1:, :] = block[..., :-1, :].copy()
+        block[..., 0, :] = carried
+        carried = last
+
+
+class BlockOfAnother:
+    """Replaces the first block of every later read by that of the first read: another request's."""
+
+    def __init__(self) -> None:
+        self._foreign: NDArray[np.float32] | None = None
+
+    def __call__(self, blocks: Blocks) -> None:
+        if self._foreign is None:
+            self._foreign = blocks[0].copy()
+        else:
+            blocks[0][:] = self._foreign
+
+
+def damaging(hurt: Hurt) -> Callable[[Transport, HostPool], Transport]:
+    """Make transports that hurt what they bring before decode is told that it is there."""
+
+    def wrap(inner: Transport, pool: HostPool) -> Transport:
+        def landed(local: tuple[int, ...]) -> None:
+            flat = np.frombuffer(pool.buffer, np.float32)
+            blocks = flat.reshape(pool.shape.num_blocks, -1, BLOCK_SIZE, HEAD_DIM)
+            hurt([blocks[block] for block in local])
+
+        return FaultyTransport(inner, landed=landed)
+
+    return wrap
 
 
 async def answer(llm: AsyncLLM) -> list[int]:
-    """To PROMPT, after somebody else was answered."""
+    """Answer PROMPT after the prompt of another request."""
     for prompt in (OTHER_PROMPT, PROMPT):
         async for output in llm.generate(prompt, PARAMS):
             last = output
@@ -57,7 +104,9 @@ def answer_with(hurt: Hurt, family: str, folder: Path) -> list[int]:
         engine=EngineConfig(chunk_tokens=512),
     )
     folder.mkdir()
-    return NodeThreads(folder, never_local(config), damaged(hurt)).run(answer)
+    with pytest.MonkeyPatch.context() as patch:
+        wrap_transports(patch, damaging(hurt))
+        return NodeThreads(folder, never_local(config)).run(answer)
 
 
 class FlipsOneBit(FaultyTransport):
@@ -66,7 +115,7 @@ class FlipsOneBit(FaultyTransport):
     has_flipped = False
 
     def __init__(self, inner: Transport, pool: HostPool) -> None:
-        super().__init__(inner, Faults(), 0, pool.buffer, pool.shape.block_bytes)
+        super().__init__(inner)
         self._bytes, self._size = pool.buffer, pool.shape.block_bytes
 
     def read(
@@ -83,15 +132,7 @@ class FlipsOneBit(FaultyTransport):
 def test_a_flipped_bit_is_a_retry_where_blocks_are_verified(
     verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = agent.make_transports
-
-    def make_flipping(
-        pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
-    ) -> list[Transport]:
-        assert isinstance(pool, HostPool)
-        return [FlipsOneBit(inner, pool) for inner in make(pool, epoch, config)]
-
-    monkeypatch.setattr(agent, "make_transports", make_flipping)
+    wrap_transports(monkeypatch, FlipsOneBit)
     config = ClusterConfig(
         model=ModelConfig(path=str(model_folder("qwen3"))),
         cache=CacheConfig(num_blocks=64, prefix=False),
@@ -112,5 +153,6 @@ def test_a_flipped_bit_is_a_retry_where_blocks_are_verified(
 def test_damaged_blocks_change_the_answer(family: str, tmp_path: Path) -> None:
     whole = answer_with(nothing, family, tmp_path / "whole")
     assert answer_with(nothing, family, tmp_path / "again") == whole
-    for name, hurt in {**HURTS, "another": BlockOfAnother()}.items():
+    for hurt in (zero_one, swap_two, shift_by_one, BlockOfAnother()):
+        name = getattr(hurt, "__name__", "another")
         assert answer_with(hurt, family, tmp_path / name) != whole, name

@@ -14,10 +14,11 @@ from baton.bench.figures.metrics import PRESETS, Bounds, summarise
 from baton.bench.figures.validity import Problem, Severity
 from baton.bench.judging import Case
 from baton.bench.plan.plan import Plan
+from baton.bench.plan.workload import Workload
 from baton.bench.records import ClientProcess, LoadResult, Outcome, Planned, Record, Stage
 from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
-from baton.bench.settings import LoadSettings
+from baton.bench.settings import BoundSettings, LoadSettings, Settings
 from tests.support.load_records import request
 
 PROVENANCE = Provenance(
@@ -119,17 +120,21 @@ def failed(index: int, at_s: float, outcome: Outcome, detail: str = "") -> Recor
     return record
 
 
-def case_of(plan: Plan | int, **changes: object) -> Case:
+def case_of(
+    plan: Plan | int,
+    concurrency: int = 1,
+    workload: Workload | None = None,
+    **load: object,
+) -> Case:
     """A case of a plan, or of a closed loop of one client with so many requests."""
     if isinstance(plan, int):
         plan = Plan([Planned(index, None, 2, (1,)) for index in range(plan)], ["a note"])
-    made = Case(
-        label="a load", target=Target("http://a", "m"), plan=plan, concurrency=1,
-        load=LoadSettings(), bounds=PRESETS["chat"],
-    )  # fmt: skip
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+    settings = Settings(
+        load=msgspec.convert(load, LoadSettings),
+        workload=workload or Workload(),
+        bounds=BoundSettings(preset="chat"),
+    )
+    return Case("a load", Target("http://a", "m"), plan, settings, concurrency)
 
 
 def loaded(records: Sequence[Record]) -> LoadResult:

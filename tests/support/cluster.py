@@ -102,7 +102,7 @@ class Cluster:
     def kill(self, name: str) -> None:
         """SIGKILL, and wait until it is gone."""
         self.children[name].kill()
-        assert self.children[name].wait(time.monotonic() + 5.0)
+        assert self.children[name].wait(time.monotonic() + START_TIMEOUT_S)
 
     def pause(self, name: str) -> None:
         os.kill(self.children[name].pid, signal.SIGSTOP)
@@ -115,7 +115,7 @@ class Cluster:
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a GET."""
         try:
-            with urllib.request.urlopen(self.url(path), timeout=10.0) as reply:
+            with urllib.request.urlopen(self.url(path), timeout=60.0) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -26,7 +26,7 @@ def compute_config(
     return ClusterConfig(
         model=ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
-        engine=EngineConfig(device="cpu"),
+        engine=EngineConfig(device="cpu", threads=1),
     )
 
 

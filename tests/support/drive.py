@@ -52,11 +52,15 @@ def offered(name: str, num_tokens: int, num_blocks: int) -> Offered:
 
 
 class Drive:
-    """`said` and `asked` are everything told to routers and to the connector, in order."""
+    """A scheduler of that kind over a pool of its own and the toy executor.
 
-    def __init__(self, scheduler: Scheduler, executor: ToyExecutor) -> None:
-        self.scheduler = scheduler
-        self.executor = executor
+    `said` and `asked` are everything told to routers and to the connector, in order.
+    """
+
+    def __init__(self, kind: Callable[..., Scheduler], num_blocks: int, limits: NodeLimits) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.scheduler = kind(self.pool, limits)
+        self.executor = ToyExecutor(num_blocks, BLOCK_SIZE)
         self.said: list[ToRouter] = []
         self.asked: list[ConnectorEvent] = []
         self.plans: list[StepPlan] = []
@@ -105,17 +109,9 @@ class Drive:
         self.asked += self.scheduler.outputs.take_connector_events()
 
 
-class PoolDrive(Drive):
-    """A scheduler of that kind over a pool of its own and the toy executor."""
-
-    def __init__(self, kind: Callable[..., Scheduler], num_blocks: int, limits: NodeLimits) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        super().__init__(kind(self.pool, limits), ToyExecutor(num_blocks, BLOCK_SIZE))
+def prefill_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> Drive:
+    return Drive(PrefillScheduler, num_blocks, limits)
 
 
-def prefill_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> PoolDrive:
-    return PoolDrive(PrefillScheduler, num_blocks, limits)
-
-
-def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> PoolDrive:
-    return PoolDrive(DecodeScheduler, num_blocks, limits)
+def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> Drive:
+    return Drive(DecodeScheduler, num_blocks, limits)

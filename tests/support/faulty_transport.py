@@ -1,13 +1,13 @@
-"""A transport that misbehaves on purpose, by a seed.
+"""A transport that misbehaves on purpose, by a seed, and shows each block that it has brought.
 
-It wraps any other and keeps the contract of `Transport` while it loses, delays, duplicates, blanks
-and stalls reads. The same seed and the same calls give the same faults.
+It wraps any other and keeps the contract of `Transport` while it delays, repeats and stalls reads.
+The same seed and the same calls give the same faults.
 """
 
 import contextlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,15 +19,15 @@ from baton.protocol.ids import Epoch
 class Faults(msgspec.Struct, frozen=True):
     """Chances per read, 0 to 1, and for how many calls of `test` delays and stalls last."""
 
-    refuse: float = 0.0  # `read` raises
-    lose: float = 0.0  # nothing is copied, and it never ends unless it is cancelled
-    fail: float = 0.0  # it is copied, but its end is an error
     delay: float = 0.0  # its end is seen late
     duplicate: float = 0.0  # it is copied twice
     stall: float = 0.0  # from now on no read ends for a while, and no cancel is sure
-    blank: float = 0.0  # one block of it arrives as zeros
     delay_tests: int = 20
     stall_tests: int = 200
+
+
+NO_FAULTS = Faults()
+Landed = Callable[[tuple[int, ...]], None]
 
 
 @dataclass(slots=True)
@@ -35,24 +35,24 @@ class _Read:
     inner: set[int]  # handles of the wrapped transport that have not ended
     local: tuple[int, ...]
     tests_left: int = 0
-    lost: bool = False
-    fails: bool = False
-    blanks: bool = False
-    failure: TransferError | None = field(default=None)
+    failure: TransferError | None = None
 
 
 class FaultyTransport:
-    """`inner` with `faults`. `pool`: the local pool's bytes, for blanking."""
+    """`inner` with `faults`. `landed` gets the local blocks of a read before its end is told."""
 
     def __init__(
-        self, inner: Transport, faults: Faults, seed: int, pool: memoryview, block_bytes: int
+        self,
+        inner: Transport,
+        faults: Faults = NO_FAULTS,
+        seed: int = 0,
+        landed: Landed | None = None,
     ) -> None:
         self.name, self.connect_s = inner.name, inner.connect_s
         self._inner = inner
         self._faults = faults
         self._random = random.Random(seed)
-        self._pool = pool
-        self._block_bytes = block_bytes
+        self._landed = landed
         self._reads: dict[int, _Read] = {}
         self._next_handle = 0
         self._stalled_tests = 0
@@ -74,18 +74,13 @@ class FaultyTransport:
     ) -> int:
         # Every chance is drawn for every read, so that one fault does not shift the others.
         faults = self._faults
-        names = ("refuse", "lose", "fail", "delay", "duplicate", "stall", "blank")
+        names = ("delay", "duplicate", "stall")
         drawn = {name for name in names if self._random.random() < getattr(faults, name)}
-        if "refuse" in drawn:
-            raise TransferError("refused by a fault")
-        read = _Read(set(), tuple(local), lost="lose" in drawn)
-        if not read.lost:
-            read.inner.add(self._inner.read(peer, remote, local, generations))
-            if "duplicate" in drawn:
-                with contextlib.suppress(TransferError):
-                    read.inner.add(self._inner.read(peer, remote, local, generations))
+        read = _Read({self._inner.read(peer, remote, local, generations)}, tuple(local))
+        if "duplicate" in drawn:
+            with contextlib.suppress(TransferError):
+                read.inner.add(self._inner.read(peer, remote, local, generations))
         read.tests_left = faults.delay_tests if "delay" in drawn else 0
-        read.fails, read.blanks = "fail" in drawn, "blank" in drawn
         if "stall" in drawn:
             self._stalled_tests = faults.stall_tests
         self._next_handle += 1
@@ -98,16 +93,13 @@ class FaultyTransport:
             self._stalled_tests -= 1
             return False
         read.tests_left -= 1
-        if read.lost or read.tests_left >= 0 or not self._inner_has_ended(read):
+        if read.tests_left >= 0 or not self._inner_has_ended(read):
             return False
         del self._reads[handle]
         if read.failure is not None:
             raise read.failure
-        if read.fails:
-            raise TransferError("failed by a fault")
-        if read.blanks and read.local:
-            start = self._random.choice(read.local) * self._block_bytes
-            self._pool[start : start + self._block_bytes] = bytes(self._block_bytes)
+        if self._landed is not None:
+            self._landed(read.local)
         return True
 
     def _inner_has_ended(self, read: _Read) -> bool:
@@ -140,5 +132,5 @@ class FaultyTransport:
         return self._inner.service()
 
     def close(self) -> None:
-        self._pool = memoryview(b"")
+        self._landed = None  # it may hold a view of the pool
         self._inner.close()

@@ -1,7 +1,7 @@
 """The HTTP side of the router on a free port, before an engine that a test plays word by word.
 
-`ScriptedEngine` stands in for `AsyncLLM` behind the handlers' own interface; streams, detokenizers
-and the server are the real ones.
+`ScriptedEngine` stands in for `TextRouter` behind the handlers' own interface; streams,
+detokenizers and the server are the real ones.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 
 import aiohttp
+import msgspec
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError
@@ -114,8 +115,9 @@ class HttpBench:
         chat_template: ChatTemplate | None = None,
         silence_s: float = WAIT_S,
     ) -> None:
-        self.app = App(engine, config or ClusterConfig(), chat_template, silence_s)
-        self.server = Server(self.app, "127.0.0.1", 0)
+        config = config or ClusterConfig()
+        self.app = App(engine, config, chat_template, silence_s)
+        self.server = Server(self.app, msgspec.structs.replace(config.router, port=0))
         self.url = ""
 
     async def __aenter__(self) -> "HttpBench":

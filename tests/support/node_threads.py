@@ -2,7 +2,7 @@
 
 Everything but the processes is real: ZMQ over ipc, memfd pools, transports, schedulers, models. It
 starts in well under a second, so the parity matrix can afford hundreds of clusters, and a test can
-reach into a node (`Damage`). `tests.support.cluster` is the same with processes.
+reach into a node. `tests.support.cluster` is the same with processes.
 """
 
 import asyncio
@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import pytest
 
+from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.node import EngineNode, MakeExecutor, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
+from baton.kv_transfer import agent
+from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.interfaces import PoolMemory, Transport
 from baton.prefill_node.scheduler import PrefillScheduler
-from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig
+from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
+from baton.protocol.ids import Epoch
 from baton.protocol.messages import Role
-from baton.router.async_llm import AsyncLLM
+from baton.runtime.cpus import threads_per_rank
 
 START_TIMEOUT_S = 60.0
 
@@ -56,7 +62,6 @@ class NodeThread:
 class NodeThreads:
     """`config.prefill` and `config.decode` nodes behind one `AsyncLLM`, in `folder`.
 
-    `make_decode_executor` replaces what decode nodes compute with, to damage what they receive;
     `prefix` overrides `cache.prefix` for a role.
     """
 
@@ -64,16 +69,18 @@ class NodeThreads:
         self,
         folder: Path,
         config: ClusterConfig,
-        make_decode_executor: MakeExecutor | None = None,
         prefix: Mapping[Role, bool] | None = None,
     ) -> None:
         self.folder = folder
         self.block_bytes = block_bytes(Path(config.model.path), config.cache.block_size)
         self._prefix = prefix or {}
-        self._make_decode_executor = make_decode_executor
         control = f"ipc://{folder}/control"
         self.config = msgspec.structs.replace(
             config,
+            engine=msgspec.structs.replace(
+                config.engine,
+                threads=threads_per_rank(config.engine, config.prefill + config.decode),
+            ),
             router=msgspec.structs.replace(config.router, control=control, port=0),
             node=msgspec.structs.replace(
                 config.node, routers=(control,), bind=f"ipc://{folder}/peers"
@@ -86,7 +93,7 @@ class NodeThreads:
         return asyncio.run(self._run(use))
 
     async def _run(self, use: Callable[[AsyncLLM], Awaitable[T]]) -> T:
-        llm = AsyncLLM.from_config(self.config, start_nodes=False)
+        llm = AsyncLLM(config=self.config, start_nodes=False)
         nodes = [self._node("prefill", i) for i in range(self.config.prefill)]
         nodes += [self._node("decode", i) for i in range(self.config.decode)]
         try:
@@ -107,8 +114,7 @@ class NodeThreads:
             self.config.cache, prefix=self._prefix.get(role, self.config.cache.prefix)
         )
         config = msgspec.structs.replace(self.config, node=node, cache=cache)
-        make = self._make_decode_executor if role == "decode" else None
-        return NodeThread(config, role, make)
+        return NodeThread(config, role)
 
     def records(self, name: str) -> list[Record]:
         """What that node did."""
@@ -145,3 +151,18 @@ def always_local(config: ClusterConfig) -> ClusterConfig:
     """`config` with decode nodes alone: the colocated engine."""
     router = RouterConfig(local_prefill="always")
     return msgspec.structs.replace(config, router=router, prefill=0)
+
+
+def wrap_transports(
+    monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Transport, HostPool], Transport]
+) -> None:
+    """Put `wrap` around every transport that this process makes from now on."""
+    make = agent.make_transports
+
+    def make_wrapped(
+        pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
+    ) -> list[Transport]:
+        assert isinstance(pool, HostPool)
+        return [wrap(inner, pool) for inner in make(pool, epoch, config)]
+
+    monkeypatch.setattr(agent, "make_transports", make_wrapped)

@@ -10,10 +10,10 @@ import msgspec
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.messages import NodeInfo, Peers
 from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM
 from baton.router.core import RouterCore
 from baton.router.outputs import Merged, RequestOutput
 from baton.router.stream import RequestStream
+from baton.router.text_router import TextRouter
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
 from tests.support.small_tokenizers import small_text
@@ -34,7 +34,7 @@ class RouterBench:
             router=msgspec.structs.replace(router, control=f"ipc://{folder}/control")
         )
         self.core = RouterCore(config, self.clock)
-        self.llm = AsyncLLM(config, self.core, small_text())
+        self.router = TextRouter(config, self.core, small_text())
         self.endpoint = config.control
         self.nodes: list[ScriptedNode] = []
 
@@ -42,14 +42,14 @@ class RouterBench:
         return asyncio.run(self._run(use))
 
     async def _run(self, use: Callable[["RouterBench"], Awaitable[T]]) -> T:
-        await self.llm.start()
+        self.router.start(self.endpoint)
         try:
             async with asyncio.timeout(60.0):
                 return await use(self)
         finally:
             for node in self.nodes:
                 node.die()
-            await self.llm.shutdown()
+            self.router.close()
 
     async def scripted(self, info: NodeInfo) -> ScriptedNode:
         node = ScriptedNode(self.endpoint, info)
@@ -94,10 +94,11 @@ async def collected(stream: RequestStream) -> RequestOutput:
 
 
 async def whole(
-    llm: AsyncLLM, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT
+    router: TextRouter, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT
 ) -> RequestOutput:
     """The last output of a request."""
-    async for output in llm.generate(prompt, params):
+    stream = await router.submit(prompt, params)
+    async for output in stream.outputs():
         last = output
     assert last.finished
     return last

@@ -22,7 +22,7 @@ import numpy as np
 from baton.kv_transfer.agent import TransferAgent
 from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, Transport
+from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent
 from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
@@ -32,7 +32,8 @@ from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.sources import REPOSITORY
 
 MAX_MESSAGE_BYTES = 1 << 17
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 90.0
+EVENT_TIMEOUT_S = 60.0
 
 
 class PeerOptions(msgspec.Struct, frozen=True):
@@ -42,7 +43,6 @@ class PeerOptions(msgspec.Struct, frozen=True):
     block_bytes: int = 64 << 10
     limits: AgentLimits = AgentLimits()
     faults: Faults | None = None
-    seed: int = 0
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class TransferPeer:
         """The next `count` events; fails if they do not come."""
         events: list[AgentEvent] = []
         while len(events) < count:
-            more = self.ask(wait_s=10.0).events
+            more = self.ask(wait_s=EVENT_TIMEOUT_S).events
             assert more, f"no event came after {events}"
             events += more
         return events
@@ -138,25 +138,20 @@ class TransferPeer:
         """Ends it in order; returns the exit code."""
         self._link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(10.0)
+            return self._process.wait(30.0)
         self.kill()
         return -int(signal.SIGKILL)
 
 
 class _Child:
     def __init__(self, options: PeerOptions) -> None:
-        self._options = options
         self._pool = HostPool(options.num_blocks, options.block_bytes)
         self._blocks = np.frombuffer(self._pool.buffer, np.uint8).reshape(options.num_blocks, -1)
         config = TransferConfig(transport=options.transport)
         transports = make_transports(self._pool, options.epoch, config)
         if options.faults is not None:
-            transports = [self._spoilt(t, options.faults) for t in transports]
+            transports = [FaultyTransport(inner, options.faults) for inner in transports]
         self._agent = TransferAgent(transports, options.block_bytes, options.limits)
-
-    def _spoilt(self, inner: Transport, faults: Faults) -> Transport:
-        options = self._options
-        return FaultyTransport(inner, faults, options.seed, self._pool.buffer, options.block_bytes)
 
     def serve(self, link: socket.socket) -> None:
         link.send(msgspec.msgpack.encode(self._answer(Request())))

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.llm import LLM
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -26,7 +27,6 @@ from baton.protocol.config import (
 )
 from baton.protocol.errors import BatonError
 from baton.protocol.sampling import SamplingParams
-from baton.router.llm import LLM
 from baton.router.outputs import RequestOutput
 from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.process import Relay

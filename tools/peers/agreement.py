@@ -25,9 +25,9 @@ from tokenizers import Tokenizer
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.report.document import read_json
 from baton.bench.report.provenance import Provenance, collect, complete
+from baton.bench.selftest.answers import Script, paced
 from baton.bench.selftest.scripted_server import MODEL as SCRIPTED
 from baton.bench.selftest.scripted_server import ScriptedServer, Stage
-from baton.bench.selftest.scripts import Script, paced
 from baton.protocol.errors import BatonError, ConfigError, NodeError
 from tools.peers.arms import MODEL_NAME, PORTS_PER_ARM, Place, commands, parse_arm
 from tools.peers.compare import START_TIMEOUT_S, check_installed, home
@@ -182,9 +182,7 @@ def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> l
 @contextlib.contextmanager
 def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Served]:
     if arm_text == SCRIPTED:
-        stage = Stage()
-        stage.prepare(scripts(load))
-        with ScriptedServer(stage.play) as server:
+        with ScriptedServer(Stage(scripts(load)).play) as server:
             yield Served(server.url, SCRIPTED, model)
         return
     arm = msgspec.structs.replace(parse_arm(arm_text), keeps_prefixes=False)
@@ -194,16 +192,16 @@ def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Serve
             yield Served(place.url, MODEL_NAME, model)
 
 
-def scripts(load: Load) -> dict[int, list[Script]]:
+def scripts(load: Load) -> dict[int, Script]:
     """Return an answer per prompt of a file; every fourth answer sends its tokens in pairs."""
     dice = random.Random("scripts")
-    made: dict[int, list[Script]] = {}
+    made: dict[int, Script] = {}
     for number in range(load.requests):
         size = 2 if number % 4 == 3 else 1
         count = -(-load.output_tokens // size)
         sizes = [size] * (count - 1) + [load.output_tokens - size * (count - 1)]
         gaps = [size * dice.uniform(10, 30) for _ in range(count - 1)]
-        made[number] = [Script(paced(dice.uniform(80, 300), gaps, sizes))]
+        made[number] = Script(paced(dice.uniform(80, 300), gaps, sizes))
     return made
 
 

@@ -104,7 +104,7 @@ def transfer(
 def _transports(settings: TransferSettings) -> tuple[tuple[TransportChoice, ...], list[str]]:
     if settings.transports:
         if "nixl" in settings.transports and not is_installed():
-            raise ConfigError("transports: NIXL is not installed; install the extra baton[nixl]")
+            raise ConfigError("transports: NIXL is not installed; pip install -e '.[nixl]'")
         return tuple(dict.fromkeys(settings.transports)), []
     if is_installed():
         return ("shm", "nixl"), []

@@ -15,9 +15,8 @@ import pytest
 from baton.bench.client.ask import Session, Stopped, ask
 from baton.bench.client.target import Target
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.selftest.answers import DONE, error, event, token, usage
+from baton.bench.selftest.answers import DONE, answer_ids, error, event, token, usage
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
-from baton.bench.selftest.scripts import answer_ids
 from baton.runtime.clock import monotonic
 
 TIMEOUT_S = 20.0

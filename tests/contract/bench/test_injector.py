@@ -1,7 +1,6 @@
 """Faults on real processes: signals come in time, what stands still goes on, what started ends."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -138,38 +137,6 @@ def test_a_run_that_is_interrupted_leaves_no_process_stopped(
     with pytest.raises(KeyboardInterrupt):
         run()
     wait_for(victim.pid, "SR")
-
-
-RUN = """
-import sys, time
-from baton.bench.figures.faults import parse_fault
-from baton.bench.injector import FaultInjector
-from baton.runtime.clock import monotonic
-with FaultInjector([parse_fault(text) for text in sys.argv[1:]]) as injector:
-    injector.begin(monotonic())
-    time.sleep(120)
-"""
-
-
-def test_a_run_that_is_killed_leaves_no_process_stopped_and_none_behind(
-    victim: subprocess.Popen[bytes], tmp_path: os.PathLike[str]
-) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
-    pid_file = os.path.join(tmp_path, "pid")
-    command = f"sh -c 'echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 120'"
-    faults = [f"restart:{other.pid}@0={command}", f"stop:{victim.pid}@0.1+100"]
-    run = subprocess.Popen([sys.executable, "-c", RUN, *faults])
-    try:
-        wait_for(victim.pid, "T")
-        with open(pid_file, encoding="ascii") as file:
-            restarted = int(file.read())
-    finally:
-        run.kill()
-        run.wait()
-        other.kill()
-        other.wait()
-    wait_for(victim.pid, "SR")
-    wait_for(restarted, "-Z")
 
 
 def test_a_process_is_started_again_once_it_is_gone_and_ends_with_the_run(

@@ -4,33 +4,43 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Sequence
 
 import pytest
 
-from baton.bench.client.probe import Probed, probe
-from baton.bench.client.target import Target
+from baton.bench.client.probe import Probed, pages_of, probe
+from baton.bench.client.target import Target, body_of
+from baton.bench.compare import connect
+from baton.bench.experiment import Experiment, Server
+from baton.bench.parity import facts_said
+from baton.bench.records import Planned
 from baton.bench.selftest.answers import DONE, error, event, token, usage, usage_body
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
+from baton.bench.settings import CompareSettings, LoadSettings
 from baton.protocol.errors import BatonError, ConfigError
 
 TWO_MODELS = {"data": [{"id": "one"}, {"id": "two"}]}
 
 
-def giving(*refused: str, is_usage_told: bool = True) -> Play:
-    """A server that refuses these fields, and knows all others."""
+FIELDS = ("return_token_ids", "timeline", "continuous_usage_stats")
+
+
+def giving(*refused: str, told: Sequence[str] = (*FIELDS, "usage")) -> Play:
+    """A server that refuses these fields, accepts all others, and answers what is `told`."""
 
     async def play(call: Call) -> None:
         if named := [name for name in refused if name in str(call.body)]:
             await call.reply(400, error(f"unknown field {named[0]}"))
             return
-        ids = [7] if "return_token_ids" in call.body and is_usage_told else None
-        running = "continuous_usage_stats" in str(call.body) and is_usage_told
+        asked = [name for name in FIELDS if name in told and name in str(call.body)]
+        ids = [7] if "return_token_ids" in asked else None
         for number in range(call.num_tokens):
+            running = "continuous_usage_stats" in asked
             more = {"usage": usage_body(number + 1)} if running else {}
             await call.write(token(" a", ids, **more))
-        if "timeline" in call.body and is_usage_told:
+        if "timeline" in asked:
             await call.write(event({"choices": [], "timeline": [{"queue_s": 0.1}]}))
-        await call.send(usage(call.num_tokens) if is_usage_told else b"", DONE)
+        await call.send(usage(call.num_tokens) if "usage" in told else b"", DONE)
 
     return play
 
@@ -40,8 +50,8 @@ def replies(status: int, body: bytes = b"", kind: str = "text/plain") -> Play:
 
 
 OPENAIS = giving("return_token_ids", "timeline", "ignore_eos", "continuous_usage_stats")
-MUTE = giving(is_usage_told=False)  # ignores every wish, that for usage too
-STRICT = giving("stream_options", is_usage_told=False)
+MUTE = giving(told=())  # ignores every wish, that for usage too
+STRICT = giving("stream_options", told=())
 
 
 def test_a_server_is_found_out_and_the_target_fitted() -> None:
@@ -79,14 +89,14 @@ def test_what_a_server_does_not_know_is_not_asked_for(
 
 def test_a_model_that_is_not_served_is_refused_with_those_that_are() -> None:
     with (
-        ScriptedServer(models=TWO_MODELS) as server,
+        ScriptedServer(pages={"/v1/models": TWO_MODELS}) as server,
         pytest.raises(ConfigError, match=r"does not serve the model 'three'; it serves one, two"),
     ):
         probe(Target(server.url, "three"))
 
 
 def test_one_of_several_models_has_to_be_named() -> None:
-    with ScriptedServer(models=TWO_MODELS) as server:
+    with ScriptedServer(pages={"/v1/models": TWO_MODELS}) as server:
         with pytest.raises(ConfigError, match=r"serves one, two: name one with --model"):
             probe(Target(server.url))
         assert probe(Target(server.url, "two")).model == "two"
@@ -116,7 +126,7 @@ def test_one_of_several_models_has_to_be_named() -> None:
 def test_a_list_of_models_that_is_none_is_told(
     models: object, kind: type[BatonError], words: str
 ) -> None:
-    with ScriptedServer(models=models) as server, pytest.raises(kind, match=words):
+    with ScriptedServer(pages={"/v1/models": models}) as server, pytest.raises(kind, match=words):
         probe(Target(server.url))
 
 
@@ -181,7 +191,57 @@ def test_a_probe_ends_when_it_is_told_to() -> None:
     os.close(write_end)
 
 
+def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> None:
+    asked: list[str] = []
+
+    async def version(call: Call) -> None:
+        asked.append(call.headers["Authorization"])
+        await call.reply(200, b'{"version": "1.2"}')
+
+    async def metrics(call: Call) -> None:
+        await call.reply(200, b"# HELP x\n", "text/plain")
+
+    with ScriptedServer() as other:
+
+        async def moved(call: Call) -> None:
+            await call.reply(302, b"{}", Location=f"{other.url}/version")
+
+        pages = {"/version": version, "/server_info": moved, "/metrics": metrics}
+        with ScriptedServer(pages=pages) as server:
+            found = pages_of(Target(server.url, MODEL, api_key="secret"))
+        assert (asked, other.num_calls) == (["Bearer secret"], 0)
+    assert found == {"/version": '{"version": "1.2"}', "/metrics": "# HELP x\n"}
+    assert facts_said(found) == {"version": "1.2"}
+
+
 def test_chats_are_probed_as_chats() -> None:
     with ScriptedServer() as server:
         assert probe(Target(server.url, api="chat")).usage
         assert all("messages" in call.body for call in server.calls)
+
+
+def connected(*servers: ScriptedServer) -> list[Server]:
+    settings = CompareSettings(load=LoadSettings(requests=1))
+    arms = {server.url: Target(server.url) for server in servers}
+    with Experiment("compare", settings, [None], concurrency=1) as experiment:
+        return list(connect(experiment, arms).values())
+
+
+def test_arms_of_a_comparison_are_asked_for_what_all_of_them_give() -> None:
+    plain = giving(told=("continuous_usage_stats", "usage"))
+    with (
+        ScriptedServer(giving()) as rich,
+        ScriptedServer(giving()) as other,
+        ScriptedServer(plain) as poor,
+    ):
+        first, second = connected(rich, poor)
+        alike = connected(rich, other)
+    asked = Planned(index=0, at_s=None, output_tokens=2, prompt="Once upon a time")
+    assert body_of(first.target, asked) == body_of(second.target, asked)
+    assert first.target.continuous_usage
+    assert not first.target.timeline
+    assert first.described.endswith("giving usage, running usage")
+    assert len(alike) == 2
+    for arm in alike:
+        assert (arm.target.token_ids, arm.target.timeline) == (True, True)
+        assert not arm.target.continuous_usage

@@ -8,9 +8,13 @@ from rich.console import Console
 
 from baton.bench.client.load import Progress
 from baton.bench.console import shown
+from baton.bench.figures.metrics import summarise
 from baton.bench.figures.search import Ending, Found
 from baton.bench.progress import LoadProgress
+from baton.bench.report.document import Run
+from baton.bench.report.sections import LATENCIES
 from tests.support.bench_records import Scene, invalid, report_of, scene_run, warning
+from tests.support.load_records import load, steady
 
 TIMES_S = (0.0, 0.0, 10.0, 20.0)  # made, begun, shown, shown
 SHORT = Scene(duration_s=5.0)
@@ -21,10 +25,13 @@ def test_the_terminal_shows_latencies_totals_and_the_verdict() -> None:
     lines = text.splitlines()
     assert lines[0] == "poisson:6"
     header = next(line for line in lines if line.startswith("figure "))
-    assert header.split() == ["figure", "samples", "mean", "p50", "p90", "p99", "max"]
-    assert sum(bool(re.match(r"(ttft|tpot|itl|gap_max|e2e|lag) ", line)) for line in lines) == 6
-    assert re.search(r"^attainment +[0-9.]+ % \(95 % interval ", text, re.MULTILINE)
-    assert re.search(r"^duration +[0-9.]+ s$", text, re.MULTILINE)
+    assert header.split() == ["figure", "samples", "mean", "p50", "p90", "p95", "p99", "max"]
+    assert [line.split()[0] for line in lines[3:9]] == list(LATENCIES)
+    for total in (r"attainment +[0-9.]+ % \(95 % interval .*", r"duration +[0-9.]+ s",
+                  "tokens +[0-9,]+", "tokens per s +[0-9]+"):  # fmt: skip
+        assert re.search(f"^{total}$", text, re.MULTILINE)
+    assert "A p99 rests on few samples in fewer than 1,000 requests." in lines
+    assert "Provenance" not in text
     assert lines[-1] == "VALID"
 
 
@@ -33,11 +40,12 @@ def test_the_terminal_says_why_figures_must_not_be_used_and_a_server_cannot_comm
     run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J"), warning("few samples")]
     run.notes = ["realised 6/s", "WARNING: the rate was off"]
     text = shown(report_of([run]))
-    assert text.splitlines()[-5:] == [
+    assert text.splitlines()[-6:] == [
         "INVALID: it said  ]0;title  and  [2J",
         "WARNING: few samples",
-        "note: realised 6/s",
+        "realised 6/s",
         "WARNING: the rate was off",
+        "",
         "INVALID: these figures are not the server's and must not be used",
     ]
     assert "\x1b" not in text
@@ -48,17 +56,27 @@ def test_of_several_runs_the_shared_warnings_are_said_once_and_the_invalid_ones_
     runs[0].problems = [warning("few samples")]
     runs[1].problems = [invalid("the client sent late"), warning("few samples")]
     report = report_of(runs)
-    assert shown(report).splitlines()[-3:] == [
+    assert shown(report).splitlines()[-4:] == [
         "INVALID: 2/s: the client sent late",
         "WARNING: 2 of 2 runs: few samples",
+        "",
         "INVALID: these figures are not the server's and must not be used",
     ]
     report.search = Found(1.0, True, Ending.FOUND, 2.0, "1/s holds", [])
-    assert shown(report).splitlines()[-3:] == [
-        "note: 2/s was INVALID: the client sent late",
+    assert shown(report).splitlines()[-4:] == [
+        "2/s was INVALID: the client sent late",
         "WARNING: 2 of 2 runs: few samples",
+        "",
         "CONFIRMED",
     ]
+    assert shown(report).startswith("Search\n1/s holds\n")
+
+
+@pytest.mark.parametrize("count", [999, 1000])
+def test_a_p99_of_few_samples_is_said_to_be_none(count: int) -> None:
+    result = load(steady(count))
+    run = Run(label="a", summary=summarise(result), records=result.records)
+    assert ("A p99 rests on few samples" in shown(report_of([run]))) == (count < 1000)
 
 
 def test_tables_of_a_narrow_terminal_are_broken_by_columns() -> None:

@@ -11,7 +11,6 @@ from baton.bench.plan.workload import Workload
 from baton.bench.planning import may_be_cached
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.settings import LoadSettings
 from baton.bench.verify import Mismatch, MismatchKind
 from baton.protocol.errors import BatonError
 from tests.support.bench_records import answered, case_of, ended, loaded
@@ -45,7 +44,7 @@ def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
 
 
 def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
-    timed = case_of(5, load=LoadSettings(duration_s=1.0))
+    timed = case_of(5, duration_s=1.0)
     assert not judge(timed, ended(ANSWERED), "").invalid
     assert judge(case_of(5), ended(ANSWERED), "").invalid
 
@@ -84,7 +83,7 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
     records = [answered(one.index, float(one.index), [0.1]) for one in plan.requests[:-1]]
     for record, one in zip(records, plan.requests, strict=False):
         record.warm_up, record.cached_tokens = one.warm_up, 500
-    found = judge(case_of(plan, load=LoadSettings(window="30-60")), loaded(records), why_stopped)
+    found = judge(case_of(plan, window="30-60"), loaded(records), why_stopped)
     assert found.summary.num_requests == 4
     said = "no request arrived in --window 30-60: the figures are of all requests"
     assert said in texts(found, is_invalid=True)
@@ -94,7 +93,9 @@ def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
     load = ended(ANSWERED)
     load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
     assert CACHED in texts(judge(case_of(1), load, ""), is_invalid=False)
-    assert CACHED not in texts(judge(case_of(1, may_be_cached=True), load, ""), is_invalid=False)
+    assert CACHED not in texts(
+        judge(case_of(1, workload=Workload(workload="file")), load, ""), is_invalid=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_prompts_that_share_what_they_should_are_no_warning(
         record.cached_tokens = 96 * (one.prompt_ids[:96] in known)
         known.add(one.prompt_ids[:96])
         records.append(record)
-    open_loop = case_of(plan, concurrency=0, load=LoadSettings(window=window))
+    open_loop = case_of(plan, concurrency=0, window=window)
     run = judge(open_loop, loaded(records), "")
     assert run.summary.cached_share == pytest.approx(share * 96 / 128)
     assert CACHED not in texts(run, is_invalid=False)

@@ -243,6 +243,6 @@ def test_a_distribution_interpolates_nothing() -> None:
 def test_every_figure_has_a_definition() -> None:
     plain = {
         "num_requests", "outcomes", "num_tokens", "num_prompt_tokens", "tokens_per_chunk", "bounds",
-        "ttft_mean", "attainment_interval", "num_unfinished",
+        "attainment_interval", "num_unfinished",
     }  # fmt: skip
     assert set(Summary.__struct_fields__) - plain <= set(DEFINITIONS)

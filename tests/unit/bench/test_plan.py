@@ -1,17 +1,20 @@
 """Plans: the same for a seed, no prompt twice, warm-up apart, everything that was done is said."""
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.plan.arrivals import ArrivalProcess, Gaps, Ramp, Recorded
+from baton.bench.plan.arrivals import ArrivalProcess, Gaps, Recorded
 from baton.bench.plan.plan import Plan, make_plan
-from baton.bench.plan.prompts import MAX_PLAN_TOKENS
+from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
 from baton.bench.plan.workload import Kind, Workload
 from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
@@ -147,10 +150,8 @@ def test_a_later_turn_holds_only_what_the_user_adds() -> None:
     assert first.messages[0] == other.messages[0]
 
 
-@pytest.mark.parametrize("arrivals", [Gaps(8, 0), Gaps(8, 1), Gaps(8, 2), Ramp(4, 12)])
-def test_rates_and_counts_of_conversations_are_those_of_their_requests(
-    arrivals: Gaps | Ramp,
-) -> None:
+@pytest.mark.parametrize("arrivals", [Gaps(8, 0), Gaps(8, 1), Gaps(8, 2)])
+def test_rates_and_counts_of_conversations_are_those_of_their_requests(arrivals: Gaps) -> None:
     plan = make_plan(TURNS, arrivals, duration_s=400.0)
     assert len(plan.requests) == pytest.approx(8 * 400, rel=0.15)
     assert plan.planned_rate == pytest.approx(len(plan.requests) / 400, rel=0.03)
@@ -172,9 +173,6 @@ def test_a_plan_says_what_it_is() -> None:
         assert words in said(plan)
     assert make_plan(SMALL, POISSON, duration_s=10.0).duration_s == 10
     assert make_plan(SMALL, None, count=3).offered_rate is None
-    # A ramp that ends by its count does not have the rate of a whole one.
-    assert make_plan(SMALL, Ramp(1, 10), duration_s=60.0).offered_rate == 5.5
-    assert make_plan(SMALL, Ramp(1, 10), count=50, duration_s=60.0).offered_rate is None
 
 
 def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
@@ -207,7 +205,8 @@ def test_a_recorded_shape_offers_the_rate_asked_for_within_its_duration(
     workload = Workload(workload="trace", path=path, max_input=20, max_output=20)
     plan = make_plan(workload, Recorded(rate), duration_s=120.0)
     assert len(plan.requests) == 120 * rate
-    assert plan.offered_rate == plan.planned_rate == pytest.approx(rate)
+    assert plan.offered_rate == rate
+    assert plan.planned_rate == pytest.approx(rate)
     assert plan.requests[-1].at_s == pytest.approx(120 - 1 / rate)
     assert plan.requests == make_plan(workload, Recorded(rate), count=int(120 * rate)).requests
     shorter = make_plan(workload, Recorded(rate), count=30, duration_s=120.0)
@@ -279,7 +278,6 @@ def test_a_file_repeats_only_when_told_to(tmp_path: Path) -> None:
         (SMALL, None, {}, "a closed loop needs --requests N"),
         (SMALL, POISSON, {}, "say how long: --requests N, --duration-s S, or both"),
         (SMALL, Recorded(), {"count": 5}, "need a trace, or a file whose rows say at_s"),
-        (SMALL, Ramp(1, 2), {"count": 5}, "a ramp needs --duration-s"),
         (SMALL, Gaps(0.01, 1), {"duration_s": 0.5}, "no request of poisson:0.01 arrives within"),
         (Workload(vocabulary="9-3"), None, {"count": 5}, "--vocabulary '9-3': write it as"),
         (Workload(prompt="x"), None, {"count": 5}, "lengths 'x'"),
@@ -296,4 +294,63 @@ def test_a_plan_that_cannot_be_is_refused_in_a_line(
     count = int(bounds["count"]) if "count" in bounds else None
     with pytest.raises(ConfigError, match=why) as caught:
         make_plan(workload, arrivals, count=count, duration_s=bounds.get("duration_s"))
+    assert "\n" not in caught.value.message
+
+
+# --- lengths ------------------------------------------------------------------------------------
+
+TEXTS = (
+    "uniform:100-900", "normal:512,sd=100", "lognormal:mean=1155,sd=1100", "choice:100,200,400",
+)  # fmt: skip
+
+
+def drawn(text: str, num: int = 20_000, seed: int = 0) -> list[int]:
+    rng = np.random.default_rng(seed)
+    lengths = parse_lengths(text)
+    return [lengths.draw(rng) for _ in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "sd"),
+    [
+        (" 512 ", 512, 0),
+        ("uniform:100-900", 500, 800 / math.sqrt(12)),
+        ("normal:512,sd=100", 512, 100),
+        ("normal:mean=512,sd=100", 512, 100),
+        ("lognormal:mean=1155,sd=1100", 1155, 1100),
+        ("choice:100,200,400", 700 / 3, 124.7),
+        ("choice:100,100,400", 200, 141.4),  # named twice, so twice as likely
+    ],
+)
+def test_mean_and_spread_are_those_of_the_text(text: str, mean: float, sd: float) -> None:
+    lengths = drawn(text)
+    assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.02)
+    assert statistics.pstdev(lengths) == pytest.approx(sd, rel=0.05)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(TEXTS), st.integers(1, 600), st.integers(0, 2**32))
+def test_a_cap_moves_what_lies_beyond_it_and_shifts_no_draw(text: str, cap: int, seed: int) -> None:
+    capped = drawn(f"{text},max={cap}", 5, seed)
+    assert capped == [min(length, cap) for length in drawn(text, 5, seed)]
+    assert all(isinstance(length, int) and 1 <= length <= cap for length in capped)
+
+
+def test_both_edges_come_up_and_nothing_beyond() -> None:
+    assert set(drawn("uniform:3-5", 200)) == {3, 4, 5}
+    assert min(drawn("normal:5,sd=50")) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "0", "-3", "1.5", "x", "uniform:9-3", "uniform:0-3", "uniform:5", "normal:512",
+        "normal:nan,sd=1", "normal:5,sd=-1", "normal:5,sd=inf", "lognormal:mean=0,sd=1", "choice:",
+        "choice:1,x", "choice:0,5", "zipf:3", "choice:1,max=0", "512,max=3", "99999999999",
+        "lognormal:mean=5,sd=1e300", "uniform:1-9,max=1e3",
+    ],
+)  # fmt: skip
+def test_a_text_that_is_wrong_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(ConfigError, match="not of the form") as caught:
+        parse_lengths(text)
     assert "\n" not in caught.value.message

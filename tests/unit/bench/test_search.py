@@ -17,12 +17,12 @@ from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.report.headlines import headlines
 from baton.bench.search import is_servers_fault, observe, with_offered
 from tests.support.bench_records import answered, case_of, ended, invalid, loaded, report_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
+Step = tuple[float, float, dict[str, bool]]  # the rate that is expected, its attainment, and flaws
 
 
 def knee(rate: float, width: float = 4.0) -> Curve:
@@ -37,16 +37,25 @@ def run(curve: Curve, options: SearchOptions | None = None, reach: float = math.
     return search.result()
 
 
-def purposes(found: Found) -> list[str]:
-    return [probe.purpose.value for probe in found.probes]
+def observed(steps: list[Step], **options: float) -> RateSearch:
+    """A search after these runs, each at the rate that it asked for."""
+    search = RateSearch(SearchOptions(**options))  # type: ignore[arg-type]
+    for rate, attainment, flaws in steps:
+        assert search.next_rate() == search.next_rate() == rate
+        search.observe(rate, attainment, not flaws.get("invalid"),
+                       **{name: True for name in flaws if name != "invalid"})  # fmt: skip
+    return search
+
+
+BAD: dict[str, bool] = {"invalid": True}
 
 
 def test_it_doubles_bisects_rechecks_and_confirms() -> None:
     found = run(knee(5.0), SearchOptions(tolerance=0.2))
-    assert purposes(found) == ["up"] * 4 + ["bisect"] * 2 + ["recheck"] + ["confirm"] * 3
+    purposes = [probe.purpose.value for probe in found.probes]
+    assert purposes == ["up"] * 4 + ["bisect"] * 2 + ["recheck"] + ["confirm"] * 3
     assert [probe.rate for probe in found.probes[:6]] == [1, 2, 4, 8, 5.657, 4.757]
-    assert found.ending is Ending.FOUND
-    assert found.confirmed
+    assert (found.ending, found.confirmed) == (Ending.FOUND, True)
     assert (found.rate, found.failing_rate) == (4.757, 5.657)
     assert found.line == "4.757/s holds an attainment of 90%, confirmed by 3 runs; 5.657/s does not"
 
@@ -54,24 +63,14 @@ def test_it_doubles_bisects_rechecks_and_confirms() -> None:
 @pytest.mark.parametrize(
     ("curve", "options", "reach", "ending", "said"),
     [
-        (
-            lambda _: 0.5,
-            SearchOptions(min_rate=0.1),
-            math.inf,
-            Ending.NEVER_ATTAINED,
-            "not even 0.1/s holds an attainment of 90%",
-        ),
+        (lambda _: 0.5, SearchOptions(min_rate=0.1), math.inf, Ending.NEVER_ATTAINED,
+         "not even 0.1/s holds an attainment of 90%"),
         (knee(1000.0), SearchOptions(), 50.0, Ending.CLIENT_LIMIT, "this client cannot send"),
         (knee(10.0), SearchOptions(), 0.0, Ending.NO_VALID_RUN, "the client cannot measure here"),
-        (
-            knee(1000.0),
-            SearchOptions(max_rate=12.5),
-            math.inf,
-            Ending.RATE_LIMIT,
-            "12.5/s, the lar",
-        ),
+        (knee(1000.0), SearchOptions(max_rate=12.5), math.inf, Ending.RATE_LIMIT,
+         "12.5/s, the largest rate allowed, holds"),
     ],
-)
+)  # fmt: skip
 def test_a_search_says_how_it_ended(
     curve: Curve, options: SearchOptions, reach: float, ending: Ending, said: str
 ) -> None:
@@ -87,64 +86,69 @@ def test_a_search_says_how_it_ended(
         assert max(probe.rate for probe in found.probes) == found.rate == 12.5
 
 
-def test_bounds_that_a_request_misses_when_it_is_alone_end_the_search_at_once() -> None:
-    rates = RateSearch(SearchOptions(start_rate=4.0))
-    rates.observe(4.0, 0.0, True)
-    assert rates.next_rate() == 2.0
-    rates.observe(2.0, 0.0, True, alone=True)
-    assert rates.next_rate() is None
-    assert rates.result().ending is Ending.NEVER_ATTAINED
-
-
-def test_one_invalid_run_is_repeated_not_believed() -> None:
-    search = RateSearch()
-    search.observe(1.0, 0.0, False)
-    assert search.next_rate() == 1.0
-    search.observe(1.0, 1.0, True)
-    assert search.next_rate() == 2.0
-
-
-def test_a_recheck_that_the_client_cannot_repeat_does_not_go_on_for_ever() -> None:
-    search = RateSearch(SearchOptions(tolerance=1, confirmations=1))
-    search.observe(1.0, 1.0, True)
-    search.observe(2.0, 0.0, True)
-    for _ in range(2):
-        assert search.purpose is Purpose.RECHECK
-        search.observe(2.0, 0.0, False)
-    search.observe(1.0, 1.0, True)
+@pytest.mark.parametrize(
+    ("steps", "options", "next_rate", "purpose"),
+    [
+        # One invalid run is repeated, not believed.
+        ([(1.0, 0.0, BAD)], {}, 1.0, Purpose.UP),
+        ([(1.0, 0.0, BAD), (1.0, 1.0, {})], {}, 2.0, Purpose.UP),
+        # A run that outran or broke the server is evidence, and does not attain.
+        ([(1.0, 1.0, {}), (2.0, 1.0, {"saturated": True})], {}, 1.414, Purpose.BISECT),
+        ([(1.0, 1.0, {}), (2.0, 1.0, {"broken": True})], {}, 1.414, Purpose.BISECT),
+        ([(4.0, 0.0, {})], {"start_rate": 4.0}, 2.0, Purpose.DOWN),
+        # A recheck that the client cannot repeat does not go on for ever.
+        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD)], {"tolerance": 1}, 2.0, Purpose.RECHECK),
+        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD), (2.0, 0.0, BAD)], {"tolerance": 1},
+         1.0, Purpose.CONFIRM),
+    ],
+)  # fmt: skip
+def test_each_run_decides_the_next_one(
+    steps: list[Step], options: dict[str, float], next_rate: float, purpose: Purpose
+) -> None:
+    search = observed(steps, **options)
+    assert (search.next_rate(), search.purpose) == (next_rate, purpose)
     found = search.result()
-    assert (found.ending, found.rate, found.confirmed) == (Ending.FOUND, 1.0, True)
+    assert (found.ending, found.confirmed) == (Ending.RUNNING, False)
+    assert found.line.startswith("the search has not ended; ")
+    for probe, (_, _, flaws) in zip(search.probes, steps, strict=True):
+        assert probe.is_saturated == ("saturated" in flaws)
+        assert probe.is_broken == ("broken" in flaws)
 
 
-@pytest.mark.parametrize("flaw", ["saturated", "broken"])
-def test_a_run_that_outran_or_broke_the_server_is_evidence_and_does_not_attain(flaw: str) -> None:
-    search = RateSearch()
-    search.observe(1.0, 1.0, True)
-    search.observe(2.0, 1.0, True, **{flaw: True})
-    assert search.purpose is Purpose.BISECT
-    assert getattr(search.probes[-1], f"is_{flaw}")
-
-
-def test_a_server_that_breaks_every_run_is_not_said_to_be_too_slow() -> None:
-    search = RateSearch(SearchOptions(start_rate=2.0, min_rate=1.0))
-    while (rate := search.next_rate()) is not None:
-        search.observe(rate, 0.95, True, broken=True)
+@pytest.mark.parametrize(
+    ("steps", "options", "ending", "rate", "line"),
+    [
+        # Bounds that a request misses when it is alone end the search at once.
+        ([(4.0, 0.0, {}), (2.0, 0.0, {"alone": True})], {"start_rate": 4.0},
+         Ending.NEVER_ATTAINED, None, "not even 2/s holds an attainment of 90%: the bounds are out "
+         "of reach"),
+        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD), (2.0, 0.0, BAD), (1.0, 1.0, {})],
+         {"tolerance": 1, "confirmations": 1}, Ending.FOUND, 1.0,
+         "1/s holds an attainment of 90%, confirmed by 1 runs; 2/s does not"),
+        # A server that breaks every run is not said to be too slow.
+        ([(2.0, 0.95, {"broken": True}), (1.0, 0.95, {"broken": True})],
+         {"start_rate": 2.0, "min_rate": 1.0}, Ending.NEVER_ATTAINED, None,
+         "no run was valid, down to 1/s, and that is the server's fault"),
+        # A rate that was never run validly is not said to be out of reach.
+        ([(2.0, 0.0, {}), (1.0, 0.0, BAD), (1.0, 0.0, BAD)], {"start_rate": 2.0, "min_rate": 1.0},
+         Ending.NO_VALID_RUN, None,
+         "no run at 1/s was valid, and 2/s does not hold an attainment of 90%"),
+    ],
+)  # fmt: skip
+def test_a_search_ends_with_what_is_known(
+    steps: list[Step], options: dict[str, float], ending: Ending, rate: float | None, line: str
+) -> None:
+    search = observed(steps, **options)
     found = search.result()
-    assert (found.ending, found.confirmed) == (Ending.NEVER_ATTAINED, False)
-    assert found.line == "no run was valid, down to 1/s, and that is the server's fault"
+    assert search.next_rate() is None
+    assert (found.ending, found.rate, found.line) == (ending, rate, line)
+    assert found.confirmed == (ending is Ending.FOUND)
 
 
 def test_one_bad_run_far_below_the_knee_is_found_out() -> None:
     """The first run at 2/s meets a hiccup of the machine; the server holds 100/s."""
-    hiccups = [2.0]
-
-    def curve(rate: float) -> float:
-        if rate in hiccups:
-            hiccups.remove(rate)
-            return 0.0
-        return knee(100.0)(rate)
-
-    found = run(curve)
+    hiccups = [0.0]
+    found = run(lambda rate: hiccups.pop() if rate == 2.0 and hiccups else knee(100.0)(rate))
     assert found.confirmed
     assert found.rate == pytest.approx(100, rel=0.05)
 
@@ -154,9 +158,7 @@ def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
     turns = iter(range(1000))
 
     def curve(rate: float) -> float:
-        if rate <= 4:
-            return 1.0
-        return 1.0 if rate < 6 and next(turns) % 3 < 2 else 0.0
+        return float(rate <= 4 or (rate < 6 and next(turns) % 3 < 2))
 
     found = run(curve, SearchOptions(max_probes=100))
     assert found.confirmed
@@ -164,23 +166,11 @@ def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
     assert 3.8 <= found.rate <= 4
 
 
-def test_a_search_that_has_not_ended_says_so() -> None:
-    search = RateSearch()
-    search.observe(1.0, 1.0, True)
-    found = search.result()
-    assert (found.ending, found.rate, found.confirmed) == (Ending.RUNNING, 1.0, False)
-    assert search.next_rate() == search.next_rate() == 2.0
-
-
 @settings(max_examples=200, deadline=None)
 @given(
-    edge=st.floats(0.02, 5000),
-    width=st.floats(0.5, 20),
-    start=st.floats(0.01, 100),
-    tolerance=st.floats(0.01, 0.5),
-    noise=st.floats(0, 0.05),
-    seed=st.integers(0, 999),
-)
+    edge=st.floats(0.02, 5000), width=st.floats(0.5, 20), start=st.floats(0.01, 100),
+    tolerance=st.floats(0.01, 0.5), noise=st.floats(0, 0.05), seed=st.integers(0, 999),
+)  # fmt: skip
 def test_it_converges_on_any_falling_curve_within_its_noise(
     edge: float, width: float, start: float, tolerance: float, noise: float, seed: int
 ) -> None:
@@ -192,8 +182,7 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     if found.ending is Ending.NEVER_ATTAINED:
         assert curve(0.001) <= GOAL + noise
         return
-    assert found.ending is Ending.FOUND
-    assert found.confirmed
+    assert (found.ending, found.confirmed) == (Ending.FOUND, True)
     assert found.rate is not None
     assert found.failing_rate is not None
     assert found.failing_rate <= found.rate * (1 + tolerance)
@@ -204,16 +193,11 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    answers=st.lists(st.integers(0, 7), min_size=40, max_size=40),
-    max_probes=st.integers(1, 40),
-    confirmations=st.integers(1, 4),
-    max_rate=st.none() | st.floats(0.02, 50),
-)
+    answers=st.lists(st.integers(0, 7), min_size=40, max_size=40), max_probes=st.integers(1, 40),
+    confirmations=st.integers(1, 4), max_rate=st.none() | st.floats(0.02, 50),
+)  # fmt: skip
 def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
-    answers: list[int],
-    max_probes: int,
-    confirmations: int,
-    max_rate: float | None,
+    answers: list[int], max_probes: int, confirmations: int, max_rate: float | None
 ) -> None:
     options = SearchOptions(
         max_probes=max_probes, confirmations=confirmations, max_rate=max_rate or 0.0, min_rate=0.02
@@ -237,17 +221,6 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
         assert found.ending in (Ending.PROBES_SPENT, Ending.NEVER_ATTAINED, Ending.NO_VALID_RUN)
 
 
-def test_a_rate_that_was_never_run_validly_is_not_said_to_be_out_of_reach() -> None:
-    search = RateSearch(SearchOptions(start_rate=2.0, min_rate=1.0))
-    search.observe(2.0, 0.0, True)
-    for _ in range(2):
-        search.observe(1.0, 0.0, False)
-    found = search.result()
-    assert search.next_rate() is None
-    assert found.ending is Ending.NO_VALID_RUN
-    assert found.line == "no run at 1/s was valid, and 2/s does not hold an attainment of 90%"
-
-
 # --- runs of a search ----------------------------------------------------------------------------
 
 
@@ -268,9 +241,8 @@ def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
 def test_arrivals_that_were_planned_far_off_the_rate_are_warned_of(rate: float, off: str) -> None:
     run = judged(rate, 4.0)
     assert run.summary.offered_rate == pytest.approx(rate)
-    said = [problem.text for problem in run.problems if "were drawn at" in problem.text]
     text = f"the arrivals were drawn at {off} the 4/s asked for: a longer load comes closer"
-    assert said == ([text] if off else [])
+    assert [problem.text for problem in run.problems] == ([text] if off else [])
     assert not run.invalid
 
 
@@ -283,9 +255,8 @@ def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
         observe(search, rate, run)
     report.search = with_offered(search.result(), report.runs)
     assert report.search.offered_rate == pytest.approx(3.9)
-    assert "; 3.9/s were offered (median of the confirming runs)" in report.search.line
-    assert headlines(report)[0].note == "3.90 requests/s offered"
-    assert "3.9/s were offered" in shown(report)
+    assert report.search.line.endswith("; 3.9/s were offered (median of the confirming runs)")
+    assert report.search.line in shown(report)
     unconfirmed = msgspec.structs.replace(search.result(), confirmed=False)
     assert with_offered(unconfirmed, report.runs) == unconfirmed
 
@@ -304,10 +275,9 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
     assert re.search(r"up +95 % +server's fault +no\n", shown(report))
     assert shown(report).endswith("NOT CONFIRMED")
     # One of a hundred is a warning, and a failed request like any other.
-    few = judged(4.0, 4.0, num_wrong=1)
     search = RateSearch(SearchOptions(max_rate=1.0))
     while (rate := search.next_rate()) is not None:
-        observe(search, rate, few)
+        observe(search, rate, judged(4.0, 4.0, num_wrong=1))
     assert search.result().confirmed
 
 
@@ -326,8 +296,7 @@ def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
     search = RateSearch()
     observe(search, 1.0, judge(case_of(len(outcomes)), ended(*outcomes), ""))
     assert search.probes[0].is_valid is is_valid
-    if is_valid:
-        assert search.probes[0].attainment == 0.0
+    assert search.probes[0].attainment == 0.0 or not is_valid
 
 
 def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:

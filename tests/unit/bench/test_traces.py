@@ -16,17 +16,8 @@ from hypothesis import strategies as st
 
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import make_plan
-from baton.bench.plan.traces import (
-    FOLDER,
-    SHIPPED,
-    Replay,
-    TraceRow,
-    read_prompts,
-    read_trace,
-    repeated_share,
-    replay,
-    replay_notes,
-)
+from baton.bench.plan.replay import Replay, repeated_share, replay, replay_notes
+from baton.bench.plan.traces import FOLDER, SHIPPED, TraceRow, read_prompts, read_trace
 from baton.bench.plan.workload import Workload
 from baton.protocol.errors import ConfigError
 
@@ -99,7 +90,7 @@ def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path: Path) 
     assert second == TraceRow(pytest.approx(4.314579, abs=2e-6), 396, 109)
     text = (
         "GeneratedTokens,TIMESTAMP,ContextTokens\n"
-        "3,2024-05-10 00:00:00+00:00,7\n\n4,2024-05-10 00:00:01.5+00:00,8\n"
+        "3,2024-05-10 00:00:00,7\n\n4,2024-05-10 01:00:01.5+01:00,8\n"  # none is UTC
     )
     assert read_trace(written(tmp_path, text)) == [TraceRow(0.0, 7, 3), TraceRow(1.5, 8, 4)]
 
@@ -120,8 +111,7 @@ def test_mooncake_rows_bring_blocks(tmp_path: Path) -> None:
         (AZURE.replace("396,", ""), 3, "2 cells, 3 columns"),
         (AZURE.replace(",44", ",44,5"), 2, "4 cells, 3 columns"),
         (AZURE.replace("18:15:50", "18:15:40"), 3, "before the row above"),
-        (AZURE.replace("18:15:50.9951690", "noon"), 3, "no stamp"),
-        (AZURE.replace("50.9951690", "50+00:00"), 3, "no stamp"),
+        (AZURE.replace("18:15:50.9951690", "noon"), 3, "Invalid isoformat string"),
         (AZURE.replace("374", "0"), 2, "expected `int` >= 1.*ContextTokens"),
         (AZURE.replace("374", "9" * 30), 2, "ContextTokens"),
         (AZURE.replace("374", "9" * 5000), 2, "ContextTokens"),

@@ -7,11 +7,10 @@ from baton.bench.records import Outcome, Planned, Record
 from baton.bench.verify import (
     Mismatch,
     MismatchKind,
-    Output,
     alone,
     check_greedy,
     compare_outputs,
-    outputs,
+    whole,
 )
 from baton.protocol.errors import BatonError, ConfigError
 from tests.support.load_records import request
@@ -36,14 +35,14 @@ def cut(index: int, token_ids: tuple[int, ...]) -> Record:
 
 
 def mismatch(got: tuple[int, ...], expected: tuple[int, ...] = E) -> Mismatch:
-    (found,) = compare_outputs({3: Output(expected, None)}, [record_of(3, got)])
+    (found,) = compare_outputs({3: record_of(3, expected)}, [record_of(3, got)])
     assert found.index == 3
     assert found.unit == "token"
     return found
 
 
 def test_equal_outputs_are_no_mismatch() -> None:
-    references = {0: Output(E, "abc"), 1: Output((7,), None)}
+    references = {0: record_of(0, E, "abc"), 1: record_of(1, (7,))}
     records = [record_of(1, (7,), "x"), record_of(0, E, "abc")]
     warm = record_of(5, (1,))
     warm.warm_up = True
@@ -95,13 +94,13 @@ def test_a_mismatch_says_what_was_expected_and_what_came() -> None:
 def test_text_is_compared_too(
     ids: tuple[int, ...] | None, expected: str, got: str, kind: MismatchKind, at: int
 ) -> None:
-    (found,) = compare_outputs({0: Output(ids, expected)}, [record_of(0, ids, got)])
+    (found,) = compare_outputs({0: record_of(0, ids, expected)}, [record_of(0, ids, got)])
     assert (found.kind, found.at, found.unit) == (kind, at, "letter")
     assert str(found).endswith(f"expected {expected[at : at + 6]!r}, got {got[at : at + 6]!r}")
 
 
 def test_what_a_failed_request_brought_must_be_right_as_far_as_it_goes() -> None:
-    references = {0: Output(E, None), 1: Output(E, None)}
+    references = {0: record_of(0, E), 1: record_of(1, E)}
     wrong = (*E[:3], 1)
     (found,) = compare_outputs(references, [cut(0, E[:5]), cut(1, wrong)])
     assert (found.index, found.at) == (1, 3)
@@ -111,7 +110,7 @@ def test_an_answer_that_cannot_be_compared_is_never_taken_as_right() -> None:
     with pytest.raises(BatonError, match="request 5 was not asked alone"):
         compare_outputs({}, [record_of(5, E)])
     with pytest.raises(BatonError, match="request 5 cannot be verified"):
-        compare_outputs({5: Output(E, None)}, [record_of(5, None, "text")])
+        compare_outputs({5: record_of(5, E)}, [record_of(5, None, "text")])
     assert compare_outputs({}, [cut(5, E)]) == []
 
 
@@ -119,9 +118,9 @@ def test_a_reference_that_was_not_answered_is_a_failure() -> None:
     record = cut(4, E)
     record.detail = "no [DONE]"
     with pytest.raises(BatonError, match=r"request 4 was not .* asked alone: truncated no \[DONE"):
-        outputs([record])
+        whole(record)
     with pytest.raises(BatonError, match="request 4 has neither token ids nor text"):
-        outputs([record_of(4)])
+        whole(record_of(4))
 
 
 def test_alone_means_without_schedule_and_without_warm_up() -> None:

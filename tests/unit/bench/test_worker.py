@@ -11,8 +11,8 @@ import pytest
 from baton.bench.client.ask import Session
 from baton.bench.client.target import Target
 from baton.bench.client.turns import lost_turn, next_turn, units_of
-from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Pauses, Strain, new_loop
-from baton.bench.records import Arrival, Message, Outcome, Planned, Record
+from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Strain, new_loop, pause_s
+from baton.bench.records import Arrival, Outcome, Planned, Record
 
 T = TypeVar("T")
 
@@ -97,14 +97,7 @@ def test_turns_of_a_conversation_stay_together_in_order() -> None:
     assert found == [[0, 3, 2], [1], [4]]
 
 
-def test_a_conversation_goes_on_with_what_was_said() -> None:
-    asked, more = (Message("user", "hi"),), (Message("user", "go on"),)
-    chat = next_turn(planned(1, messages=more), planned(0, messages=asked), answer(text="hello"))
-    said = [(message.role, message.content) for message in chat.messages]
-    assert said == [("user", "hi"), ("assistant", "hello"), ("user", "go on")]
-    ids = planned(0, prompt_ids=[1, 2])
-    found = next_turn(planned(1, prompt_ids=[5]), ids, answer(token_ids=[3, 4]))
-    assert found.prompt_ids == (1, 2, 3, 4, 5)
+def test_a_prompt_of_text_goes_on_with_what_was_said() -> None:
     found = next_turn(planned(1, prompt=" c"), planned(0, prompt="a"), answer(text=" b"))
     assert found.prompt == "a b c"
 
@@ -129,29 +122,17 @@ def test_ids_that_were_not_returned_cannot_be_continued() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", ["unreachable", "no_socket", "refused", "server_error", "truncated"]
-)
-def test_pauses_double_up_to_a_second_while_a_client_is_turned_away(outcome: str) -> None:
-    pauses = Pauses()
-    assert [pauses.after(answer(outcome)) for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "served",
+    ("last", "waits_s"),
     [
-        answer("answered"),
-        answer("client_error"),
-        answer("timed_out"),
-        answer("truncated", arrivals=[Arrival(0.05, 1)]),
+        *((answer(one), 0.5) for one in
+          ("unreachable", "no_socket", "refused", "server_error", "truncated")),
+        # What the server says is kept within bounds.
+        *((answer("refused", retry_after_s=told_s), waits_s) for told_s, waits_s in
+          ((0.0, 0.1), (2.5, 2.5), (3600.0, 10.0))),
+        # These were not turned away.
+        *((answer(one), 0.0) for one in ("answered", "client_error", "timed_out")),
+        (answer("truncated", arrivals=[Arrival(0.05, 1)]), 0.0),
     ],
-)
-def test_a_client_that_was_not_turned_away_does_not_pause_and_the_next_pause_is_short(
-    served: Record,
-) -> None:
-    pauses, refusal = Pauses(), answer("refused")
-    assert [pauses.after(one) for one in (refusal, refusal, served, refusal)] == [0.1, 0.2, 0, 0.1]
-
-
-@pytest.mark.parametrize(("told_s", "pause_s"), [(0.0, 0.1), (2.5, 2.5), (3600.0, 10.0)])
-def test_what_the_server_says_is_kept_within_bounds(told_s: float, pause_s: float) -> None:
-    assert Pauses().after(answer("refused", retry_after_s=told_s)) == pause_s
+)  # fmt: skip
+def test_a_client_pauses_when_it_was_turned_away(last: Record, waits_s: float) -> None:
+    assert pause_s(last) == waits_s

@@ -1,8 +1,6 @@
 """Every family computes what transformers computes, whole or split over ranks."""
 
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.rank import plan_rank
 from baton.engine.runner import Runner
-from baton.engine.tensor_parallel import Ranks
+from baton.engine.tensor_parallel import SharedMemoryRanks
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import FAMILIES, Shape, model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.thread_ranks import on_all, thread_ranks
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -83,48 +82,6 @@ def test_variants_equal_transformers_too(variant: str) -> None:
         assert_close(whole(runner, tokens), reference(folder, tokens), 2e-5)
 
 
-class ThreadRanks:
-    """Ranks that are threads of this process and meet at a barrier."""
-
-    def __init__(self, rank: int, size: int, slots: list[Tensor], barrier: threading.Barrier):
-        self.rank, self.size = rank, size
-        self._slots, self._barrier = slots, barrier
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._slots[self.rank] = tensor
-        self._barrier.wait(60)
-        tensors = [slot.clone() for slot in self._slots]
-        self._barrier.wait(60)
-        return tensors
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        tensors = self._exchange(tensor)
-        return tensor.copy_(sum(tensors[1:], start=tensors[0]))
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._exchange(tensor), dim=-1)
-
-
-def on_ranks(size: int, compute: Callable[[Ranks], Tensor]) -> list[Tensor]:
-    """Run `compute` on `size` ranks at once; what each returned."""
-    slots = [torch.empty(0)] * size
-    barrier, results = threading.Barrier(size), dict[int, Tensor]()
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = compute(ThreadRanks(rank, size, slots, barrier))
-        except BaseException:
-            barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(size)]
-
-
 @pytest.mark.parametrize(
     ("family", "size", "shape"),
     [
@@ -140,11 +97,12 @@ def test_ranks_together_compute_what_one_computes(family: str, size: int, shape:
     with loaded(config) as runner:
         alone = whole(runner, tokens)
 
-    def compute(ranks: Ranks) -> Tensor:
-        with loaded(config, ranks) as runner:
+    def compute(rank: SharedMemoryRanks) -> Tensor:
+        with loaded(config, rank) as runner:
             return whole(runner, tokens)
 
-    shares = on_ranks(size, compute)
+    with thread_ranks(size) as members:
+        shares = on_all(members, compute)
     assert_close(shares[0], alone, 2e-5)
     assert all(torch.equal(share, shares[0]) for share in shares)
 

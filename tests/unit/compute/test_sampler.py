@@ -1,4 +1,4 @@
-"""A draw is right in distribution, and a pure function of its row."""
+"""A draw is right in distribution, and a pure function of its row, in torch and compiled."""
 
 import itertools
 import math
@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.sampler import Sampler, SampleRow
+from baton.kernels.cpu_library import load_library
+from baton.kernels.cpu_sampler import CpuSampler
 from baton.protocol.sampling import Sampling
 
 EOS = 3
+
+
+def compiled() -> Sampler:
+    library = load_library(is_bf16=False, progress=lambda *_: None)
+    return Sampler((EOS,), CpuSampler(library))
+
+
+@pytest.fixture(params=["torch", "compiled"], scope="module")
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return compiled() if request.param == "compiled" else Sampler((EOS,))
 
 
 def row(
@@ -29,10 +41,10 @@ def logits_of(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def draws(logits: Tensor, num: int, **fields: float) -> Counter[int]:
+def draws(sampler: Sampler, logits: Tensor, num: int, **fields: float) -> Counter[int]:
     """`num` draws from one distribution, a position each."""
     rows = [row(position, **fields) for position in range(num)]
-    return Counter(Sampler((EOS,)).sample(logits.expand(num, -1).clone(), rows))
+    return Counter(sampler.sample(logits.expand(num, -1).clone(), rows))
 
 
 def chi_square(seen: Counter[int], probabilities: Tensor, num: int) -> tuple[float, int]:
@@ -62,24 +74,26 @@ def assert_fits(seen: Counter[int], probabilities: Tensor, num: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", [0, 1, 2**62, -5])
-def test_draws_follow_the_softmax_at_that_temperature(temperature: float, seed: int) -> None:
+def test_draws_follow_the_softmax_at_that_temperature(
+    sampler: Sampler, temperature: float, seed: int
+) -> None:
     logits = logits_of(1, 50)
-    seen = draws(logits, 20_000, temperature=temperature, seed=seed)
+    seen = draws(sampler, logits, 20_000, temperature=temperature, seed=seed)
     assert_fits(seen, torch.softmax(logits[0] / temperature, -1), 20_000)
 
 
 @pytest.mark.parametrize("vary", ["seed", "choice"])
-def test_draws_of_other_seeds_and_choices_are_independent(vary: str) -> None:
+def test_draws_of_other_seeds_and_choices_are_independent(sampler: Sampler, vary: str) -> None:
     logits, num = logits_of(1, 30, seed=3), 20_000
     rows = [row(4, **{vary: value}) for value in range(num)]
-    seen = Counter(Sampler().sample(logits.expand(num, -1).clone(), rows))
+    seen = Counter(sampler.sample(logits.expand(num, -1).clone(), rows))
     assert_fits(seen, torch.softmax(logits[0], -1), num)
 
 
-def test_neighbouring_positions_are_not_correlated() -> None:
+def test_neighbouring_positions_are_not_correlated(sampler: Sampler) -> None:
     num, logits = 20_000, torch.zeros(1, 6)
     rows = [row(position) for position in range(num)]
-    tokens = Sampler().sample(logits.expand(num, -1).clone(), rows)
+    tokens = sampler.sample(logits.expand(num, -1).clone(), rows)
     pairs = Counter(6 * one + other for one, other in itertools.pairwise(tokens))
     assert_fits(pairs, torch.full((36,), 1 / 36), num - 1)
 
@@ -112,9 +126,11 @@ def kept_by_reference(logits: Tensor, sampling: Sampling) -> Tensor:
         {"top_k": 12, "top_p": 0.9, "min_p": 0.03, "temperature": 1.7},
     ],
 )
-def test_filters_leave_what_their_definitions_say(fields: dict[str, float]) -> None:
+def test_filters_leave_what_their_definitions_say(
+    sampler: Sampler, fields: dict[str, float]
+) -> None:
     logits, num = logits_of(1, 60, seed=5), 20_000
-    seen = draws(logits, num, **fields)
+    seen = draws(sampler, logits, num, **fields)
     expected = kept_by_reference(logits[0], row(**fields).sampling)
     if int((expected > 0).sum()) == 1:
         assert seen == {int(expected.argmax()): num}
@@ -122,48 +138,48 @@ def test_filters_leave_what_their_definitions_say(fields: dict[str, float]) -> N
         assert_fits(seen, expected, num)
 
 
-def test_a_nucleus_larger_than_the_first_look_is_kept_whole() -> None:
+def test_a_nucleus_larger_than_the_first_look_is_kept_whole(sampler: Sampler) -> None:
     vocab = 3000
     logits = torch.linspace(0, 0.1, vocab)[None]
-    seen = draws(logits, 4000, top_p=0.9)
+    seen = draws(sampler, logits, 4000, top_p=0.9)
     expected = kept_by_reference(logits[0], row(top_p=0.9).sampling)
     assert int((expected > 0).sum()) > 2048
     assert all(expected[token] > 0 for token in seen)
     assert len(seen) > 1500
 
 
-def test_equals_at_the_edge_of_a_filter_stay_together() -> None:
+def test_equals_at_the_edge_of_a_filter_stay_together(sampler: Sampler) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, -1.0]])
-    assert set(draws(logits, 500, top_k=2)) == {1, 2, 3}
-    assert set(draws(logits, 500, top_p=0.4)) == {1, 2, 3}
+    assert set(draws(sampler, logits, 500, top_k=2)) == {1, 2, 3}
+    assert set(draws(sampler, logits, 500, top_p=0.4)) == {1, 2, 3}
 
 
-def test_greedy_takes_the_lowest_id_among_equals() -> None:
+def test_greedy_takes_the_lowest_id_among_equals(sampler: Sampler) -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [7.0, 7.0, 7.0, 7.0]])
-    assert Sampler().sample(logits, [row(temperature=0.0)] * 2) == [1, 0]
+    assert sampler.sample(logits, [row(temperature=0.0)] * 2) == [1, 0]
 
 
-def test_greedy_and_drawn_rows_may_share_a_batch() -> None:
+def test_greedy_and_drawn_rows_may_share_a_batch(sampler: Sampler) -> None:
     logits = logits_of(4, 100)
     rows = [row(1), row(2, temperature=0.0), row(3), row(4, temperature=0.0)]
-    tokens = Sampler().sample(logits.clone(), rows)
+    tokens = sampler.sample(logits.clone(), rows)
     assert [tokens[1], tokens[3]] == [int(logits[1].argmax()), int(logits[3].argmax())]
-    assert [tokens[0], tokens[2]] == Sampler().sample(logits[[0, 2]], [rows[0], rows[2]])
+    assert [tokens[0], tokens[2]] == sampler.sample(logits[[0, 2]], [rows[0], rows[2]])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_end_is_sampled_before_min_tokens(temperature: float) -> None:
+def test_no_end_is_sampled_before_min_tokens(sampler: Sampler, temperature: float) -> None:
     logits = torch.zeros(1, 8)
     logits[0, EOS], logits[0, 5] = 30.0, 29.0
     early = SampleRow(Sampling(1, 9, 4, temperature, stop_token_ids=(5, 999)), 0, 12, 3)
     late = SampleRow(early.sampling, 0, 13, 4)
-    tokens = Sampler((EOS,)).sample(logits.expand(2, -1).clone(), [early, late])
+    tokens = sampler.sample(logits.expand(2, -1).clone(), [early, late])
     assert tokens[0] not in (EOS, 5)
     assert tokens[1] in (EOS, 5)
 
 
-def test_an_empty_batch_gives_nothing() -> None:
-    assert Sampler().sample(torch.zeros(0, 10), []) == []
+def test_an_empty_batch_gives_nothing(sampler: Sampler) -> None:
+    assert sampler.sample(torch.zeros(0, 10), []) == []
 
 
 SAMPLINGS = st.builds(
@@ -172,8 +188,8 @@ SAMPLINGS = st.builds(
     max_tokens=st.just(100),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.5]),
     top_k=st.sampled_from([0, 1, 7, 40, 100_000]),
-    top_p=st.sampled_from([0.2, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.05]),
+    top_p=st.sampled_from([1e-9, 0.2, 0.9, 0.9999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
 ROWS = st.builds(
     SampleRow, SAMPLINGS, st.integers(0, 127), st.integers(0, 10**6), st.integers(0, 100)
@@ -182,32 +198,68 @@ ROWS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=9), st.randoms(use_true_random=False), st.integers(1, 9))
-def test_a_row_draws_the_same_alone_and_in_any_batch(rows, random, seed) -> None:  # type: ignore[no-untyped-def]
+def test_a_row_draws_the_same_alone_and_in_any_batch(sampler, rows, random, seed) -> None:  # type: ignore[no-untyped-def]
     logits = logits_of(len(rows), 1237, seed)
-    together = Sampler().sample(logits.clone(), rows)
-    alone = [Sampler().sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
+    together = sampler.sample(logits.clone(), rows)
+    alone = [sampler.sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
     assert together == alone
     order = list(range(len(rows)))
     random.shuffle(order)
-    mixed = Sampler().sample(logits[order].clone(), [rows[i] for i in order])
+    mixed = sampler.sample(logits[order].clone(), [rows[i] for i in order])
     assert mixed == [together[i] for i in order]
+
+
+SHAPES = [(7, 1.5), (16, 0.0), (301, 0.1), (1237, 6.0), (1237, 0.5), (50_257, 1.5)]
+
+
+@pytest.mark.parametrize(("vocab", "spread"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_draws_the_tokens_that_torch_draws(
+    vocab: int, spread: float, dtype: torch.dtype
+) -> None:
+    """Every combination of filters; bf16 gives equal logits, and some tokens cannot be drawn."""
+    filters = itertools.product([0.0, 0.3, 1.7], [0, 1, 40], [0.0, 0.02, 1.0], [0.05, 0.9, 1.0])
+    rows = [
+        row(number, seed=number - 9, temperature=t, top_k=k, min_p=m, top_p=p, choice=number % 5)
+        for number, (t, k, m, p) in enumerate(filters)
+    ]
+    logits = (logits_of(len(rows), vocab) * spread).to(dtype).float()
+    logits[:, ::5] = -math.inf
+    assert compiled().sample(logits.clone(), rows) == Sampler().sample(logits, rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_that_say_nothing_still_give_a_token(
+    sampler: Sampler, temperature: float, value: float
+) -> None:
+    assert sampler.sample(torch.full((1, 20), value), [row(temperature=temperature)]) == [0]
+
+
+def test_threads_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows = logits_of(37, 9001), [row(place, top_p=0.9) for place in range(37)]
+    sampler = compiled()
+    expected = sampler.sample(logits, rows)
+    for num_threads in (2, 3, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        assert sampler.sample(logits, rows) == expected
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=4), st.integers(1, 9))
-def test_a_drawn_token_is_one_that_the_filters_leave(rows, seed) -> None:  # type: ignore[no-untyped-def]
+def test_a_drawn_token_is_one_that_the_filters_leave(sampler, rows, seed) -> None:  # type: ignore[no-untyped-def]
     logits = logits_of(len(rows), 301, seed)
-    tokens = Sampler().sample(logits.clone(), rows)
+    tokens = sampler.sample(logits.clone(), rows)
     for index, token in enumerate(tokens):
         if not rows[index].is_greedy:
             assert kept_by_reference(logits[index], rows[index].sampling)[token] > 0
 
 
-def test_the_filters_do_not_change_the_noise() -> None:
+def test_the_filters_do_not_change_the_noise(sampler: Sampler) -> None:
     """A token that survives and wins without a filter wins with it too."""
     logits = logits_of(200, 500)
-    free = Sampler().sample(logits.clone(), [row(p) for p in range(200)])
-    kept = Sampler().sample(logits.clone(), [row(p, top_k=30) for p in range(200)])
+    free = sampler.sample(logits.clone(), [row(p) for p in range(200)])
+    kept = sampler.sample(logits.clone(), [row(p, top_k=30) for p in range(200)])
     top = logits.topk(30, dim=-1).indices.tolist()
     survivors = [index for index in range(200) if free[index] in top[index]]
     assert len(survivors) > 50
@@ -217,10 +269,10 @@ def test_the_filters_do_not_change_the_noise() -> None:
 PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
 
 
-def test_draws_are_pinned_across_releases() -> None:
+def test_draws_are_pinned_across_releases(sampler: Sampler) -> None:
     """Nodes of two versions may continue one another's sequences."""
     rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
-    assert Sampler().sample(torch.zeros(8, 64), rows) == PINNED
+    assert sampler.sample(torch.zeros(8, 64), rows) == PINNED
 
 
 def test_another_process_with_other_threads_draws_the_same() -> None:
@@ -241,9 +293,9 @@ def test_another_process_with_other_threads_draws_the_same() -> None:
     assert output.strip() == str(Sampler().sample(logits, rows))
 
 
-def test_a_row_of_a_large_vocabulary_does_not_depend_on_its_place() -> None:
+def test_a_row_of_a_large_vocabulary_does_not_depend_on_its_place(sampler: Sampler) -> None:
     """The vector instructions of `exp` and `log1p` must not care where a row starts."""
     vocab = 50_257
     logits = logits_of(1, vocab).expand(8, -1).clone()
     rows = [row(77, top_p=0.99)] * 8
-    assert len(set(Sampler().sample(logits, rows))) == 1
+    assert len(set(sampler.sample(logits, rows))) == 1

@@ -1,43 +1,14 @@
 """Ranks that share memory get the same bits, whatever else is in the tensor."""
 
-import os
-import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain, combinations
-
 import pytest
 import torch
 from torch import Tensor
 
 from baton.engine.tensor_parallel import SLOT_BYTES, SharedMemoryRanks
 from baton.protocol.errors import NodeError
+from tests.support.thread_ranks import on_all, thread_ranks
 
 SIZES = (2, 3, 4)
-
-
-@contextmanager
-def ranks(size: int) -> Iterator[list[SharedMemoryRanks]]:
-    """All ranks of one node, for one thread each."""
-    memory = os.memfd_create("ranks")
-    ends: list[list[socket.socket]] = [[] for _ in range(size)]
-    for one, other in combinations(range(size), 2):
-        pair = socket.socketpair()
-        ends[one].append(pair[0])
-        ends[other].append(pair[1])
-    try:
-        yield [SharedMemoryRanks(rank, memory, ends[rank]) for rank in range(size)]
-    finally:
-        os.close(memory)
-        for end in chain.from_iterable(ends):
-            end.close()
-
-
-def on_all(members: list[SharedMemoryRanks], call: Callable[[SharedMemoryRanks], Tensor]) -> Tensor:
-    """What every rank gets, stacked."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        return torch.stack(list(pool.map(call, members)))
 
 
 def parts_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,7 +22,7 @@ def test_all_ranks_get_the_sum_in_rank_order(size: int, dtype: torch.dtype) -> N
     total = torch.zeros(5, 64)
     for part in parts:
         total += part.float()
-    with ranks(size) as members:
+    with thread_ranks(size) as members:
         sums = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))
     assert all(torch.equal(one, total.to(dtype)) for one in sums)
 
@@ -59,7 +30,7 @@ def test_all_ranks_get_the_sum_in_rank_order(size: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("size", SIZES)
 def test_a_row_is_summed_to_the_same_bits_alone_and_in_a_batch(size: int) -> None:
     parts = parts_of(size, 33, 48)
-    with ranks(size) as members:
+    with thread_ranks(size) as members:
         batch = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))[0]
         for row in range(33):
             alone = on_all(
@@ -71,7 +42,7 @@ def test_a_row_is_summed_to_the_same_bits_alone_and_in_a_batch(size: int) -> Non
 def test_a_tensor_larger_than_a_slot_goes_in_pieces() -> None:
     count = SLOT_BYTES // 4 + 1000
     parts = parts_of(2, count)
-    with ranks(2) as members:
+    with thread_ranks(2) as members:
         sums = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))
         assert torch.equal(sums[0], parts[0] + parts[1])
         wide = parts.view(2, 8, -1)
@@ -90,14 +61,14 @@ def test_many_exchanges_in_a_row_never_mix(size: int) -> None:
             seen.append(member.all_reduce(given)[0, 0])
         return torch.stack(seen)
 
-    with ranks(size) as members:
+    with thread_ranks(size) as members:
         seen = on_all(members, run)
     factor = size * (size + 1) / 2
     assert torch.equal(seen, (torch.arange(300) * factor).expand(size, -1))
 
 
 def test_gather_keeps_the_order_of_the_ranks() -> None:
-    with ranks(3) as members:
+    with thread_ranks(3) as members:
         gathered = on_all(members, lambda m: m.all_gather(torch.full((2, 2), float(m.rank))))
     assert gathered[0].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
     assert torch.equal(gathered[0], gathered[2])
@@ -105,13 +76,13 @@ def test_gather_keeps_the_order_of_the_ranks() -> None:
 
 def test_no_rows_are_gathered_to_no_rows() -> None:
     """A step that draws nothing asks for no logits."""
-    with ranks(2) as members:
+    with thread_ranks(2) as members:
         gathered = on_all(members, lambda m: m.all_gather(torch.zeros(0, 5)))
     assert gathered.shape == (2, 0, 10)
 
 
 def test_a_rank_that_is_gone_is_a_node_error() -> None:
-    with ranks(2) as members:
+    with thread_ranks(2) as members:
         members[1]._peers[0].close()
         with pytest.raises(NodeError, match="another rank"):
             members[0].all_reduce(torch.zeros(3))

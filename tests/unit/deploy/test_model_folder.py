@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from baton.deploy.demo_model import CHECKPOINT
 from baton.deploy.model_folder import with_model
@@ -56,6 +57,22 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         model_of(str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         model_of(str(tmp_path))
+
+
+def test_a_model_of_the_hub_is_taken_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set: fetch it with `hf download"):
+        model_of("some/model")
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    assert model_of("some/model") == ModelConfig(path=str(snapshot), name="some/model")
 
 
 def test_the_greeting_survives_a_strange_model_name() -> None:

@@ -1,8 +1,9 @@
 """Who is let into a decode node, and what its prefix cache keeps of those who leave."""
 
+import msgspec
 import pytest
 
-from baton.decode_node.intake import MAX_PASSED_S
+from baton.decode_node.intake import MAX_PASSED_S, MAX_PASSING
 from baton.engine.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import LandingEnded
 from baton.protocol.blocks import block_hashes
@@ -10,7 +11,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed
 from tests.support.drive import (
     BLOCK_SIZE,
-    PoolDrive,
+    Drive,
     decode_drive,
     handed,
     key,
@@ -23,12 +24,12 @@ LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def accepted(drive: PoolDrive) -> list[str]:
+def accepted(drive: Drive) -> list[str]:
     list(drive.entries())  # collects what was said
     return [str(m.key.request_id) for m in drive.said if isinstance(m, Accepted)]
 
 
-def hand(drive: PoolDrive, name: str, length: int, num_choices: int = 1) -> None:
+def hand(drive: Drive, name: str, length: int, num_choices: int = 1) -> None:
     """A request whose prompt, of its own, prefill offers at once."""
     prompt = [ord(name)] * length
     drive.scheduler.add(drive.now_s, 0, handed(name, prompt, 8, num_choices))
@@ -48,28 +49,54 @@ def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
         assert drive.output(name, [1, 2, 3]) == continuation([1, 2, 3], 10)
 
 
-def test_landings_and_each_of_their_choices_take_places_too() -> None:
+def test_landings_take_places_too() -> None:
     drive = decode_drive(limits=LIMITS)
-    hand(drive, "a", 5)
-    hand(drive, "b", 5, num_choices=2)
-    hand(drive, "c", 5)
+    for name, num_choices in (("a", 1), ("b", 2), ("c", 1)):
+        hand(drive, name, 5, num_choices)
     drive.launch()
-    assert accepted(drive) == ["a", "c"]
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST))
-    drive.scheduler.on_report(0.0, LandingEnded(key("c"), LOST))
-    drive.launch()
-    assert accepted(drive) == ["a", "c", "b"]
-
-
-def test_more_choices_than_a_step_holds_are_served_alone() -> None:
-    drive = decode_drive(limits=LIMITS)
-    drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=5, num_choices=5))
-    drive.scheduler.add(0.0, 0, local("b", [1, 2, 3], max_tokens=5))
-    drive.run()
     assert accepted(drive) == ["a", "b"]
-    for choice in range(5):
-        assert drive.output("a", [1, 2, 3], choice) == continuation([1, 2, 3], 5, choice)
+    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST))
+    drive.launch()
+    assert accepted(drive) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth: int) -> None:
+    drive = decode_drive(limits=msgspec.structs.replace(LIMITS, max_num_seqs=3))
+    prompt = [1, 2, 3]
+    drive.scheduler.add(0.0, 0, local("long", prompt, max_tokens=40))
+    drive.run(steps=3, depth=depth)
+    drive.scheduler.add(0.0, 0, local("many", prompt, max_tokens=5, num_choices=6))
+    drive.now_s = MAX_PASSED_S + 1
+    drive.run(steps=3, depth=depth)
+    before = len(drive.plans)
+    drive.scheduler.add(drive.now_s, 0, local("late", prompt, max_tokens=5))
+    drive.run(steps=8, depth=depth)
+    assert drive.output("late", prompt) == continuation(prompt, 5)
+    drive.run(depth=depth)
+    for name, num_tokens, num_choices in (("long", 40, 1), ("many", 5, 6)):
+        for choice in range(num_choices):
+            assert drive.output(name, prompt, choice) == continuation(prompt, num_tokens, choice)
+    # The long stream never lost its place, and choices that had begun went on before others began.
+    names = [[part.key.request_id for part in plan.slices] for plan in drive.plans]
+    assert all("long" in step for step in names[:38])
+    assert sum("late" in step for step in names[before : before + 4 + depth]) == 5
+    ends = [entry.key.choice for entry in drive.entries() if entry.finish_reason is not None]
+    assert [choice for choice in ends if choice] == [1, 2, 3, 4, 5]
     assert drive.pool.num_owned == 0
+
+
+def test_a_queue_of_any_length_costs_a_step_the_same() -> None:
+    """Each prompt that is looked at is hashed and looked up in the cache."""
+    drive = decode_drive(num_blocks=12, limits=LIMITS)
+    hand(drive, "a", 20)  # 5 of 12 blocks
+    drive.launch()
+    for number in range(100):
+        drive.scheduler.add(0.0, 0, handed(f"q{number}", [number] * 32))
+        drive.scheduler.on_report(0.0, offered(f"q{number}", 32, 8))
+    drive.launch()
+    hashed = [bool(p.sequence.hashes) for p in drive.scheduler.intake.pending.values()]
+    assert hashed == [True] * (2 + MAX_PASSING) + [False] * (99 - MAX_PASSING)
 
 
 def test_a_head_that_waited_long_is_passed_no_more() -> None:

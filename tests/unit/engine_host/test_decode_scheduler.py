@@ -7,7 +7,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, CancelDone, Failed, FirstToken
 from tests.support.drive import (
     BLOCK_SIZE,
-    PoolDrive,
+    Drive,
     decode_drive,
     handed,
     key,
@@ -19,7 +19,7 @@ from tests.support.toy_executor import continuation, next_token
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def land(drive: PoolDrive, name: str, prompt: list[int], num_choices: int = 1) -> None:
+def land(drive: Drive, name: str, prompt: list[int], num_choices: int = 1) -> None:
     """What connector and prefill do for a handed-over request: offer, fill the blocks, report."""
     num_blocks = drive.pool.blocks_for(len(prompt))
     drive.scheduler.on_report(0.0, offered(name, len(prompt), num_blocks))
@@ -202,3 +202,14 @@ def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     drive.run()
     assert len(drive.output("b", [1, 2, 3])) == 3
     assert drive.pool.num_free == 64
+
+
+def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled() -> None:
+    """Prefill passes the reason on, perhaps to a router that only this node has lost."""
+    drive = decode_drive()
+    drive.scheduler.add(0.0, 7, handed("a", [1, 2, 3]))
+    drive.launch()
+    drive.scheduler.forget(7)
+    drive.launch()
+    (abandon,) = [event for event in drive.asked if isinstance(event, Abandon)]
+    assert (abandon.failure.code, abandon.failure.retryable) == ("node_lost", True)

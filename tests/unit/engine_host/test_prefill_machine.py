@@ -141,7 +141,7 @@ class PrefillMachine(SchedulerMachine):
 
     def owned(self) -> Iterable[int]:
         scheduler = self.scheduler
-        assert not any(handoff.sequence.block_table for handoff in scheduler._waiting)
+        assert not any(handoff.sequence.block_table for handoff in scheduler._waiting.values())
         for handoff in chain(scheduler._computing.values(), scheduler._holding.values()):
             yield from handoff.sequence.block_table
 

@@ -6,7 +6,7 @@ from baton.kv_transfer.interfaces import Offer, Released
 from baton.protocol.errors import Failure
 from baton.protocol.messages import End, Failed, FirstTokens, Span, Withdrawn
 from tests.support.drive import (
-    PoolDrive,
+    Drive,
     key,
     prefill,
     prefill_drive,
@@ -17,7 +17,7 @@ from tests.support.toy_executor import next_token
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
-def announced(drive: PoolDrive, name: str) -> list[int]:
+def announced(drive: Drive, name: str) -> list[int]:
     """The blocks announced for a prompt, in order; fails when one is skipped or repeated."""
     blocks: list[int] = []
     for event in drive.asked:
@@ -152,3 +152,14 @@ def test_a_higher_attempt_ends_the_lower_one() -> None:
     drive.scheduler.add(0.0, 0, message)
     drive.launch()
     assert [e.key for e in drive.asked if isinstance(e, Withdrawn)] == [key("a")]
+
+
+def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelled() -> None:
+    """Decode passes the reason on, perhaps to a router that only this node has lost."""
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 7, prefill("a", list(range(60))))
+    drive.run(steps=1)
+    drive.scheduler.forget(7)
+    drive.launch()
+    (withdrawn,) = [event for event in drive.asked if isinstance(event, Withdrawn)]
+    assert (withdrawn.failure.code, withdrawn.failure.retryable) == ("node_lost", True)

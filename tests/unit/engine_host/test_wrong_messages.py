@@ -9,7 +9,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.messages import CancelDone, Decode, Failed, FirstToken, FirstTokens, Prefill
 from baton.protocol.sampling import MAX_CHOICES
 from tests.support.drive import (
-    PoolDrive,
+    Drive,
     decode_drive,
     handed,
     key,
@@ -26,7 +26,7 @@ LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=32, vocab_siz
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def make(role: str) -> PoolDrive:
+def make(role: str) -> Drive:
     return (prefill_drive if role == "prefill" else decode_drive)(NUM_BLOCKS, LIMITS)
 
 
@@ -35,7 +35,7 @@ def request(role: str, name: str = "a", **changes: object) -> Prefill | Decode:
     return msgspec.structs.replace(message, **changes)
 
 
-def failures(drive: PoolDrive) -> list[Failed]:
+def failures(drive: Drive) -> list[Failed]:
     list(drive.entries())  # collects what was said
     return [message for message in drive.said if isinstance(message, Failed)]
 

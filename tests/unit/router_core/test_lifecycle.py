@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from baton.protocol.errors import Failure, NodeError
-from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     Cancel,
@@ -21,6 +21,7 @@ from baton.router.request.events import (
     CallerGone,
     Closed,
     Deliver,
+    HandoffEnded,
     NodeLost,
     NotPlaced,
     Outcome,
@@ -32,17 +33,24 @@ from baton.router.request.events import (
     Send,
     Tick,
     Timed,
+    TriedAgain,
     Unplace,
 )
 from baton.router.request.leg import Request
-from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
+from baton.router.request.lifecycle import (
+    AVOID_S,
+    CONFIRM_DEADLINE_S,
+    SILENCE_DEADLINE_S,
+    Lifecycle,
+)
 
 R = RequestId("r")
 KEY = Key(R)
 P, D = NodeId("p"), NodeId("d")
+EPOCHS = {P: Epoch("p-1"), D: Epoch("d-1")}
 PROMPT = [1, 2, 3]
 LOST = NodeError("gone").to_failure()
-REFUSED = Failure("transfer_failed", "no", retryable=True)
+REFUSED = TransferError("no").to_failure()
 TIMES = StageTimes(prefill_s=1.0)
 
 
@@ -57,7 +65,13 @@ class Driver:
 
     def place(self, prefill: NodeId | None = P, decode: NodeId | None = D) -> list[RequestCommand]:
         (place,) = [c for c in self.step(Begun()) if isinstance(c, Place)]
-        return self.step(Placed(place.key, prefill, decode))
+        return self.step(Placed(place.key, prefill, decode, EPOCHS))
+
+    def place_again(self, commands: list[RequestCommand]) -> Key:
+        """Give the one leg that these commands ask for the same nodes again."""
+        (place,) = [command for command in commands if isinstance(command, Place)]
+        self.step(Placed(place.key, P, D, EPOCHS))
+        return place.key
 
     def says(
         self, node: NodeId, message: Accepted | FirstTokens | TokenEntry | Failed | CancelDone
@@ -78,7 +92,10 @@ def test_a_request_goes_from_one_place_to_closed() -> None:
         Timed(TIMES, of_prompt=True),
     ]
     assert drive.says(D, Accepted(KEY)) == [Deliver(0, [9])]
-    assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == [Deliver(0, [8])]
+    assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == [
+        HandoffEnded((P, EPOCHS[P]), (D, EPOCHS[D])),
+        Deliver(0, [8]),
+    ]
     assert drive.says(D, TokenEntry(KEY, 5, [7], "stop")) == [
         Deliver(0, [7], "stop"),
         Release(D, KEY),
@@ -95,8 +112,10 @@ def test_a_gap_loses_the_leg_and_the_choice_resumes_from_what_was_received() -> 
     commands = drive.says(D, TokenEntry(KEY, 5, [7]))
     (place,) = of_type(commands, Place)
     assert isinstance(place, Place)
-    assert (place.key, place.num_tokens, place.avoid) == (Key(R, 0, 1), 4, frozenset({D}))
+    assert (place.key, place.num_tokens, place.is_resume) == (Key(R, 0, 1), 4, True)
+    assert place.avoid == {(D, EPOCHS[D])}
     assert of_type(commands, Deliver) == []
+    assert Send(D, Cancel((KEY,))) in commands, "the node does not know of the gap"
 
 
 def test_a_second_producer_of_the_first_token_is_ignored() -> None:
@@ -153,15 +172,76 @@ def test_a_refusal_that_is_final_is_not_tried_again() -> None:
     assert of_type(drive.says(D, Failed(KEY, final)), Outcome) == [Outcome(final)]
 
 
-def test_preemption_costs_no_attempt_as_long_as_tokens_come() -> None:
+def test_only_losses_without_progress_use_up_attempts() -> None:
+    drive = Driver(max_tokens=50, max_attempts=2)
+    drive.place()
+    key, position = KEY, 3
+    for _ in range(6):  # one loss with progress, then one without: never two in a row
+        drive.says(D, TokenEntry(key, position, [9, 9]))
+        position += 2
+        key = drive.place_again(drive.step(NodeLost(D, LOST)))
+        key = drive.place_again(drive.step(NodeLost(D, LOST)))
+    drive.says(D, TokenEntry(key, position, [9, 9]))
+    key = drive.place_again(drive.step(NodeLost(D, LOST)))
+    key = drive.place_again(drive.step(NodeLost(D, LOST)))
+    assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
+
+
+@pytest.mark.parametrize("code", ["preempted", "transfer_failed"])
+def test_one_token_is_progress_unless_the_node_died(code: str) -> None:
     drive = Driver(max_tokens=50, max_attempts=1)
     drive.place()
-    for attempt in range(5):
-        key = Key(R, 0, attempt)
-        drive.says(D, TokenEntry(key, 3 + attempt, [9]))
-        commands = drive.says(D, Failed(key, Failure("preempted", "no room", retryable=True)))
-        assert of_type(commands, Outcome) == []
-        drive.step(Placed(Key(R, 0, attempt + 1), P, D))
+    key = KEY
+    for position in range(3, 8):
+        drive.says(D, TokenEntry(key, position, [9]))
+        commands = drive.says(D, Failed(key, Failure(code, "no room", retryable=True)))
+        key = drive.place_again(commands)
+    # The first token is computed with the prompt: the node died in its first decode step.
+    drive.says(D, TokenEntry(key, 8, [9]))
+    assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
+
+
+@pytest.mark.parametrize("node", [P, D])
+def test_a_cancel_that_nobody_asked_for_is_a_lost_node(node: NodeId) -> None:
+    """A node that lost its channel to this router first gives up what it was asked for."""
+    drive = Driver()
+    drive.place()
+    failure = Cancelled("the request was cancelled").to_failure()
+    commands = drive.says(node, Failed(KEY, failure))
+    assert of_type(commands, Outcome) == []
+    (place,) = of_type(commands, Place)
+    assert isinstance(place, Place)
+    assert place.avoid == {(node, EPOCHS[node])}
+
+
+def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_while() -> None:
+    drive = Driver()
+    drive.place()
+    commands = drive.says(D, Failed(KEY, REFUSED))
+    pair = (P, EPOCHS[P]), (D, EPOCHS[D])
+    assert of_type(commands, HandoffEnded) == [HandoffEnded(*pair, REFUSED)]
+    assert of_type(commands, TriedAgain) == [TriedAgain(is_resume=False)]
+    (place,) = of_type(commands, Place)
+    assert isinstance(place, Place)
+    assert place.avoid == set(pair)
+    drive.step(Placed(place.key, NodeId("p2"), NodeId("d2")))
+    drive.now_s = AVOID_S
+    (place,) = of_type(drive.step(NodeLost(NodeId("d2"), LOST)), Place)
+    assert isinstance(place, Place)
+    assert place.avoid == {(NodeId("d2"), Epoch(""))}
+
+
+@pytest.mark.parametrize("failure", [Failure("overloaded", "full", True, 503), LOST])
+def test_what_is_no_failure_of_a_handoff_is_not_recorded_for_the_pair(failure: Failure) -> None:
+    drive = Driver()
+    drive.place()
+    if failure == LOST:  # decode has all blocks already
+        drive.says(D, TokenEntry(KEY, 3, [9, 8]))
+    commands = drive.says(D, Failed(KEY, failure))
+    assert of_type(commands, HandoffEnded) == []
+    (place,) = of_type(commands, Place)
+    assert isinstance(place, Place)
+    assert place.avoid == {(D, EPOCHS[D])}
 
 
 def test_a_cancelled_request_closes_when_both_nodes_have_confirmed() -> None:

@@ -1,23 +1,33 @@
 """Which nodes a leg goes to, and who is let in."""
 
+import msgspec
 import pytest
 
 from baton.protocol.blocks import blocks_needed
-from baton.protocol.config import LocalPrefill
-from baton.protocol.errors import Overloaded, RequestError
-from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.config import LocalPrefill, RouterConfig
+from baton.protocol.errors import Overloaded, RequestError, TransferError
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import NodeInfo, Ready
 from baton.protocol.sampling import SamplingParams
-from baton.router.admission import Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.admission import (
+    TOKEN_BYTES,
+    Admission,
+    Limits,
+    check_prompt,
+    fit,
+    sampling_of,
+)
+from baton.router.pairs import FIRST_AVOID_S
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Registry
-from baton.router.request.events import Place
+from baton.router.registry import Charge, Registry
+from baton.router.request.events import NodeProcess, Place
 from tests.support.scripted_nodes import hello_of, node_info
 
 PAIRS = [
     node_info(name, "prefill" if name.startswith("p") else "decode")
     for name in ("p1", "p0", "d1", "d0")
 ]
+UNREADABLE = TransferError("no route").to_failure()
 LIMITS = Limits(100, 50, 4, prefill_blocks=20, decode_blocks=20)
 
 
@@ -29,24 +39,29 @@ def cluster(*infos: NodeInfo) -> Registry:
     return registry
 
 
+def process(name: str, epoch: str = "e0") -> NodeProcess:
+    return NodeId(name), Epoch(epoch)
+
+
 def place(
     name: str = "r",
     num_tokens: int = 40,
     *,
     wants_decode: bool = True,
-    avoid: frozenset[NodeId] = frozenset(),
+    avoid: frozenset[NodeProcess] = frozenset(),
 ) -> Place:
     key = Key(RequestId(name))
     return Place(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid)
 
 
 def choose(
-    registry: Registry, leg: Place, mode: LocalPrefill = "auto"
+    registry: Registry, leg: Place, mode: LocalPrefill = "auto", now_s: float = 0.0
 ) -> tuple[str | None, str | None] | None:
-    decision = LeastLoaded(mode, 32).choose(registry, leg)
+    decision = LeastLoaded(mode, 32).choose(now_s, registry, leg)
     if decision is None:
         return None
     charge(registry, decision)
+    registry.note_pair(decision.placed)
     return decision.placed.prefill_node, decision.placed.decode_node
 
 
@@ -66,8 +81,62 @@ def test_the_least_loaded_pair_is_taken_and_ties_go_by_name() -> None:
 
 def test_a_node_that_failed_the_request_is_the_last_resort() -> None:
     registry = cluster(*PAIRS)
-    failed = frozenset({NodeId("p0"), NodeId("d0"), NodeId("d1")})
-    assert choose(registry, place(avoid=failed)) == ("p1", "d0")
+    failed = frozenset(process(name) for name in ("p0", "d0", "d1"))
+    assert choose(registry, place("a", avoid=failed)) == ("p1", "d0")
+    # A process that took the place of one that failed has failed nobody.
+    restarted = frozenset({process("p0", "before"), process("d0", "before"), process("d1")})
+    assert choose(cluster(*PAIRS), place("b", avoid=restarted)) == ("p0", "d0")
+
+
+def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_leg_at_a_time() -> None:
+    """A prefill node that nobody can read has no load: that must not draw every request."""
+    registry = cluster(*PAIRS)
+    for name in ("d0", "d1"):
+        assert registry.pairs.failed(0.0, process("p0"), process(name), UNREADABLE)
+    registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(1000, 1))
+    assert choose(registry, place("a")) == ("p1", "d0")
+    assert choose(registry, place("b")) == ("p1", "d1")
+    states = {node.node_id: node.state for node in registry.nodes_health(0.0)}
+    assert states == {"d0": "ready", "d1": "ready", "p0": "degraded", "p1": "ready"}
+    later_s = FIRST_AVOID_S
+    assert choose(registry, place("c"), now_s=later_s) == ("p0", "d0")  # the probe
+    assert choose(registry, place("d"), now_s=later_s) == ("p0", "d1")
+    assert choose(registry, place("e"), now_s=later_s) == ("p1", "d0")
+    # A second failure in a row lasts longer; a success ends the matter.
+    assert not registry.pairs.failed(later_s, process("p0"), process("d0"), UNREADABLE)
+    assert not registry.pairs.allows(2.5 * later_s, process("p0"), process("d0"))
+    assert registry.pairs.worked(process("p0"), process("d1"))
+    assert registry.pairs.allows(later_s, process("p0"), process("d1"))
+    assert dict(registry.pairs.num_failures) == {("p0", "d1"): 1, ("p0", "d0"): 2}
+    registry.gone(NodeId("p0"))
+    assert registry.pairs.health(later_s) == ()
+
+
+def test_a_probe_that_ends_without_an_answer_makes_room_for_another() -> None:
+    registry = cluster(*PAIRS[1:3])  # p0 and d1
+    registry.pairs.failed(0.0, process("p0"), process("d1"), UNREADABLE)
+    assert choose(registry, place("a"), "auto") == (None, "d1")
+    assert choose(registry, place("b"), "never") == ("p0", "d1"), "better than none"
+    assert choose(registry, place("c"), now_s=FIRST_AVOID_S) == (None, "d1")
+    registry.release(NodeId("d1"), place("b").key)
+    assert choose(registry, place("d"), now_s=FIRST_AVOID_S) == ("p0", "d1")
+
+
+def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown() -> None:
+    infos = [
+        msgspec.structs.replace(info, reaches=(reach,))
+        for info, reach in zip(PAIRS, ("shm@a", "shm@b", "shm@b", "shm@b"), strict=True)
+    ]
+    registry = cluster(*infos)  # p1 is on another host than the rest
+    for name in "abc":
+        pair = choose(registry, place(name), "never")
+        assert pair is not None
+        assert pair[0] == "p0"
+    reasons = {node.node_id: node.reason for node in registry.nodes_health(0.0) if node.reason}
+    assert list(reasons) == ["p1"]
+    assert "no common transport" in reasons["p1"]
+    registry.gone(NodeId("p0"))
+    assert choose(registry, place("d"), "never") is None
 
 
 def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
@@ -80,7 +149,7 @@ def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
 
 def test_without_prefill_nodes_decode_computes_only_where_the_setting_lets_it() -> None:
     registry = cluster(node_info("d0", "decode"))
-    decision = LeastLoaded("auto", 32).choose(registry, place())
+    decision = LeastLoaded("auto", 32).choose(0.0, registry, place())
     assert decision is not None
     assert decision.is_fallback
     assert decision.path == "local_prefill"
@@ -174,53 +243,116 @@ def test_what_travels_keeps_every_token_when_all_are_asked_for() -> None:
     assert sampling.stop_token_ids == (7,)
 
 
-def test_retries_go_before_what_is_new_and_need_no_room() -> None:
-    line = Admission(max_queued=5, max_inflight=1)
-    line.wait(place("a"))
-    line.placed(Key(RequestId("a")))
-    line.wait(place("b"))
-    assert line.head() is None
+def line(**fields: float) -> Admission:
+    return Admission(RouterConfig(**fields))  # type: ignore[arg-type]
+
+
+def head(admission: Admission, version: int = 0) -> str | None:
+    leg = admission.head(version)
+    return None if leg is None else str(leg.key.request_id)
+
+
+def begin(admission: Admission, name: str) -> None:
+    """Put a request in line and give it nodes."""
+    admission.wait(0.0, place(name))
+    admission.placed(Key(RequestId(name)))
+
+
+def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room() -> None:
+    admission = line(max_inflight=2)
+    begin(admission, "a")
+    begin(admission, "b")
+    admission.wait(0.0, place("c"))
+    assert head(admission) is None
     again = Place(Key(RequestId("a"), 0, 1), 40, 1, True, 50)
-    line.wait(again)
-    assert line.head() == again
-    line.placed(again.key)
-    line.ended(1.0, RequestId("a"))
-    assert line.head() == place("b")
+    resume = Place(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True)
+    for leg in (again, resume):
+        admission.wait(0.0, leg)
+    assert admission.head(0) == resume
+    admission.placed(resume.key)
+    assert admission.head(0) == again
+    admission.placed(again.key)
+    admission.ended(1.0, RequestId("a"))
+    assert head(admission) == "c"
 
 
 def test_the_line_is_bounded_and_empty_lines_admit_even_with_no_bound_left() -> None:
-    line = Admission(max_queued=0, max_inflight=1)
-    line.check_room(could_place=True)
+    admission = line(max_queued=0, max_inflight=1)
+    admission.check_room(40, could_place=True)
     with pytest.raises(Overloaded):
-        line.check_room(could_place=False)
-    line.wait(place("a"))
-    line.placed(Key(RequestId("a")))
+        admission.check_room(40, could_place=False)
+    begin(admission, "a")
     with pytest.raises(Overloaded) as error:
-        line.check_room(could_place=True)
+        admission.check_room(40, could_place=True)
     assert error.value.http_status == 429
     assert error.value.retry_after_s is not None
 
 
+def test_the_line_is_bounded_in_bytes_too() -> None:
+    admission = line(max_queued_mib=1)
+    admission.check_room(1 << 20, could_place=False)  # alone, any prompt may wait
+    admission.wait(0.0, place("a", (1 << 20) // TOKEN_BYTES))
+    with pytest.raises(Overloaded, match="prompt tokens are waiting") as error:
+        admission.check_room(1, could_place=False)
+    assert error.value.code == "queue_full"
+    admission.leave(place("a").key)
+    admission.check_room(1, could_place=False)
+
+
 def test_retry_after_follows_the_pace_of_late() -> None:
-    line = Admission(max_queued=9, max_inflight=9)
+    admission = line()
     for number in range(100):
-        name = str(number)
-        line.wait(place(name))
-        line.placed(Key(RequestId(name)))
-        line.ended(float(10 * number), RequestId(name))
-    line.wait(place("a"))
-    assert 15.0 < line.retry_after_s() <= 20.0
+        begin(admission, str(number))
+        admission.ended(float(10 * number), RequestId(str(number)))
+    admission.wait(0.0, place("a"))
+    assert 15.0 < admission.retry_after_s() <= 20.0
 
 
-def test_everyone_is_overdue_once_nobody_could_be_placed_for_long() -> None:
-    line = Admission(max_queued=9, max_inflight=9)
-    line.wait(place("a"))
-    line.stalled(1.0)
-    line.wait(place("b"))
-    line.stalled(5.0)
-    assert line.overdue(30.9, 30.0) == []
-    assert line.overdue(31.0, 30.0) == [place("a").key, place("b").key]
-    line.placed(place("a").key)
-    assert line.overdue(99.0, 30.0) == []
-    line.forget(RequestId("b"))
-    assert line.num_queued == 0
+def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nodes_come() -> None:
+    admission = line()
+    for name in "abc":
+        admission.wait(0.0, place(name))
+    assert admission.set_aside(place("a").key) is None
+    assert head(admission) == "b"
+    admission.placed(place("b").key)
+    assert head(admission) == "c"
+    assert head(admission, version=1) == "a"
+    assert admission.num_queued == 2
+
+
+def test_no_more_stand_aside_than_may_wait() -> None:
+    admission = line(max_queued=1)
+    for name in "ab":
+        admission.wait(0.0, place(name))
+    assert admission.set_aside(place("a").key) is None
+    failure = admission.set_aside(place("b").key)
+    assert failure is not None
+    assert (failure.http_status, failure.code) == (503, "no_nodes")
+    assert admission.num_queued == 1
+
+
+def test_each_leg_waits_so_long_and_a_stream_that_began_longer() -> None:
+    admission = line(max_queued_s=30, max_resume_wait_s=300, max_inflight=1)
+    begin(admission, "s")
+    resume = Place(Key(RequestId("s"), 0, 1), 40, 1, True, 50, is_resume=True)
+    for now_s, leg in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
+        admission.wait(now_s, leg)
+    admission.set_aside(resume.key)
+    assert admission.take_overdue(29.9) == []
+    ((key, failure),) = admission.take_overdue(30.0)
+    assert (key, failure.code, failure.http_status) == (place("a").key, "queue_timeout", 503)
+    assert failure.retry_after_s is not None
+    assert [key for key, _ in admission.take_overdue(300.9)] == [place("b").key]
+    ((key, failure),) = admission.take_overdue(301.0)
+    assert (key, failure.code) == (resume.key, "no_nodes")
+    assert admission.num_queued == 0
+
+
+def test_a_request_that_is_forgotten_waits_no_more() -> None:
+    admission = line()
+    for name in "ab":
+        admission.wait(0.0, place(name))
+    admission.set_aside(place("a").key)
+    admission.forget(RequestId("a"))
+    admission.forget(RequestId("b"))
+    assert (admission.num_queued, head(admission, 1)) == (0, None)

@@ -13,7 +13,8 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.registry import SILENCE_S, Charge, Differs, Entered, Left, Refuse, Registry
+from baton.router.changes import Differs, Entered, Left, Refuse
+from baton.router.registry import SILENCE_S, Charge, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
@@ -54,6 +55,7 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
 def test_three_missed_beats_and_no_less_put_a_node_out() -> None:
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
+    assert SILENCE_S >= 3, "a pause of two seconds is no reason to leave"
     assert registry.tick(SILENCE_S) == []
     assert [type(change) for change in registry.tick(SILENCE_S + 0.01)] == [Left]
     assert registry.tick(SILENCE_S + 1) == []

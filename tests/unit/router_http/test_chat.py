@@ -71,6 +71,28 @@ def test_templates_are_found_where_model_folders_keep_them(tmp_path: Path) -> No
     assert found.render(TURNS) == "J"
 
 
+def test_a_chosen_file_takes_the_place_of_the_folders_template(tmp_path: Path) -> None:
+    path = folder_with(tmp_path, {"chat_template": "T", "bos_token": "<s>"})
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}M")
+    found = ChatTemplate.load(path, str(tmp_path / "mine.jinja"))
+    assert found is not None
+    assert found.render(TURNS) == "<s>M"
+    with pytest.raises(ConfigError, match=r"no chat template .*none\.jinja"):
+        ChatTemplate.load(path, str(tmp_path / "none.jinja"))
+
+
+def test_marks_for_training_change_nothing() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert ChatTemplate(source, {}).render(TURNS) == "hello <&>"
+
+
+def test_a_refusal_of_a_template_repeats_little() -> None:
+    template = ChatTemplate("{{ raise_exception(messages[0].content) }}", {})
+    with pytest.raises(RequestError) as caught:
+        template.render([{"role": "user", "content": "x" * 100_000}])
+    assert len(caught.value.message) < 300
+
+
 def test_a_template_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="template"):
         ChatTemplate.load(folder_with(tmp_path, {"chat_template": "{% for %}"}))

@@ -217,14 +217,35 @@ async def test_a_client_that_leaves_cancels_its_request(
 
 
 @served(silence_s=0.05)
+async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    async def turn_away() -> None:
+        stream = await engine.stream()
+        await asyncio.sleep(0.3)  # longer than a stream may be silent
+        stream.finish(Overloaded("no node was free", code="queue_timeout", retry_after_s=7.0))
+
+    body = {"prompt": [5], "stream": True}
+    async with asyncio.TaskGroup() as group:
+        group.create_task(turn_away())
+        async with bench.session.post("/v1/completions", json=body) as reply:
+            assert reply.status == 503
+            assert reply.headers["Retry-After"] == "7"
+            assert (await reply.json())["error"]["code"] == "queue_timeout"
+
+
+@served(silence_s=0.05)
 async def test_silence_is_broken_by_comments_before_and_after_the_first_token(
     bench: HttpBench, engine: ScriptedEngine
 ) -> None:
+    engine.script = lambda stream: setattr(stream.metrics, "num_attempts", 1)  # it has nodes
     async with bench.session.post("/v1/completions", json={"prompt": [5], "stream": True}) as reply:
         for _ in range(2):
             assert await reply.content.readuntil(b"\n\n") == b": waiting\n\n"
         engine.say(await engine.stream(), " hello")
-        assert b" hello" in await reply.content.readuntil(b"\n\n")
+        while (event := await reply.content.readuntil(b"\n\n")) == b": waiting\n\n":
+            pass  # written before the token came
+        assert b" hello" in event
         assert await reply.content.readuntil(b"\n\n") == b": waiting\n\n"
         engine.streams[0].finish()
         assert b"[DONE]" in await reply.content.read()

@@ -1,136 +1,27 @@
 """The router as a process: what it prints, how it ends, what it never loads."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-import pytest
 
-from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
-from tests.support.scripted_nodes import ToyNode, node_info, toy_answer
-from tests.support.small_tokenizers import write_tokenizer
-
-T = TypeVar("T")
-WAIT_S = 60.0
-SCRIPT = """
-import sys
-import msgspec
-from baton.protocol.config import ClusterConfig
-from baton.router.main import run
-code = run(msgspec.json.decode(sys.argv[1], type=ClusterConfig))
-assert not {"torch", "transformers", "triton"} & set(sys.modules)
-sys.exit(code)
-"""
-
-
-class Router:
-    """A router's process and the lines that it has printed."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, msgspec.json.encode(config).decode()],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: list[str] = []
-
-    def wait_for(self, text: str) -> str:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if text in line:
-                return line
-        raise AssertionError("".join(self.lines))
-
-    def wait_for_url(self) -> str:
-        return self.wait_for("listening on http://").split("listening on ")[1].strip()
-
-    def end(self) -> None:
-        """Read what is left, until the process has ended."""
-        assert self.process.stderr is not None
-        self.lines += self.process.stderr
-        self.process.wait(WAIT_S)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(WAIT_S)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-
-
-Start = Callable[[ClusterConfig], Router]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ClusterConfig:
-    path = write_tokenizer(tmp_path / "tiny")
-    return ClusterConfig(
-        model=ModelConfig(path=path),
-        router=RouterConfig(port=0, control=f"ipc://{tmp_path}/control", local_prefill="never"),
-        log=LogConfig(stats_s=0.2),
-    )
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts routers, which end with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start_one(config: ClusterConfig) -> Router:
-            router = Router(config)
-            stack.callback(router.close)
-            return router
-
-        yield start_one
-
-
-async def with_toy_nodes(
-    config: ClusterConfig, use: Callable[[], T], max_steps: int | None = None
-) -> T:
-    """What `use`, in a thread, returns while two toy nodes have dialled in."""
-    nodes = [
-        ToyNode(config.control, node_info("p0", "prefill")),
-        ToyNode(config.control, node_info("d0", "decode"), max_steps),
-    ]
-    for node in nodes:
-        node.join()
-    try:
-        return await asyncio.to_thread(use)
-    finally:
-        for node in nodes:
-            node.die()
-
-
-def ask(url: str, body: dict[str, object]) -> bytes:
-    wait_until_ready(url)
-    request = urllib.request.Request(f"{url}/v1/completions", msgspec.json.encode(body))
-    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-        data: bytes = reply.read()
-    return data
-
-
-def wait_until_ready(url: str) -> None:
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=WAIT_S):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
+from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig
+from tests.support.router_process import (
+    WAIT_S,
+    StartRouter,
+    ask,
+    wait_until_ready,
+    with_toy_nodes,
+)
+from tests.support.scripted_nodes import toy_answer
 
 
 def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
-    config: ClusterConfig, start: Start
+    config: ClusterConfig, start: StartRouter
 ) -> None:
     router = start(config)
     url = router.wait_for_url()
@@ -148,7 +39,7 @@ def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
     assert "5, 6, 7" not in text
 
 
-def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Start) -> None:
+def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: StartRouter) -> None:
     logging = msgspec.structs.replace(config, log=LogConfig(prompts=True))
     router = start(logging)
     url = router.wait_for_url()
@@ -161,7 +52,7 @@ def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Sta
 
 
 def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
-    config: ClusterConfig, start: Start
+    config: ClusterConfig, start: StartRouter
 ) -> None:
     router = start(config)
     url = router.wait_for_url()
@@ -183,7 +74,7 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
     assert "Traceback" not in "".join(router.lines)
 
 
-def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, start: Start) -> None:
+def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, start: StartRouter) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         changed = msgspec.structs.replace(config.router, port=port)
@@ -196,7 +87,7 @@ def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, start: Start) ->
 
 
 def test_a_model_folder_without_a_tokenizer_is_one_clear_line(
-    tmp_path: Path, config: ClusterConfig, start: Start
+    tmp_path: Path, config: ClusterConfig, start: StartRouter
 ) -> None:
     router = start(msgspec.structs.replace(config, model=ModelConfig(path=str(tmp_path))))
     router.end()

@@ -51,6 +51,7 @@ def turn(**fields: object) -> bytes:
         (body_of(stop=""), "stop"),
         (body_of(stop=["x"] * 65), "stop"),
         (body_of(stop="x" * 1025), "stop"),
+        (body_of(stop=["x" * 1024] * 5), "stop"),
         (body_of(stop_token_ids=[-1]), "stop_token_ids"),
         (body_of(stop_token_ids=list(range(1025))), "stop_token_ids"),
         (body_of(stream="yes"), "stream"),
@@ -87,6 +88,9 @@ def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None
         (turn(content=[{"type": "input_audio", "input_audio": {}}]), None),
         (turn(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
         (turn(wishes=1), "messages[0].wishes"),
+        (turn(wishes=1, hopes=None), "messages[0].wishes"),
+        (turn(audio={"id": "1"}), "messages[0].audio"),
+        (turn(role="assistant", function_call={"name": "f"}), "messages[0].function_call"),
         (turn()[:-1] + b',"max_completion_tokens":0}', "max_completion_tokens"),
         (turn()[:-1] + b',"logprobs":true}', "logprobs"),
         (turn()[:-1] + b',"tools":[{"type":"function"}]}', "tools"),
@@ -134,6 +138,52 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     )  # fmt: skip
     assert ask.prompts == ["x"]
     assert ask.params.n == 2
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer = {
+        "role": "assistant", "content": "yes", "refusal": None, "annotations": [],
+        "audio": None, "function_call": None, "tool_calls": None, "reasoning": "hm",
+        "provider_specific_fields": {"a": 1}, "unheard_of": None,
+    }  # fmt: skip
+    body = {"messages": [answer], "reasoning_effort": None, "modalities": None, "n": None}
+    (chat,) = parse_chat(json.dumps(body).encode()).prompts
+    assert isinstance(chat, Chat)
+    assert chat.messages == [{"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize("data", [body_of(max_tokens=0, echo=True), body_of(max_tokens=0)])
+def test_no_tokens_can_be_asked_for_only_with_an_echo(data: bytes) -> None:
+    if b"echo" in data:
+        assert not parse_completion(data).generates
+    else:
+        with pytest.raises(RequestError, match="at least 1"):
+            parse_completion(data)
+
+
+LONG = "k" * 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        body_of(**{LONG: 1}),
+        body_of(stream=True, stream_options={LONG: 1}),
+        body_of(metadata={LONG: 1}),
+        body_of(stop=[LONG]),
+        body_of()[:-1] + f',"{LONG}":NaN}}'.encode(),
+        body_of()[:-1] + b',"temperature":' + b"1" * 100_000 + b"}",
+        turn(**{LONG: 1}),
+        turn(content=[{"type": LONG}]),
+        turn(role=3, name=LONG),
+    ],
+)
+def test_an_error_repeats_little_of_what_a_client_sent(data: bytes) -> None:
+    parse = parse_chat if b"messages" in data else parse_completion
+    with pytest.raises(RequestError) as caught:
+        parse(data)
+    assert len(caught.value.message) < 300
+    assert len(caught.value.param or "") < 300
 
 
 def test_prompts_come_in_four_forms() -> None:

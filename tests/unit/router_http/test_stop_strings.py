@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.protocol.sampling import SamplingParams
-from baton.router.text.stop_strings import StopAutomaton, StopScanner
+from baton.router.text.stop_strings import AutomatonCache, StopAutomaton, StopScanner
 from tests.support.small_tokenizers import END, small_text
 
 LETTERS = "ab你"
@@ -117,3 +117,14 @@ def test_choices_with_the_same_stops_share_one_automaton() -> None:
     assert first._scanner is not None
     assert second._scanner is not None
     assert first._scanner._automaton is second._scanner._automaton
+
+
+def test_kept_automata_are_bounded_by_their_characters() -> None:
+    cache = AutomatonCache(max_chars=1_000)
+    stops = [(f"{number:03d}" + "x" * 397,) for number in range(8)]
+    last = [cache.of(stop) for stop in stops][-1]
+    assert cache.num_chars == 800
+    assert cache.of(stops[-1]) is last
+    whole = ("y" * 1_001,)
+    assert cache.of(whole) is not cache.of(whole)  # too large to be kept
+    assert cache.num_chars == 0

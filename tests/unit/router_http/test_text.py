@@ -180,6 +180,21 @@ def test_encoding_on_and_off_the_loop_gives_the_same_ids() -> None:
         assert asyncio.run(text.encode(prompt)) == text.encode_now(prompt)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("part", ["hello world, the end.", " ", "x", "你好😀", END])
+def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(
+    family: Family, part: str
+) -> None:
+    text = ALL[family]
+    prompt = (part + "stop ") * (200_000 // len(part + "stop "))
+    token_ids = text.encode_now(prompt)
+    num = len(token_ids)
+    assert text.encode_now(prompt, max_tokens=num) == token_ids
+    with pytest.raises(RequestError, match=f"more than {num // 8} tokens") as caught:
+        text.encode_now(prompt, max_tokens=num // 8)
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_a_lone_surrogate_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match="not Unicode") as caught:
         ALL["byte_level"].encode_now("a\ud800b")

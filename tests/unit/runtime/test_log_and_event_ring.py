@@ -3,13 +3,19 @@
 import io
 import json
 import logging
+import shutil
+import stat
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from baton.engine.event_ring import EventRing
+from baton.engine.event_ring import EventRing, folder_for_dumps
+from baton.engine.links import FromRouter
 from baton.protocol.config import LogConfig
-from baton.protocol.messages import Load
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import Load, Prefill
+from baton.protocol.sampling import Sampling
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger, setup
 
 
@@ -21,8 +27,9 @@ def stream() -> io.StringIO:
 def test_a_line_names_its_process_and_its_fields(stream: io.StringIO) -> None:
     setup(LogConfig(), "decode-0", stream)
     logger("node").info("ready", blocks=7, why="two words", share=0.5)
-    line = stream.getvalue()
-    assert line.endswith(' INFO    decode-0: ready blocks=7 why="two words" share=0.5\n')
+    stamp, _, line = stream.getvalue().partition(" ")
+    assert datetime.fromisoformat(stamp).utcoffset() is not None
+    assert line == 'INFO    decode-0: ready blocks=7 why="two words" share=0.5\n'
 
 
 def test_a_field_cannot_forge_a_line(stream: io.StringIO) -> None:
@@ -77,3 +84,31 @@ def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert [line["now_s"] for line in lines] == [2.0, 3.0]
     assert lines[0]["type"] == "Load"
+
+
+def test_a_dump_is_a_new_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    ring = EventRing()
+    ring.record(0.0, Load(1))
+    folder = folder_for_dumps("")
+    ring.dump(folder / "events")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "events").stat().st_mode) == 0o600
+    assert folder_for_dumps(str(tmp_path)) == tmp_path
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for taken in (folder / "events", tmp_path / "link"):
+        with pytest.raises(FileExistsError):
+            ring.dump(taken)
+    shutil.rmtree(folder)
+
+
+def test_a_ring_holds_a_bounded_number_of_tokens() -> None:
+    ring = EventRing(capacity=100, max_tokens=1_000)
+    for _ in range(10):
+        ring.record(
+            0.0,
+            FromRouter(
+                0, Prefill(Key(RequestId("r1")), [5] * 400, 400, Sampling(seed=0, max_tokens=1))
+            ),
+        )
+        ring.record(0.0, Load(1))
+    assert len(ring) == 5  # two prompts and what came around them

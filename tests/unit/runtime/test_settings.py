@@ -32,6 +32,16 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert (config.router.max_queued, config.prefill) == (5, 3)
 
 
+def test_variables_win_over_the_file_and_flags_over_variables(tmp_path: Path) -> None:
+    file = write(tmp_path, "router: {port: 1, host: a, max_queued: 5}\n")
+    variables = {"BATON_ROUTER_PORT": "2", "BATON_ROUTER_HOST": "b", "BATON_DECODE": "4"}
+    config = load(SERVE, ["--config", file, "--port", "3"], variables)
+    assert (config.router.port, config.router.host, config.router.max_queued) == (3, "b", 5)
+    assert config.decode == 4
+    with pytest.raises(ConfigError, match="BATON_ROUTER_PORT cannot be 'tcp:"):
+        load(SERVE, [], {"BATON_ROUTER_PORT": "tcp://10.0.0.1:80"})
+
+
 def test_set_wins_wherever_it_stands() -> None:
     assert load(SERVE, ["--set", "router.port=3", "--port", "2"]).router.port == 3
 
@@ -64,6 +74,9 @@ def test_help_has_defaults_and_units() -> None:
         (["--local-prefill", "always"], "router", "local_prefill", "always"),
         (["--model-name", "7"], "model", "name", "7"),
         (["--set", "transfer.device=a=b"], "transfer", "device", "a=b"),
+        (["/models/tiny", "--threads", "2"], "model", "path", "/models/tiny"),
+        (["/models/tiny", "--served-model-name", "tiny"], "model", "name", "tiny"),
+        (["--max-model-len", "7"], "model", "max_len", 7),
     ],
 )  # fmt: skip
 def test_words_become_values(words: list[str], section: str, field: str, value: object) -> None:
@@ -84,7 +97,7 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
         (["--log-json", "maybe"], "expected true or false"),
         (["--dtype", "fp7"], "choose one of auto, float32, bfloat16"),
         (["--port"], "--port"),
-        (["stray"], "does not take 'stray'"),
+        (["folder", "stray"], "does not take 'stray'"),
         (["--prefill", "0", "--local-prefill", "never"], "no node could compute a prompt"),
         (["--set", "node.routers="], "name the router's control endpoint"),
     ],

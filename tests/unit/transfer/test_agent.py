@@ -197,16 +197,20 @@ def test_a_read_that_cannot_be_cancelled_ends_when_its_slices_have_ended() -> No
     assert (got.quiet, got.failure and got.failure.code) == (True, "cancelled")
 
 
-def test_a_read_that_stays_in_flight_ends_as_not_quiet() -> None:
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_read_that_stays_in_flight_fails_and_is_quiet_only_if_it_was_cancelled(
+    cancels: bool,
+) -> None:
     driven = Driven(A)
-    driven.transport.cancels = False
+    driven.transport.cancels = cancels
     driven.turns.hear(read(1, 4))
-    driven.settle()
-    driven.clock.advance(30.0)  # its deadline
     assert driven.settle() == []
-    driven.clock.advance(5.0)
+    driven.clock.advance(30.0)  # its deadline
+    if not cancels:
+        assert driven.settle() == []
+        driven.clock.advance(5.0)
     got = ended(driven.settle())
-    assert not got.quiet
+    assert (got.num_bytes, got.quiet) == (0, cancels)
     assert got.failure is not None
     driven.clock.advance(100.0)
     assert driven.settle() == []

@@ -1,17 +1,25 @@
-"""How one rank reads another."""
+"""How one rank reads another, and what of it a process can have."""
+
+import os
+from contextlib import closing
 
 import msgspec
 import pytest
 
-from baton.kv_transfer.transports.choice import choose_transport, reaches_of
+from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.transports import nixl_binding
+from baton.kv_transfer.transports.choice import choose_transport, make_transports, reaches_of
+from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.shm import ShmAddress, this_place
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import TransferError
+from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.protocol.pairs import pair_problem
 from tests.support.connectors import node, rank_address
 
+EPOCH = Epoch("e")
 NIXL = RankAddress({"nixl": b"agent"})
 
 
@@ -86,3 +94,35 @@ def test_a_forced_transport_that_cannot_work_is_an_error() -> None:
         choose_transport(both("a"), both("b"), "shm")
     with pytest.raises(TransferError, match="is nixl, but prefill offers"):
         choose_transport(both("a"), rank_address("e", "a"), "nixl")
+
+
+def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_binding, "WHEELS", ("no_such_wheel_of_nixl",))
+    with closing(HostPool(1, 4096)) as pool:
+        with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
+            make_transports(pool, EPOCH, TransferConfig(transport="nixl"))
+        (only,) = make_transports(pool, EPOCH, TransferConfig(device="mlx5_0:1"))
+        assert only.name == "shm"
+        only.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "found"),
+    [("cuda:0", None, "on"), ("cuda:0", "off", "off"), ("cpu", None, None)],
+)
+def test_ucx_is_told_to_read_within_a_gpu_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: str | None, found: str | None
+) -> None:
+    monkeypatch.setattr(nixl_binding, "WHEELS", ())  # UCX reads it when it is loaded
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
+        NixlTransport(PoolMemory(0, 1, 4096, device), EPOCH)
+    assert os.environ.get(name) == found
+
+
+def test_shm_cannot_be_asked_for_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="nixl"):
+        make_transports(PoolMemory(0, 1, 4096, "cuda:0"), EPOCH, TransferConfig(transport="shm"))

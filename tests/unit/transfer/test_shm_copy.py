@@ -1,12 +1,18 @@
 """Copying blocks between pools: every shape of read is the same mapping."""
 
+from contextlib import ExitStack, closing
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import PoolShape
-from baton.kv_transfer.transports.shm import block_view, copy_blocks
+from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.transports import shm
+from baton.kv_transfer.transports.shm import ShmTransport, block_view, copy_blocks
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 6
 
@@ -55,3 +61,29 @@ def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
     remote = data.draw(st.one_of(ids.map(lambda p: p[:count]), runs.map(sorted)))
     local = data.draw(st.one_of(ids.map(lambda p: p[:count]), st.just(list(range(count)))))
     check(list(remote), list(local))
+
+
+def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as stack:
+        source, target = (
+            stack.enter_context(closing(HostPool(NUM_BLOCKS, BLOCK_BYTES))) for _ in range(2)
+        )
+        owner = stack.enter_context(closing(ShmTransport(source, Epoch("owner"))))
+        reader = stack.enter_context(closing(ShmTransport(target, Epoch("reader"))))
+        reader.add_peer(Epoch("owner"), owner.address(), NUM_BLOCKS, BLOCK_BYTES)
+        while not reader.connected(Epoch("owner")):
+            owner.service()
+            reader.service()
+
+        def copy_while_it_changes(*call: NDArray[np.void] | NDArray[np.int64]) -> None:
+            copy_blocks(*call)
+            source.generations[3] += 1
+
+        blocks = range(5)
+        reader.read(Epoch("owner"), blocks, blocks, [0] * 5)
+        monkeypatch.setattr(shm, "copy_blocks", copy_while_it_changes)
+        with pytest.raises(TransferError) as failed:
+            reader.read(Epoch("owner"), blocks, blocks, [0] * 5)
+        assert failed.value.code == "stale_block"

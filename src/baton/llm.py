@@ -7,21 +7,23 @@ thread may call it. It must not be able to do what `AsyncLLM` cannot.
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from baton.protocol.config import ClusterConfig, ModelConfig
-from baton.protocol.errors import BatonError, ConfigError
-from baton.protocol.sampling import SamplingParams
-from baton.router.async_llm import AsyncLLM, Launcher, Prompt
-from baton.router.outputs import Merged, RequestOutput
+from baton.async_llm import AsyncLLM
+from baton.llm_settings import Model, config_of
+from baton.prompts import Prompt, TokensPrompt, as_list
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, RequestError
+from baton.protocol.sampling import RequestOutputKind, SamplingParams
+from baton.router.outputs import RequestOutput
 from baton.router.registry import ServedModel
-from baton.router.text.text import Text
+from baton.started_nodes import Launcher
+from baton.tokenizer import Conversation, ModelTokenizer
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -34,21 +36,27 @@ class LLM:
     It is also a context manager, and the end of the interpreter shuts it down in any case.
     """
 
-    def __init__(self, model: str = "", *, launcher: Launcher | None = None, **settings: object):
+    def __init__(
+        self,
+        model: Model = "",
+        *,
+        config: ClusterConfig | None = None,
+        seed: int | None = None,
+        launcher: Launcher | None = None,
+        **settings: object,
+    ) -> None:
         """Start the nodes and wait for them; raises `ConfigError` or `NodeError`.
 
-        `model` is a Hugging Face model folder. `settings` are fields of `ClusterConfig`; a section
-        may be a struct or a dict: `LLM(path, decode=2, cache={"memory_mib": 1024})`. Nodes print
-        only warnings, unless `log` says otherwise.
+        The arguments are those of `AsyncLLM`: `LLM(path, decode=2, cache={"memory_mib": 1024})`.
         """
-        self.config = _config(model, settings)
-        self._llm = AsyncLLM.from_config(self.config, launcher=launcher)
+        self.config = config_of(model, settings, config)
+        self._llm = AsyncLLM(config=self.config, seed=seed, launcher=launcher)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
         try:
-            self._run(self._start())
+            self._run(self._llm.begin())
         except BaseException:
             self.shutdown()
             raise
@@ -62,11 +70,11 @@ class LLM:
         """Return one output per prompt, in the order of the prompts.
 
         A list of ints is one prompt of token ids. A list of `sampling_params` has one for each
-        prompt. The first error of any prompt ends the others and is raised. `use_tqdm` shows a
-        progress bar.
+        prompt; without any, those of `get_default_sampling_params` count. The first error of any
+        prompt ends the others and is raised. `use_tqdm` shows a progress bar.
         """
-        many = _as_list(prompts)
-        params = _params_of(many, sampling_params)
+        many = as_list(prompts)
+        params = self._params_of(many, sampling_params)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -85,8 +93,40 @@ class LLM:
 
             return self._run(self._generate(many, params, ended))
 
-    def get_tokenizer(self) -> Text:
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one output per conversation: what the model answers to its last message.
+
+        A conversation is a list of messages, and a message a dict of `role` and `content`. The
+        model's chat template makes the prompt and sees `chat_template_kwargs`. All else is as in
+        `generate`.
+        """
+        tokenizer = self.get_tokenizer()
+        prompts: list[Prompt] = []
+        for conversation in _conversations(messages):
+            text = tokenizer.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append(TokensPrompt(prompt=text, prompt_token_ids=ids))
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> ModelTokenizer:
         return self._llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json asks for, else the usual defaults."""
+        return self._llm.get_default_sampling_params()
 
     def get_model_config(self) -> ServedModel:
         return self._llm.get_model_config()
@@ -128,10 +168,6 @@ class LLM:
             future.cancel()
             raise
 
-    async def _start(self) -> None:
-        await self._llm.start()
-        await self._llm.ready(self.config.node.start_timeout_s)
-
     async def _generate(
         self,
         prompts: Sequence[Prompt],
@@ -143,14 +179,8 @@ class LLM:
 
         async def one(prompt: Prompt, wanted: SamplingParams) -> RequestOutput:
             async with room:
-                stream = await self._llm.submit(prompt, wanted)
-                merged = Merged(wanted.n)
-                stream.send_to(merged.add)
-                try:
-                    await stream.ended()
-                finally:
-                    stream.close()
-            output = stream.output(merged.outputs())
+                final = wanted.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+                (output,) = [output async for output in self._llm.generate(prompt, final)]
             ended(output)
             return output
 
@@ -162,35 +192,22 @@ class LLM:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-
-def _config(model: str, settings: dict[str, object]) -> ClusterConfig:
-    plain: dict[str, object] = {"log": {"level": "warning"}}
-    for name, value in settings.items():
-        plain[name] = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
-    try:
-        config = msgspec.convert(plain, ClusterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{error} in the settings of LLM") from error
-    if not model:
-        return config
-    named: ModelConfig = msgspec.structs.replace(config.model, path=model)
-    return msgspec.structs.replace(config, model=named)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    many = list(prompts)
-    if many and isinstance(many[0], int):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+    def _params_of(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * len(prompts)
+        many = list(params) if isinstance(params, Sequence) else [params]
+        if not all(isinstance(one, SamplingParams) for one in many):
+            text = "sampling_params must be SamplingParams or a list of them"
+            raise RequestError(text, param="sampling_params")
+        if len(many) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts, but {len(many)} sampling_params")
+        return many
 
 
-def _params_of(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} prompts, but {len(params)} sampling_params")
-    return list(params)
+def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return one conversation or many as a list. A list of messages is one conversation."""
+    if all(isinstance(message, Mapping) for message in messages):
+        return [messages] if messages else []  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]

@@ -1,0 +1,220 @@
+"""The clients' connections: how many there may be, and when one that does nothing is closed.
+
+`Server` makes one `Connections` and gives it to the event loop as the factory of protocols. The
+number of connections is bounded by the descriptors of the process. When they run out, a new one
+takes the place of the one that has waited longest without a whole request, so probes of /live are
+answered however many half-sent requests there are. A client that does not read is cut off.
+"""
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Callable
+
+from aiohttp import web
+
+from baton.protocol.config import RouterConfig
+from baton.runtime.log import logger
+
+# Descriptors that stay free for nodes, files and connections that are being closed.
+_OTHER_DESCRIPTORS = 512
+# Connections above the limit, which only get /live, /health and /metrics.
+SPARE = 16
+_MIN_CONNECTIONS = 8
+# A client that leaves output unread must take this much of it per second on the average.
+_MIN_BYTES_PER_S = 256
+_WARN_EVERY_S = 10.0
+# The place of `tcpi_bytes_acked` in Linux' struct tcp_info (include/uapi/linux/tcp.h).
+_BYTES_ACKED = slice(120, 128)
+
+log = logger("router")
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many descriptors as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def affordable(max_connections: int) -> int:
+    """Return `max_connections`, or less where the process may open too few descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return max_connections
+    others = min(_OTHER_DESCRIPTORS, limit // 2)
+    return min(max_connections, max(limit - others - SPARE, _MIN_CONNECTIONS))
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client. `is_spare` means that it came above the limit."""
+
+    __slots__ = ("_acked", "_checked_s", "_connections", "_socket", "is_spare", "open_transport")
+
+    def __init__(
+        self,
+        connections: "Connections",
+        manager: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        log: logging.Logger,
+        idle_s: float,
+    ) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=idle_s,
+            logger=log,
+            access_log=None,  # type: ignore[arg-type]  # aiohttp takes None, but does not say so
+        )
+        self._connections = connections
+        self.is_spare = False
+        self.open_transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        self._checked_s = 0.0
+        self._acked: int | None = None  # what the client had taken at the last check
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.open_transport = transport
+        self._socket = transport.get_extra_info("socket")
+        self.is_spare = self._connections.opened(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.open_transport = None
+        self._connections.closed(self)
+        super().connection_lost(exc)
+
+    def began(self) -> None:
+        """Note that a whole request has come, so that this connection must not make room."""
+        self._connections.began(self)
+
+    def ended(self) -> None:
+        """Note that the request was answered."""
+        self._connections.ended(self)
+
+    def abort(self) -> None:
+        if self.open_transport is not None:
+            self.open_transport.abort()
+
+    def cut_if_unread(self, now_s: float) -> None:
+        """Cut the connection if its client has output to read and does not take it."""
+        assert self.open_transport is not None
+        if not self.open_transport.get_write_buffer_size():
+            self._acked = None
+            return
+        if self._acked is None:
+            self._acked, self._checked_s = self._num_acked(), now_s
+            return
+        passed_s = now_s - self._checked_s
+        if passed_s < self._connections.unread_s:
+            return
+        acked = self._num_acked()
+        if acked - self._acked < passed_s * _MIN_BYTES_PER_S:
+            log.info("a client was cut off because it did not read its answer")
+            self.abort()
+        self._acked, self._checked_s = acked, now_s
+
+    def _num_acked(self) -> int:
+        """Return how many bytes the client's host has taken so far."""
+        assert self._socket is not None
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return int.from_bytes(info[_BYTES_ACKED], "little")
+
+
+def connection_of(request: web.Request) -> Connection:
+    """Return the connection that a request came on."""
+    assert isinstance(request.protocol, Connection), "a Server makes every connection"
+    return request.protocol
+
+
+class Connections:
+    """All connections of one server; the event loop calls it to make a new one."""
+
+    def __init__(self, manager: web.Server, http_log: logging.Logger, config: RouterConfig) -> None:
+        self._manager = manager
+        self._http_log = http_log
+        self._max_open = affordable(config.max_connections)
+        self._idle_s = config.idle_s
+        self.unread_s = config.unread_s
+        self._loop = asyncio.get_running_loop()
+        self._open: set[Connection] = set()
+        # Those without a whole request, the one that has waited longest first.
+        self._waiting: dict[Connection, None] = {}
+        self._warn = RareWarning(self._loop.time)
+        self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
+
+    def __call__(self) -> Connection:
+        return Connection(self, self._manager, self._loop, self._http_log, self._idle_s)
+
+    def opened(self, connection: Connection) -> bool:
+        """Count a connection in; True if it came above the limit and none could make room."""
+        is_spare = False
+        if len(self._open) >= self._max_open:
+            oldest = next(iter(self._waiting), None)
+            if oldest is not None:
+                self._warn("there are too many connections: the longest idle ones are closed")
+                self.closed(oldest)
+                oldest.abort()
+            else:
+                is_spare = True
+        self._open.add(connection)
+        self._waiting[connection] = None
+        if len(self._open) > self._max_open + SPARE:
+            self._warn("there are too many connections: new ones are closed")
+            self._loop.call_soon(connection.abort)
+        return is_spare
+
+    def closed(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def began(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def ended(self, connection: Connection) -> None:
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _sweep(self) -> None:
+        self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
+        now_s = self._loop.time()
+        for connection in tuple(self._open):
+            connection.cut_if_unread(now_s)
+
+
+class RareWarning:
+    """Logs a warning at most every ten seconds, however often it is called."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s: float | None = None
+
+    def __call__(self, text: str) -> None:
+        now_s = self._clock()
+        if self._last_s is None or now_s - self._last_s >= _WARN_EVERY_S:
+            self._last_s = now_s
+            log.warning(text)
+
+
+class AcceptErrors:
+    """An exception handler for the event loop that keeps failing accepts out of the log.
+
+    asyncio reports each of them with a traceback, thousands per second when descriptors run out.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._warn = RareWarning(loop.time)
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        if str(context.get("message", "")).startswith("socket.accept()"):
+            self._warn(
+                f"connections cannot be accepted: {context.get('exception')}; raise the limit of "
+                f"open files (ulimit -n)"
+            )
+        else:
+            loop.default_exception_handler(context)

@@ -1,0 +1,87 @@
+"""JSON bodies into typed structs, and what msgspec says of a wrong one in words for clients.
+
+`schema` calls `decode`. An error names the field, and it repeats at most 200 characters of what a
+client sent: keys and values can be megabytes. Nothing here does I/O.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from baton.protocol.errors import RequestError
+from baton.runtime.log import clip
+
+# A larger body is not read a second time for the sake of an unknown field.
+_MAX_SECOND_BYTES = 256 * 1024
+# How far around a mistake its field is looked for.
+_NEAR_BYTES = 256
+_NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
+_BYTE = re.compile(r"\(byte (\d+)\)")
+_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
+    """Return the body; raises `RequestError`. Any field may be null, even an unknown one."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        if "unknown field" in str(error) and (fewer := _without_nulls(data)) is not None:
+            return decode(decoder, fewer)
+        raise _invalid(str(error)) from None
+    except RecursionError:
+        text = "the body is nested too deeply"
+        raise RequestError(text, code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(str(error), data) from None
+
+
+def _without_nulls(data: bytes) -> bytes | None:
+    """Return a body without the fields that are null, at its top and in each message.
+
+    Clients send back what they got, with nulls that no request has. None if there are none.
+    """
+    if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
+        return None
+    try:
+        body = msgspec.json.decode(data, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    fewer = {key: value for key, value in body.items() if value is not None}
+    if isinstance(messages := fewer.get("messages"), list):
+        fewer["messages"] = [
+            {key: value for key, value in turn.items() if value is not None}
+            if isinstance(turn, dict)
+            else turn
+            for turn in messages
+        ]
+    return None if fewer == body else msgspec.json.encode(fewer)
+
+
+def _malformed(error: str, data: bytes) -> RequestError:
+    # Some writers emit NaN and Infinity, which are not JSON. The error should name the field.
+    if place := _BYTE.search(error):
+        at = int(place[1])
+        near = data[max(at - _NEAR_BYTES, 0) : at + _NEAR_BYTES]
+        if found := _NOT_FINITE.search(near):
+            name = found[1].decode()
+            return RequestError(f"{name} must be a finite number", param=name)
+    return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
+
+
+def _invalid(text: str) -> RequestError:
+    found = _PLACE.fullmatch(text)
+    assert found is not None, "the pattern matches every text"
+    what, path = clip(found["text"].replace("`", "")), clip(found["path"] or "")
+    if named := _NAMED.search(text):
+        name = clip(named[1])
+        path = f"{path}.{name}" if path else name
+        return RequestError(what, param=path)
+    if not path:
+        return RequestError(f"the body is wrong: {what}")
+    # The message names the place inside a list; `param` does so only for the turns of a chat.
+    param = path if path.startswith("messages") else path.partition("[")[0]
+    return RequestError(f"{path}: {what}", param=param)

@@ -1,0 +1,116 @@
+"""Which prefill process can hand its KV blocks to which decode process.
+
+Pure; `registry` holds it and `policy` asks it. What two nodes announce may rule a pair out from the
+start. A pair whose handoffs fail is avoided for a while, longer each time. Then one leg at a time
+may try it again, so a prefill node that nobody can read never draws the whole load because it has
+no work.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Key, NodeId
+from baton.router.request.events import NodeProcess
+
+FIRST_AVOID_S = 5.0
+MAX_AVOID_S = 60.0
+# How many pairs have their failures counted; the one that failed longest ago makes room.
+MAX_COUNTED = 4096
+
+
+class PairHealth(msgspec.Struct, frozen=True):
+    """A pair that is avoided, or that is being tried again."""
+
+    prefill_node: NodeId
+    decode_node: NodeId
+    reason: str
+    num_failures: int  # in a row
+    avoided_s: float  # for how much longer; 0: one leg at a time may try it
+
+
+@dataclass(slots=True)
+class _Trouble:
+    failure: Failure
+    num_failures: int
+    until_s: float
+    probe: Key | None = None  # the leg that tries it again
+
+
+class Pairs:
+    def __init__(self) -> None:
+        self._trouble: dict[tuple[NodeProcess, NodeProcess], _Trouble] = {}
+        self._probes: dict[Key, tuple[NodeProcess, NodeProcess]] = {}
+        self._counts: dict[tuple[NodeId, NodeId], int] = {}
+
+    def failed(
+        self, now_s: float, prefill: NodeProcess, decode: NodeProcess, failure: Failure
+    ) -> bool:
+        """Note a handoff that failed. Return whether the pair was in good order before."""
+        name = prefill[0], decode[0]
+        self._counts[name] = self._counts.pop(name, 0) + 1
+        if len(self._counts) > MAX_COUNTED:
+            del self._counts[next(iter(self._counts))]
+        trouble = self._trouble.get((prefill, decode))
+        if trouble is None:
+            self._trouble[prefill, decode] = _Trouble(failure, 1, now_s + FIRST_AVOID_S)
+            return True
+        trouble.failure = failure
+        # Legs that were under way when the pair was found out say nothing new.
+        if now_s >= trouble.until_s:
+            trouble.num_failures += 1
+            wait_s = FIRST_AVOID_S * 2.0 ** min(trouble.num_failures - 1, 10)
+            trouble.until_s = now_s + min(wait_s, MAX_AVOID_S)
+        return False
+
+    def worked(self, prefill: NodeProcess, decode: NodeProcess) -> bool:
+        """Note a handoff that succeeded. Return whether the pair was in trouble before."""
+        trouble = self._trouble.pop((prefill, decode), None)
+        if trouble is not None and trouble.probe is not None:
+            del self._probes[trouble.probe]
+        return trouble is not None
+
+    def allows(self, now_s: float, prefill: NodeProcess, decode: NodeProcess) -> bool:
+        """Return whether a leg should be given to this pair now."""
+        trouble = self._trouble.get((prefill, decode))
+        return trouble is None or (trouble.probe is None and now_s >= trouble.until_s)
+
+    def reason(self, now_s: float, prefill: NodeProcess, decode: NodeProcess) -> str:
+        """Return why this pair is avoided now; empty if it is not."""
+        trouble = self._trouble.get((prefill, decode))
+        return trouble.failure.message if trouble is not None and now_s < trouble.until_s else ""
+
+    def placed(self, key: Key, prefill: NodeProcess, decode: NodeProcess) -> None:
+        """Note that a leg was given to this pair, which makes it the probe of a pair in trouble."""
+        trouble = self._trouble.get((prefill, decode))
+        if trouble is not None and trouble.probe is None:
+            trouble.probe = key
+            self._probes[key] = prefill, decode
+
+    def released(self, key: Key) -> None:
+        """Note that a leg gives a node back: whatever it was to show, it has shown."""
+        pair = self._probes.pop(key, None)
+        if pair is not None:
+            self._trouble[pair].probe = None
+
+    def forget(self, process: NodeProcess) -> None:
+        """Drop the evidence about a process that is gone."""
+        for pair in [pair for pair in self._trouble if process in pair]:
+            probe = self._trouble.pop(pair).probe
+            if probe is not None:
+                del self._probes[probe]
+
+    def health(self, now_s: float) -> tuple[PairHealth, ...]:
+        return tuple(
+            PairHealth(
+                prefill[0], decode[0], trouble.failure.message, trouble.num_failures,
+                max(0.0, trouble.until_s - now_s),
+            )
+            for (prefill, decode), trouble in sorted(self._trouble.items(), key=lambda one: one[0])
+        )  # fmt: skip
+
+    @property
+    def num_failures(self) -> dict[tuple[NodeId, NodeId], int]:
+        """How many handoffs of each pair of node ids have failed since the router started."""
+        return self._counts

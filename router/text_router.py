@@ -1,0 +1,110 @@
+"""`TextRouter`, the router with text: it turns prompts into streams of text and tokens.
+
+The HTTP handlers and `baton.AsyncLLM` call it on one event loop. It tokenizes a prompt once and
+hands the ids to `core`, which sees no text. It starts no nodes: they dial in, whoever started them.
+It never computes anything itself and never loads torch.
+"""
+
+from pathlib import Path
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError, Failure, NodeError
+from baton.protocol.sampling import SamplingParams
+from baton.router.admission import check_prompt
+from baton.router.core import RouterCore
+from baton.router.registry import Health, ServedModel
+from baton.router.stream import RequestStream
+from baton.router.text.text import Text, too_long
+
+
+class TextRouter:
+    """One router. It lives on the event loop that called `start`."""
+
+    def __init__(self, config: ClusterConfig, core: RouterCore, text: Text) -> None:
+        self._config = config.model
+        self._core = core
+        self._text = text
+        self._name = config.model.name or Path(config.model.path).resolve().name
+        self._is_closed = False
+
+    @classmethod
+    def from_config(cls, config: ClusterConfig) -> "TextRouter":
+        """Make a router for the model that `config` names.
+
+        Raises `ConfigError` if the model's folder has no usable tokenizer.
+        """
+        if not config.model.path:
+            raise ConfigError("model.path is empty: set it to a Hugging Face model folder")
+        return cls(config, RouterCore(config), Text.load(config.model.path))
+
+    def start(self, endpoint: str) -> str:
+        """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
+        return self._core.start(endpoint)
+
+    async def wait_for_nodes(self, num_prefill: int, num_decode: int) -> None:
+        """Wait until so many nodes are in service; raises the router's error if it has failed."""
+        await self._core.wait_for(num_prefill, num_decode)
+
+    async def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+    ) -> RequestStream:
+        """Check, tokenize and queue a request; raises `RequestError` or `Overloaded`.
+
+        The caller must wait for the end of the stream or `close` it. The outputs carry
+        `request_id`, the caller's own name for the request, or else the router's.
+        """
+        max_tokens = self._core.limits().max_model_len - 1
+        if isinstance(prompt, str):
+            text, token_ids = prompt, await self._text.encode(prompt, max_tokens=max_tokens)
+        elif len(prompt) > max_tokens:
+            raise too_long(max_tokens)
+        else:
+            text, token_ids = None, prompt
+        check_prompt(token_ids, self._core.limits())
+        detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
+        stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
+        minted = self._core.submit(stream)
+        stream.request_id = request_id or minted
+        return stream
+
+    def fail(self, failure: Failure) -> None:
+        """Stop serving: every request that is running or still comes fails with this reason."""
+        self._core.fail(failure)
+
+    def close(self) -> None:
+        """End every request and the connections to all nodes. May be called again."""
+        self._is_closed = True
+        self._core.close()
+        self._text.close()
+
+    def health(self) -> Health:
+        return self._core.health()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the router has ended for another reason than `close`."""
+        return self._core.has_failed and not self._is_closed
+
+    @property
+    def was_ever_ready(self) -> bool:
+        """Whether any node has been ready since the start."""
+        return self._core.registry.model is not None
+
+    def get_tokenizer(self) -> Text:
+        return self._text
+
+    def get_model_config(self) -> ServedModel:
+        """Return what the nodes serve; raises `NodeError` until a node has been ready."""
+        model = self._core.registry.model
+        if model is None:
+            raise NodeError("no node has been ready yet", code="not_ready")
+        return ServedModel(
+            name=self._name,
+            path=self._config.path,
+            fingerprint=model.model,
+            layout_fingerprint=model.layout.fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.layout.block_size,
+            eos_token_ids=model.eos_token_ids,
+        )

@@ -1,0 +1,212 @@
+"""`AsyncLLM`, the class for event loops: it takes prompts and yields outputs as they come.
+
+`baton.LLM` and users call it. It joins a `TextRouter` with the nodes that it starts on this host,
+or lets nodes dial in. It never computes anything itself and never loads torch.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator
+from types import TracebackType
+
+from baton.llm_settings import Model, config_of
+from baton.prompts import Prompt, given_prompt
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
+from baton.protocol.sampling import SEED_BITS, SamplingParams
+from baton.router.generation_config import default_params
+from baton.router.outputs import RequestOutput
+from baton.router.registry import Health, ServedModel
+from baton.router.stream import RequestStream
+from baton.router.text_router import TextRouter
+from baton.runtime.local_cluster import LocalCluster
+from baton.runtime.log import logger
+from baton.started_nodes import Launcher, StartedNodes
+from baton.tokenizer import ModelTokenizer
+
+log = logger("router")
+
+
+class AsyncLLM:
+    """A model behind a router on one event loop, from its first use to `shutdown`.
+
+    As an async context manager it is ready inside and shut down afterwards. Without one, the first
+    `generate` starts it.
+    """
+
+    def __init__(
+        self,
+        model: Model = "",
+        *,
+        config: ClusterConfig | None = None,
+        seed: int | None = None,
+        start_nodes: bool = True,
+        launcher: Launcher | None = None,
+        **settings: object,
+    ) -> None:
+        """Start nothing yet; raises `ConfigError`.
+
+        `model` is a Hugging Face model folder; empty is the demo model. `settings` are fields of
+        `ClusterConfig`, where a section may be a struct or a dict, or keywords of vLLM that have a
+        counterpart. A whole `config` takes the place of both. With a `seed`, the same requests in
+        the same order draw the same tokens. Without `start_nodes`, nodes dial `router.control`.
+        """
+        if seed is not None and type(seed) is not int:
+            raise ConfigError(f"seed must be an integer, not {seed!r}")
+        self.config = config_of(model, settings, config)
+        self._seeds = None if seed is None else random.Random(seed)
+        self._defaults = default_params(self.config.model.path)
+        self._router = TextRouter.from_config(self.config)
+        self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), self.config.model.path)
+        self._nodes: StartedNodes | None = None
+        if start_nodes:
+            self._nodes = StartedNodes(self.config, self._router, launcher or LocalCluster)
+        self._live: dict[str, RequestStream | None] = {}  # None: not tokenized yet
+        self._aborted: set[str] = set()  # requests that were aborted while being tokenized
+        self._num_requests = 0
+        self._begins = asyncio.Lock()
+        self._is_started = self._is_closed = False
+        self._is_awaited = False  # whether `begin` has started nodes that are not in service yet
+
+    async def begin(self) -> None:
+        """Start, and wait until the nodes are in service, unless `start` was called before."""
+        async with self._begins:
+            if not self._is_started:
+                await self.start()
+                self._is_awaited = True
+            if self._is_awaited:
+                await self.ready(self.config.node.start_timeout_s)
+                self._is_awaited = False
+
+    async def start(self) -> None:
+        """Open the control endpoint and start the nodes, without waiting for them."""
+        assert not self._is_started, "an AsyncLLM can be started only once"
+        if self._is_closed:
+            raise BatonError("this LLM has been shut down", code="shutting_down")
+        self._is_started = True
+        try:
+            if self._nodes is None:
+                self._router.start(self.config.control)
+            else:
+                self._nodes.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the nodes of `config` are in service.
+
+        After `timeout_s` it is enough that requests can be served; if not, raises `NodeError`.
+        """
+        num_prefill = self.config.prefill
+        if self.config.router.local_prefill == "always":
+            num_prefill = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._router.wait_for_nodes(num_prefill, self.config.decode)
+        except TimeoutError:
+            health = self.health()
+            if not health.can_serve:
+                text = f"no node was ready within {timeout_s:g} s: {health.message}"
+                raise NodeError(text, code="not_ready") from None
+            log.warning("serving without some of the nodes", reason=health.message)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs as they come, in the form of `output_kind`. Leaving early aborts.
+
+        Without `sampling_params`, those of `get_default_sampling_params` count. `request_id` is the
+        caller's own name for the request and must not be the name of another one that is live.
+        Raises `RequestError`, `Overloaded` or the error that ended the request.
+        """
+        self._num_requests += 1
+        name = request_id or f"request-{self._num_requests}"
+        if name in self._live:
+            raise RequestError(f"request id {name!r} is in use", param="request_id")
+        self._live[name] = None
+        try:
+            given = given_prompt(prompt)
+            params = self._complete(sampling_params)
+            await self.begin()
+            stream = await self._router.submit(given.content, params, name)
+            stream.prompt = given.text
+            self._live[name] = stream
+            if name in self._aborted:
+                stream.close()
+            async with contextlib.aclosing(stream.outputs()) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            del self._live[name]
+            self._aborted.discard(name)
+
+    async def abort(self, request_id: str) -> None:
+        """End a live request: its reader gets `Cancelled`. An unknown id is ignored."""
+        stream = self._live.get(request_id)
+        if stream is not None:
+            stream.close()
+        elif request_id in self._live:
+            self._aborted.add(request_id)
+
+    async def shutdown(self) -> None:
+        """End every request, then the nodes that were started here. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._router.close()
+        if self._nodes is not None:
+            await self._nodes.stop()
+
+    def health(self) -> Health:
+        return self._router.health()
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_started and not self._is_closed and not self._router.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether the router has ended for another reason than `shutdown`."""
+        return self._router.errored
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json asks for, else the usual defaults."""
+        return self._defaults
+
+    def get_model_config(self) -> ServedModel:
+        """Return what the nodes serve; raises `NodeError` until a node has been ready."""
+        return self._router.get_model_config()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        try:
+            await self.begin()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    def _complete(self, params: SamplingParams | None) -> SamplingParams:
+        """Return `params` with what the caller of this request and of the constructor left open."""
+        if params is None:
+            params = self._defaults
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params must be SamplingParams", param="sampling_params")
+        if self._seeds is None or params.seed is not None:
+            return params
+        return params.clone(seed=self._seeds.getrandbits(SEED_BITS))

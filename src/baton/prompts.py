@@ -1,0 +1,66 @@
+"""The forms in which a prompt may be given to `LLM` and `AsyncLLM`.
+
+They turn every prompt into a `GivenPrompt`, and refuse here what no model could read. Nothing is
+tokenized here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, NotRequired, TypedDict
+
+from baton.protocol.errors import RequestError
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids, and the text that outputs shall show as their prompt."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+
+
+class GivenPrompt(NamedTuple):
+    content: str | list[int]  # what the model reads
+    text: str | None  # what outputs show as the prompt
+
+
+def given_prompt(prompt: Prompt) -> GivenPrompt:
+    """Return `prompt` in the one form; raises `RequestError` if it has none of the forms."""
+    match prompt:
+        case str():
+            return GivenPrompt(prompt, prompt)
+        case list():
+            return GivenPrompt(_checked(prompt), None)
+        case {"prompt": str() | None as text, "prompt_token_ids": list() as ids, **more} if not more:
+            return GivenPrompt(_checked(ids), text)
+        case {"prompt_token_ids": list() as ids, **more} if not more:
+            return GivenPrompt(_checked(ids), None)
+        case {"prompt": str() as text, **more} if not more:
+            return GivenPrompt(text, text)
+    raise RequestError(
+        "a prompt must be text, a list of token ids, or a dict of prompt, prompt_token_ids or both",
+        param="prompt",
+    )
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or many as a list. A list of ints is one prompt of token ids."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError("prompts must be one prompt or a list of prompts", param="prompts")
+    many = list(prompts)
+    if many and isinstance(many[0], int):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _checked(token_ids: list[int]) -> list[int]:
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise RequestError("token ids must be integers", param="prompt")
+    return token_ids

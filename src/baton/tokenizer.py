@@ -1,0 +1,105 @@
+"""`ModelTokenizer`, the tokenizer that `get_tokenizer` returns: it has no coroutine.
+
+Its methods are named like those of the tokenizers of `transformers`, which is not loaded. It works
+on the tokenizer and the chat template that the router uses, so text that was encoded here reads
+the same to the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, overload
+
+from baton.protocol.errors import RequestError
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.text import Text
+
+Message = Mapping[str, object]  # a turn: "role", "content" and what else the template reads
+Conversation = Sequence[Message]
+
+
+class ModelTokenizer:
+    """The tokenizer of one model. Any thread may call it."""
+
+    def __init__(self, text: Text, model_path: str) -> None:
+        self._text = text
+        self._model_path = model_path
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`, with those that the tokenizer adds to every text."""
+        return self._text.encode_now(text, add_special_tokens)
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of `token_ids`."""
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        return self._text.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @overload
+    def apply_chat_template(
+        self,
+        conversation: Conversation,
+        *,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = False,
+        **options: object,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        conversation: Conversation,
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        **options: object,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        conversation: Conversation,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **options: object,
+    ) -> str | list[int]:
+        """Return the prompt that the model's chat template makes of a conversation.
+
+        `add_generation_prompt` opens the answer of the assistant. The template sees `options`.
+        Raises `RequestError` if the model has no template or the template refuses the messages.
+        """
+        for name in ("tools", "documents", "chat_template"):
+            if options.pop(name, None) is not None:
+                text = f"{name} is not supported: leave it out"
+                raise RequestError(text, code="unsupported", param=name)
+        prompt = self._chat_template().render(
+            [_plain(index, message) for index, message in enumerate(conversation)],
+            add_generation_prompt=add_generation_prompt,
+            options=options,
+        )
+        return self.encode(prompt, add_special_tokens=False) if tokenize else prompt
+
+    def _chat_template(self) -> ChatTemplate:
+        self._template = self._template or ChatTemplate.load(self._model_path)
+        if self._template is None:
+            raise RequestError("this model has no chat template", code="no_chat_template")
+        return self._template
+
+
+def _plain(index: int, message: Message) -> dict[str, object]:
+    """Return a message whose content is text, also if it came as OpenAI's list of parts."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        text = f"message {index} must be a dict with a role and a content"
+        raise RequestError(text, param="messages")
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [found for part in parts if (found := _text_of(part)) is not None]
+    if len(texts) < len(parts):
+        text = f"the content of message {index} must be text or a list of text parts"
+        raise RequestError(text, param="messages")
+    return {**message, "content": "\n".join(texts)}
+
+
+def _text_of(part: object) -> str | None:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None

@@ -1,0 +1,165 @@
+"""`SamplingParams` as users of vLLM write them: what is taken, and what is refused and how."""
+
+import copy
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton import RequestOutputKind, SamplingParams
+from baton.protocol.errors import RequestError
+from baton.protocol.sampling import NEUTRAL, Sampling
+from baton.router.admission import sampling_of
+
+NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
+UNSUPPORTED: list[tuple[str, object]] = [
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("repetition_penalty", 0),
+    ("logprobs", 0),
+    ("logprobs", 5),
+    ("prompt_logprobs", 1),
+    ("detokenize", False),
+    ("spaces_between_special_tokens", False),
+    ("truncate_prompt_tokens", 100),
+    ("logit_bias", {5: 1.0}),
+    ("allowed_token_ids", []),
+    ("bad_words", ["bad"]),
+    ("structured_outputs", {"json": {}}),
+    ("extra_args", {"x": 1}),
+    ("best_of", 2),
+    ("use_beam_search", True),
+    ("length_penalty", 0.8),
+    ("early_stopping", True),
+]
+WRONG_TYPE: list[tuple[str, object, str]] = [
+    ("n", "2", "an integer, not '2'"),
+    ("n", None, "an integer, not None"),
+    ("n", True, "an integer, not True"),
+    ("max_tokens", 2.5, r"an integer, not 2\.5"),
+    ("max_tokens", 5.0, r"an integer, not 5\.0"),
+    ("min_tokens", None, "an integer"),
+    ("top_k", 1.0, "an integer"),
+    ("seed", "7", "an integer"),
+    ("best_of", "1", "an integer"),
+    ("temperature", "0", "a number, not '0'"),
+    ("temperature", None, "a number"),
+    ("top_p", False, "a number"),
+    ("min_p", [0.1], "a number"),
+    ("ignore_eos", 1, "True or False, not 1"),
+    ("skip_special_tokens", "no", "True or False"),
+    ("stop", 5, "a string or a list of strings"),
+    ("stop", ["a", 5], "a string or a list of strings"),
+    ("stop", b"a", "a string or a list of strings"),
+    ("stop_token_ids", 5, "a list of token ids"),
+    ("stop_token_ids", ["5"], "an integer, not '5'"),
+    ("output_kind", "all", "cumulative, delta or final, not 'all'"),
+    ("output_kind", 0, "cumulative, delta or final"),
+]
+OUT_OF_RANGE: list[tuple[str, object]] = [
+    ("n", 0),
+    ("n", 129),
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("temperature", 10**400),
+    ("top_p", 0.0),
+    ("top_p", 1.1),
+    ("min_p", -0.1),
+    ("top_k", -2),
+    ("top_k", 2**31),
+    ("max_tokens", 0),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("seed", 2**63),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [2**31]),
+]
+
+
+@pytest.mark.parametrize("given", NOTHING_ASKED, ids=str)
+def test_a_value_that_asks_for_nothing_is_taken(given: dict[str, object]) -> None:
+    assert sampling_of(SamplingParams(**given), 1, 16) == Sampling(1, 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is not supported: leave it out") as error:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert (error.value.code, error.value.param) == ("unsupported", name)
+
+
+@pytest.mark.parametrize(("name", "value", "text"), WRONG_TYPE)
+def test_a_wrong_type_is_refused_when_the_params_are_made(
+    name: str, value: object, text: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^{name} must be {text}") as error:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=name) as error:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert error.value.param == name
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+def test_positional_arguments_stand_in_vllm_s_order() -> None:
+    params = SamplingParams(2, 0.0, 0.0, 1.0, 0.7, 0.9, 40, 0.05, 7, "x", [3], True, 20, 5)
+    assert params == SamplingParams(
+        n=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, stop="x",
+        stop_token_ids=[3], ignore_eos=True, max_tokens=20, min_tokens=5,
+    )  # fmt: skip
+
+
+def test_numbers_of_numpy_become_plain_ones_that_can_travel() -> None:
+    params = SamplingParams(
+        n=np.int64(2),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        seed=np.uint8(3),  # type: ignore[arg-type]
+        max_tokens=np.int32(9),  # type: ignore[arg-type]
+        stop=("a", "b"),  # type: ignore[arg-type]
+        stop_token_ids=(np.int64(4), 5),  # type: ignore[arg-type]
+    )
+    plain = SamplingParams(
+        n=2, temperature=0.5, seed=3, max_tokens=9, stop=["a", "b"], stop_token_ids=[4, 5]
+    )
+    assert params == plain
+    encode = msgspec.msgpack.encode
+    assert encode(sampling_of(params, 3, 9)) == encode(sampling_of(plain, 3, 9))
+
+
+def test_a_clone_is_equal_and_takes_changes_that_are_checked() -> None:
+    params = SamplingParams(n=2, stop=["a"], temperature=0.5)
+    assert params.clone() == params == copy.deepcopy(params)
+    changed = params.clone(temperature=0, max_tokens=5)
+    assert (changed.temperature, changed.max_tokens, changed.n) == (0, 5, 2)
+    assert params.temperature == 0.5
+    with pytest.raises(RequestError, match="max_tokens"):
+        params.clone(max_tokens="5")
+    with pytest.raises(AttributeError):
+        params.n = 3  # type: ignore[misc]
+
+
+def test_a_list_that_changes_later_does_not_change_the_params() -> None:
+    stops = ["a"]
+    params = SamplingParams(stop=stops)
+    stops.append("")
+    assert params.stop == ["a"]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_output_kind_may_be_a_name_or_its_text(kind: RequestOutputKind) -> None:
+    by_text = SamplingParams(output_kind=kind.value)
+    assert by_text == SamplingParams(output_kind=kind)
+    assert by_text.output_kind is kind
+    assert msgspec.json.decode(msgspec.json.encode(kind)) == kind.value

@@ -1,0 +1,154 @@
+"""Connections that do nothing: none of them keeps others from being served."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+from baton.protocol.config import ClusterConfig, RouterConfig
+from tests.support.http_bench import HttpBench, ScriptedEngine, served
+from tests.support.router_process import WAIT_S, Router, StartRouter
+
+HALF = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+
+
+def few(num: int) -> ClusterConfig:
+    return ClusterConfig(router=RouterConfig(max_connections=num))
+
+
+async def dial(bench: HttpBench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = bench.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def post(body: dict[str, object]) -> bytes:
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def is_live(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/live", timeout=WAIT_S) as reply:
+        return bool(reply.status == 200)
+
+
+def end(router: Router) -> None:
+    os.kill(router.process.pid, signal.SIGTERM)
+    router.end()
+    assert router.process.returncode == 0, router.lines
+    assert "Traceback" not in "".join(router.lines)
+
+
+def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(
+    config: ClusterConfig, start: StartRouter
+) -> None:
+    router = start(config, files=(64, 128))
+    url = router.wait_for_url()
+    limits = Path(f"/proc/{router.process.pid}/limits").read_text()
+    assert ["128", "128"] in [line.split()[3:5] for line in limits.splitlines()]
+    host, port = url.removeprefix("http://").split(":")
+    flood = []
+    try:
+        for _ in range(400):
+            connection = socket.create_connection((host, int(port)), WAIT_S)
+            connection.sendall(HALF)
+            flood.append(connection)
+            if len(flood) % 100 == 0:
+                assert is_live(url)
+        assert is_live(url)
+    finally:
+        for connection in flood:
+            connection.close()
+    end(router)
+    assert len(router.lines) < 10, router.lines
+
+
+def test_running_out_of_descriptors_is_one_line_and_not_the_end(
+    config: ClusterConfig, start: StartRouter
+) -> None:
+    router = start(config)
+    url = router.wait_for_url()
+    pid = router.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    host, port = url.removeprefix("http://").split(":")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    with socket.create_connection((host, int(port)), WAIT_S):
+        assert "ulimit -n" in router.wait_for("cannot be accepted")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert is_live(url)
+    end(router)
+    assert sum("cannot be accepted" in line for line in router.lines) == 1
+
+
+@served(config=ClusterConfig(router=RouterConfig(idle_s=0.2)))
+async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    reader, writer = await dial(bench)
+    writer.write(post({"prompt": [5], "stream": True}))
+    stream = await engine.stream()
+    for sent in (b"", HALF, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"):
+        other, to_other = await dial(bench)
+        to_other.write(sent)
+        received = await other.read()
+        assert received.startswith(b"HTTP/1.1 200") == sent.startswith(b"GET /live")
+        to_other.close()
+    engine.say(stream, " hello", "stop")
+    stream.finish()
+    assert b"[DONE]" in await reader.readuntil(b"[DONE]")
+    writer.close()
+
+
+@served(config=few(2))
+async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench: HttpBench) -> None:
+    (first, to_first), (second, to_second) = await dial(bench), await dial(bench)
+    to_second.write(HALF)
+    assert (await bench.get("/live")).status == 200
+    assert await first.read() == b""
+    to_second.write(b"\r\n")
+    assert (await second.readline()).split()[1] == b"200"
+    for writer in (to_first, to_second):
+        writer.close()
+
+
+@served(config=few(2))
+async def test_connections_above_the_limit_get_probes_only(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    busy = [await dial(bench) for _ in range(2)]
+    for number, (_, writer) in enumerate(busy):
+        writer.write(post({"prompt": [5], "stream": True}))
+        await engine.stream(number)
+    for path in ("/live", "/health", "/metrics"):
+        assert (await bench.get(path)).status == 200
+    refused = await bench.post({"prompt": [5]})
+    assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+    assert "Retry-After" in refused.headers
+    for stream in engine.streams:
+        engine.say(stream, " hello", "stop")
+        stream.finish()
+    for reader, writer in busy:
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+    engine.script = lambda stream: stream.finish()
+    while (await bench.post({"prompt": [5]})).status == 503:
+        pass
+
+
+@served(config=ClusterConfig(router=RouterConfig(unread_s=0.2)))
+async def test_a_client_that_does_not_read_its_answer_is_cut_off(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    _, writer = await dial(bench)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(post({"prompt": [5], "stream": True}))
+    stream = await engine.stream()
+    while not engine.closed:
+        stream.push(0, [5] * 1_000, None)
+        await asyncio.sleep(0)
+    writer.close()
+    assert (await bench.get("/live")).status == 200

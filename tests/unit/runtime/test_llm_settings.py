@@ -1,0 +1,135 @@
+"""The constructor of `LLM` as users of vLLM call it: what it takes, and what it refuses and how."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from baton.deploy.demo_model import CHECKPOINT
+from baton.llm_settings import REFUSED, SAME, Model, config_of
+from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.fields import fields_of
+
+DEMO = ModelConfig(path=str(CHECKPOINT), name="demo")
+MAPPED: list[tuple[str, object, object]] = [
+    ("served_model_name", "mine", "mine"),
+    ("dtype", "bfloat16", "bfloat16"),
+    ("dtype", "float", "float32"),
+    ("dtype", torch.float32, "float32"),
+    ("max_model_len", 100, 100),
+    ("block_size", 32, 32),
+    ("num_gpu_blocks_override", 77, 77),
+    ("enable_prefix_caching", False, False),
+    ("device", "cpu", "cpu"),
+    ("tensor_parallel_size", 2, 2),
+    ("max_num_seqs", 8, 8),
+    ("max_num_batched_tokens", 256, 256),
+]
+WANTED: list[tuple[str, object, str]] = [
+    ("gpu_memory_utilization", 0.9, "memory_mib"),
+    ("swap_space", 4, "memory_mib"),
+    ("pipeline_parallel_size", 2, "prefill=N and decode=N"),
+    ("data_parallel_size", 2, "prefill=N and decode=N"),
+    ("kv_cache_dtype", "fp8", "dtype"),
+    ("quantization", "awq", "dtype"),
+    ("tokenizer", "/other", "model folder"),
+    ("revision", "main", "model folder"),
+    ("enforce_eager", True, "CUDA graphs"),
+    ("enable_chunked_prefill", False, "max_num_batched_tokens"),
+    ("enable_lora", True, "adapters"),
+]
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"decod": 2}, "unknown setting decod; did you mean decode?"),
+    ({"max_model_length": 5}, "did you mean max_model_len?"),
+    ({"dtype": "float16"}, "float32 or bfloat16"),
+    ({"dtype": torch.float16}, "float32 or bfloat16"),
+    ({"dtype": "int8"}, "int8"),
+    ({"tensor_parallel_size": "2"}, "engine.tensor_parallel"),
+    ({"max_model_len": 2.5}, "model.max_len"),
+    ({"cache": {"memory": 5}}, "memory"),
+    ({"cache": 5}, "cache"),
+    ({"cache": 5, "block_size": 16}, "cache must be a dict"),
+    ({"prefill": 0, "router": {"local_prefill": "never"}}, "no node could compute"),
+]
+
+
+def made(model: Model = "", **settings: object) -> ClusterConfig:
+    return config_of(model, settings, None)
+
+
+def setting(config: ClusterConfig, name: str) -> object:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def test_no_model_is_the_demo_and_nodes_are_quiet() -> None:
+    assert made().model == DEMO
+    assert made().log.level == "warning"
+    assert made(log={"json": True}).log.level == "info"
+
+
+def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    forms: list[Model] = [str(tmp_path), tmp_path, {"path": str(tmp_path)}]
+    forms.append(ModelConfig(path=str(tmp_path)))
+    for form in forms:
+        assert made(form).model == ModelConfig(path=str(tmp_path), name=tmp_path.name)
+    assert made({"path": str(tmp_path), "max_len": 9}, dtype="float32").model == ModelConfig(
+        path=str(tmp_path), name=tmp_path.name, max_len=9, dtype="float32"
+    )
+    with pytest.raises(ConfigError, match="does not exist"):
+        made(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), MAPPED)
+def test_a_keyword_of_vllm_sets_what_means_the_same(
+    name: str, value: object, wanted: object
+) -> None:
+    assert setting(made(**{name: value}), SAME[name]) == wanted
+    assert made(**{name: None}) == made()
+
+
+def test_every_keyword_that_is_mapped_is_tested_and_has_a_setting() -> None:
+    assert {name for name, _, _ in MAPPED} == set(SAME)
+    assert set(SAME.values()) <= {field.name for field in fields_of(ClusterConfig)}
+
+
+def test_a_keyword_joins_the_settings_of_its_section() -> None:
+    sections: list[Mapping[str, object] | msgspec.Struct]
+    sections = [{"num_blocks": 50}, CacheConfig(num_blocks=50)]
+    for section in sections:
+        config = made(cache=section, block_size=8, max_num_seqs=4)
+        assert config.cache == CacheConfig(num_blocks=50, block_size=8)
+        assert config.engine == EngineConfig(max_num_seqs=4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_asks_for_nothing_changes_nothing(name: str) -> None:
+    for value in REFUSED[name][0]:
+        assert made(**{name: value}) == made()
+
+
+@pytest.mark.parametrize(("name", "value", "text"), WANTED)
+def test_what_baton_does_otherwise_is_refused_with_its_way(
+    name: str, value: object, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is not a setting of baton: .*{text}"):
+        made(**{name: value})
+
+
+@pytest.mark.parametrize(("settings", "text"), WRONG, ids=str)
+def test_what_is_wrong_is_named(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        made(**settings)
+    assert text in error.value.message
+
+
+def test_a_config_stands_alone() -> None:
+    config = ClusterConfig(decode=2)
+    assert config_of("", {}, config) == msgspec.structs.replace(config, model=DEMO)
+    for model, settings in (("x", {}), ("", {"decode": 2})):
+        with pytest.raises(ConfigError, match="not both"):
+            config_of(model, settings, config)

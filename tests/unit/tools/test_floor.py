@@ -1,0 +1,33 @@
+"""Floors and steps are measured on a tiny model, and every case gets a line."""
+
+import pytest
+
+from tests.support.checkpoints import model_folder
+from tools import floor
+from tools.steps import BLOCK, CHUNK, Case
+
+
+def test_a_prompt_is_cut_into_chunks_and_draws_once() -> None:
+    case = Case(0, CHUNK + 40)
+    slices = [plan.slices[0] for plan in case.plans()]
+    assert [(part.start, part.length) for part in slices] == [(0, CHUNK), (CHUNK, 40)]
+    assert [part.draws for part in slices] == [(), (0,)]
+
+
+def test_sequences_of_a_decode_step_share_no_block() -> None:
+    (plan,) = Case(5, 2 * BLOCK).plans()
+    blocks = [block for part in plan.slices for block in part.block_table]
+    assert len(plan.slices) == 5
+    assert sorted(blocks) == list(range(5 * 3))
+
+
+def test_every_case_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder("qwen3", num_layers=2)
+    words = ["--rows", "1", "--steps", "--prompts", "40", "--batches", "2", "--contexts", "20"]
+    assert floor.main([str(folder), *words, "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rows=1 ")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    assert [row[0] for row in cells] == ["step", "---", "prompt 40", "decode 2 x 20"]
+    assert all(len(row) == len(cells[0]) for row in cells)
+    assert all(float(value) > 0 for row in cells[2:] for value in row[1:7])
