@@ -90,7 +90,7 @@ def test_four_nodes_share_the_load(tmp_path: Path) -> None:
         name: len({part.key for step in cluster.steps(name) for part in step.slices})
         for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")
     }
-    # How many each gets is the policy's, as its own tests know: a busy machine can cost a node some.
+    # How many each gets is tested with the policy: a busy machine can cost a node some.
     assert all(served.values()), served
 
 
