@@ -6,7 +6,8 @@ Pure; `core` asks. It reads the registry and the admission and changes neither.
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
 from baton.router.admission import Admission, Limits
-from baton.router.registry import Health, NodeHealth, Registry, Status
+from baton.router.health import Health, NodeHealth, Status
+from baton.router.registry import Registry
 
 
 def can_serve(registry: Registry, mode: LocalPrefill) -> bool:

@@ -39,10 +39,11 @@ from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.cluster_state import can_serve, health_of, limits_of
+from baton.router.health import Health
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Health, Registry
+from baton.router.registry import Registry
 from baton.router.request.active import Active
 from baton.router.request.events import (
     Begun,

@@ -12,7 +12,7 @@ from baton.protocol.errors import ConfigError, Failure, NodeError
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import check_prompt
 from baton.router.core import RouterCore
-from baton.router.registry import Health, ServedModel
+from baton.router.health import Health, ServedModel
 from baton.router.stream import RequestStream
 from baton.router.text.text import Text, too_long
 

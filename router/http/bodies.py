@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from baton.protocol.errors import Overloaded, RequestError
-from baton.router.registry import ServedModel
+from baton.router.health import ServedModel
 from baton.runtime.log import clip
 
 MIB = 1024 * 1024

@@ -18,6 +18,7 @@ from aiohttp import web
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded
 from baton.protocol.sampling import SamplingParams
+from baton.router.health import Health, ServedModel
 from baton.router.http.answers import Answer, clamped_to
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.connections import connection_of
@@ -28,7 +29,6 @@ from baton.router.http.relay import Relay
 from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
-from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream, Sink
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text

@@ -11,9 +11,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from baton.protocol.errors import BatonError
 from baton.protocol.ids import NodeId
+from baton.router.health import Health
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
-from baton.router.registry import Health
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # From the gap between two tokens up to a long prompt that waits in a queue.

@@ -10,8 +10,8 @@ import msgspec
 
 from baton.protocol.errors import RequestError
 from baton.router.admission import Limits, check_prompt
+from baton.router.health import ServedModel
 from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
-from baton.router.registry import ServedModel
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
 from baton.runtime.log import clip

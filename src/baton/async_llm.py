@@ -17,7 +17,7 @@ from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestErr
 from baton.protocol.sampling import SEED_BITS, SamplingParams
 from baton.router.generation_config import default_params
 from baton.router.outputs import RequestOutput
-from baton.router.registry import Health, ServedModel
+from baton.router.health import Health, ServedModel
 from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter
 from baton.runtime.local_cluster import LocalCluster

@@ -21,7 +21,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import RequestOutputKind, SamplingParams
 from baton.router.outputs import RequestOutput
-from baton.router.registry import ServedModel
+from baton.router.health import ServedModel
 from baton.started_nodes import Launcher
 from baton.tokenizer import Conversation, ModelTokenizer
 

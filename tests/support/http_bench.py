@@ -16,9 +16,9 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
+from baton.router.health import Health, ServedModel
 from baton.router.http.app import App, Server
 from baton.router.http.handlers import Engine
-from baton.router.registry import Health, ServedModel
 from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text

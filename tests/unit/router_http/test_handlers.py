@@ -7,8 +7,8 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError
+from baton.router.health import Health
 from baton.router.http.metrics import HttpMetrics
-from baton.router.registry import Health
 from baton.router.stream import RequestStream
 from tests.support.http_bench import HttpBench, ScriptedEngine, events_of, served
 from tests.support.small_tokenizers import small_text

@@ -1,9 +1,9 @@
 """What the router counts of losses."""
 
 from baton.protocol.ids import NodeId
+from baton.router.health import Health
 from baton.router.http.metrics import HttpMetrics
 from baton.router.outputs import RequestMetrics
-from baton.router.registry import Health
 
 
 def value(metrics: HttpMetrics, health: Health, name: str) -> float:

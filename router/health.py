@@ -1,0 +1,63 @@
+"""What a router says of its nodes and of the model that they serve, over HTTP and in Python.
+
+`registry` and `cluster_state` fill these in. They hold no state of their own.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from baton.protocol.ids import NodeId
+from baton.protocol.messages import Load, Role
+from baton.router.pairs import PairHealth
+
+# A `degraded` node is ready, but no node of the other role can work with it.
+# A `draining` one gets no new work and ends when it has none.
+NodeState = Literal["starting", "ready", "degraded", "draining", "silent", "stuck"]
+Status = Literal["starting", "ready", "degraded", "failed"]
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model that the nodes serve, as the first ready node described it."""
+
+    name: str
+    path: str
+    fingerprint: str
+    layout_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class NodeHealth(msgspec.Struct, frozen=True):
+    node_id: NodeId
+    role: Role
+    state: NodeState
+    phase: str  # of start-up, of which `done` of `total` is complete
+    done: int
+    total: int
+    load: Load  # as of the last beat
+    beat_age_s: float
+    step_age_s: float
+    num_legs: int  # charged by this router
+    num_tokens: int  # of those legs
+    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
+    compute: str = ""  # equal for nodes that compute the same bits
+    reason: str = ""  # why it is degraded
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`degraded` means that some node or pair does not work. Requests are served if `can_serve`."""
+
+    status: Status
+    nodes: tuple[NodeHealth, ...]
+    num_running: int  # requests that have nodes
+    num_queued: int  # requests that wait for nodes
+    message: str = ""
+    pairs: tuple[PairHealth, ...] = ()  # those whose handoffs fail
+    transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
+
+    @property
+    def can_serve(self) -> bool:
+        return self.status in ("ready", "degraded")
