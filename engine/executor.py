@@ -14,6 +14,8 @@ from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.messages import KVLayout, RankAddress
 
 # (phase, done, total); called at least once a second during start.
+RANK_KILLED = "rank_killed"  # code of the error when a signal from outside ended a rank
+
 Progress = Callable[[str, int, int], None]
 
 

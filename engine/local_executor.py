@@ -55,12 +55,14 @@ class InProcessExecutor:
         self._plans.put(plan)
 
     def poll(self) -> StepResult | None:
-        error = self._error  # read first: what came before it is in `_results` then
         if not self._results:
             # Lower the flag, then look again: a result may have come in between.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
+        error = self._error  # before `_results`: what came before the error is in there then
         if self._results:
+            if error is not None:
+                os.eventfd_write(self._event_fd, 1)  # the error's own may have been lowered
             return self._results.popleft()
         if error is not None:
             raise error

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from baton.engine.event_ring import EventRing
-from baton.engine.executor import Executor
+from baton.engine.executor import RANK_KILLED, Executor
 from baton.engine.links import FromRouter, LinkEvent, Links, RouterLost
 from baton.engine.outputs import Origin
 from baton.engine.plan import StepPlan, StepResult
@@ -173,8 +173,10 @@ class EngineLoop:
     def _settle(self, now_s: float) -> None:
         try:
             self._settle_steps(now_s)
-        except Exception:
-            self.crashed_in = self._launched[0] if self._launched else None
+        except Exception as error:
+            # A rank that was killed from outside is no fault of the step that it was in.
+            if self._launched and not (isinstance(error, NodeError) and error.code == RANK_KILLED):
+                self.crashed_in = self._launched[0]
             raise
 
     def _settle_steps(self, now_s: float) -> None:

@@ -36,7 +36,7 @@ from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
-from baton.runtime.network_devices import devices_for
+from baton.runtime.network_devices import devices_for, reaches_out
 from baton.runtime.process import die_with_parent
 
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
@@ -114,6 +114,12 @@ class EngineNode:
         make_executor: MakeExecutor | None = None,
     ) -> None:
         device = config.transfer.device or devices_for(config.node)
+        if not device and reaches_out(config.node):
+            log.warning(
+                "no network device was found on the way to the routers, so only nodes on this host "
+                "can be paired with this one; correct the names, or set transfer.device",
+                routers=",".join(config.node.routers),
+            )
         transfer = msgspec.structs.replace(config.transfer, device=device)
         self.config = msgspec.structs.replace(config, transfer=transfer)
         self.role = role

@@ -7,6 +7,7 @@ the node: nothing is restarted here. Only `start` and `close` block.
 
 import os
 import select
+import signal
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import assert_never
 
 import msgspec
 
-from baton.engine.executor import ExecutorInfo, Progress
+from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.worker_messages import (
     FromWorker,
@@ -130,7 +131,10 @@ class WorkerExecutor:
             self._watch(worker)
             if worker.steps.is_closed:
                 self._epoll.unregister(descriptor)
-                self._error = self._error or worker.loss()
+                loss = worker.loss()
+                # The other ranks fail because of it, and may say so first.
+                if self._error is None or loss.code == RANK_KILLED:
+                    self._error = loss
 
     def _take(self, worker: "_RankProcess", message: FromWorker) -> None:
         match message:
@@ -175,8 +179,11 @@ class _RankProcess:
         """Return why the stream ended, as far as the process tells."""
         if not self.child.wait(monotonic() + EXIT_S):
             return NodeError(f"rank {self.rank} closed its socket")
+        code = self.child.exit_code
         last = self.child.tail[-1] if self.child.tail else "it wrote nothing"
-        return NodeError(f"rank {self.rank} ended with exit code {self.child.exit_code}: {last}")
+        text = f"rank {self.rank} ended with exit code {code}: {last}"
+        is_killed = code in (-signal.SIGKILL, -signal.SIGTERM)
+        return NodeError(text, code=RANK_KILLED) if is_killed else NodeError(text)
 
 
 class RemotePort:

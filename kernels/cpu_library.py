@@ -18,10 +18,12 @@ import importlib.metadata
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 SOURCES = (
     "cpu_attention.py", "cpu_compile.py", "cpu_products.py", "cpu_rows.py", "cpu_sampling.py",
     "cpu_shapes.py", "cpu_vectors.py", "draws.py",
@@ -66,6 +68,15 @@ def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
     if (found := _cached(name)) is not None:
         return found
     progress(0, 1)
+    refusals: list[Exception] = []  # of `progress`, which may end the start of a node
+
+    def told(done: int, total: int) -> None:
+        try:
+            progress(done, total)
+        except Exception as error:
+            refusals.append(error)
+            raise
+
     with _compiling_alone():
         if (found := _cached(name)) is not None:  # compiled while this process waited
             progress(1, 1)
@@ -73,9 +84,11 @@ def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
         try:
             from baton.kernels.cpu_compile import compile_kernels
 
-            arguments, code = compile_kernels(is_bf16=is_bf16, progress=progress)
+            arguments, code = compile_kernels(is_bf16=is_bf16, progress=told)
             library = CpuLibrary(arguments, code)
         except Exception as error:  # a compiler can fail in any way, and none of them is fatal
+            if refusals:
+                raise
             raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
@@ -103,8 +116,18 @@ def _compiling_alone() -> Iterator[None]:
             _check_owner(folder)  # another user could keep a lock for ever
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor)
         yield
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file unless another process holds it for too long: it may be stopped."""
+    give_up_s = time.monotonic() + LOCK_WAIT_S
+    while time.monotonic() < give_up_s:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_POLL_S)
 
 
 def _fingerprint() -> str:

@@ -151,7 +151,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     api_keys: Annotated[
         tuple[str, ...],
-        says("keys of which clients must send one; none lets everybody in", repeated=True),
+        says(
+            "keys of which clients must send one; none lets everybody in; for a key with a comma, "
+            "use the flag",
+            repeated=True,
+        ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],

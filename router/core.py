@@ -120,7 +120,7 @@ class RouterCore:
         request_id = RequestId(f"{self.epoch}-{self._num_requests:x}")
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sampling = sampling_of(params, seed, max_tokens)
-        request = Request(request_id, prompt, sampling, params.n, self._config.max_attempts)
+        request = Request(request_id, list(prompt), sampling, params.n, self._config.max_attempts)
         self._now_s = self._clock()
         active = Active(request_id, Lifecycle(request), stream, self._now_s)
         self._active[request_id] = active

@@ -135,7 +135,8 @@ class Registry:
         if node.info is None:
             return []
         was = node.state
-        node.state = "draining" if message.is_draining else "ready"
+        # A beat from before the drain may come after it.
+        node.state = "draining" if message.is_draining or was == "draining" else "ready"
         if _is_stuck(message):
             node.state = "stuck"
         if was != node.state:

@@ -59,7 +59,7 @@ class TextRouter:
         elif len(prompt) > max_tokens:
             raise too_long(max_tokens)
         else:
-            text, token_ids = None, prompt
+            text, token_ids = None, list(prompt)  # the caller may change its own
         check_prompt(token_ids, self._core.limits())
         detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)

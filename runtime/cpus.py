@@ -4,9 +4,14 @@ The launcher divides them among the nodes that it starts on this host, a node am
 number in the settings is taken as it is. Nothing is bound to a CPU.
 """
 
+import contextlib
+import math
 import os
+from pathlib import Path
 
 from baton.protocol.config import EngineConfig
+
+CGROUP = Path("/sys/fs/cgroup")  # in a container, its own
 
 
 def threads_per_rank(engine: EngineConfig, num_nodes: int = 1) -> int:
@@ -17,7 +22,12 @@ def threads_per_rank(engine: EngineConfig, num_nodes: int = 1) -> int:
 
 
 def _num_cpus() -> int:
-    """Return how many CPUs the affinity of this process leaves it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS knows no affinity
+    """Return how many CPUs the affinity of this process and the quota of its container leave it."""
+    num_cpus = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        num_cpus = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        if quota != "max":
+            num_cpus = min(num_cpus, math.ceil(int(quota) / int(period)))
+    return num_cpus

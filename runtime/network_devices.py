@@ -6,6 +6,7 @@ ports of this host, which UCX prefers. UCX listens on what is named here without
 connects, so other interfaces stay closed.
 """
 
+import contextlib
 import ipaddress
 import socket
 from pathlib import Path
@@ -24,11 +25,19 @@ def devices_for(node: NodeConfig, rdma_ports: Path = RDMA_PORTS) -> str:
 
     An address that does not resolve yet, or that this host cannot reach, counts as loopback.
     """
-    endpoints = [bindable(text) for text in (node.bind, *node.routers)]
-    outward = [one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)]
-    names = (_interface_of(_own_address(endpoint)) for endpoint in outward)
+    names = (_interface_of(_own_address(endpoint)) for endpoint in _outward(node))
     interface = next(filter(None, names), "")
     return ",".join([*_active_ports(rdma_ports), interface]) if interface else ""
+
+
+def reaches_out(node: NodeConfig) -> bool:
+    """Return whether a node binds or dials anything but this host's own sockets."""
+    return bool(_outward(node))
+
+
+def _outward(node: NodeConfig) -> list[Endpoint]:
+    endpoints = [bindable(text) for text in (node.bind, *node.routers)]
+    return [one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)]
 
 
 def _own_address(endpoint: Endpoint) -> str:
@@ -57,9 +66,9 @@ def _interface_of(address: str) -> str:
 
 def _active_ports(folder: Path) -> list[str]:
     """Return the ports that are up, as `device:port`."""
-    states = sorted(folder.glob("*/ports/*/state"))
-    return [
-        f"{state.parents[2].name}:{state.parent.name}"
-        for state in states
-        if state.read_text().strip() == _ACTIVE
-    ]
+    found = []
+    for state in sorted(folder.glob("*/ports/*/state")):
+        with contextlib.suppress(OSError):  # a port that is hidden from this process
+            if state.read_text().strip() == _ACTIVE:
+                found.append(f"{state.parents[2].name}:{state.parent.name}")
+    return found

@@ -49,6 +49,8 @@ SHORT_FLAGS = {
 
 
 VARIABLE_PREFIX = "BATON_"
+# Kubernetes sets the variable of this setting, to an address, for a service called baton-router.
+_LINKED = ("router.port",)
 
 
 class Subcommand(msgspec.Struct, frozen=True):
@@ -73,6 +75,7 @@ def load(
         name: field.from_text(environment[variable_of(field)], variable_of(field))
         for name, field in known.items()
         if variable_of(field) in environment
+        and not (name in _LINKED and environment[variable_of(field)].startswith("tcp://"))
     }
     if parsed.folder is not None:
         values["model.path"] = parsed.folder

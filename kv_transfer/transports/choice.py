@@ -17,6 +17,9 @@ from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
+from baton.runtime.log import logger
+
+log = logger("transfer")
 
 SHM = ShmTransport.name
 NIXL = NixlTransport.name
@@ -43,7 +46,12 @@ def make_transports(
                 raise
     if not transports or (config.transport == "auto" and config.device and is_installed()):
         memory = PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
-        transports.append(NixlTransport(memory, epoch, config.device))
+        try:
+            transports.append(NixlTransport(memory, epoch, config.device))
+        except ConfigError as error:
+            if not transports:
+                raise
+            log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
     return transports
 
 
@@ -53,7 +61,10 @@ def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[st
     Two nodes with an equal text have that transport in common where they run.
     """
     names = set.intersection(*({*rank.metadata} for rank in ranks))
-    here = "/".join(this_place())
+    try:
+        here = "/".join(this_place())
+    except OSError:  # a sandbox without /proc: the two may try
+        return ()
     near = {SHM: f"{SHM}@{here}", NIXL: NIXL if config.device else f"{NIXL}@{here}"}
     return tuple(sorted(near[name] for name in names))
 

@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from baton.protocol.errors import BatonError, Failure
+from baton.protocol.errors import BatonError, ConfigError, Failure
 from baton.router.http.prepare import Job, Prepared, prepare
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
@@ -38,7 +38,10 @@ def main(arguments: list[str]) -> int:
     os.nice(NICE)
     stream = socket.socket(fileno=int(descriptor))
     text = Text.load(model_path)
-    template = ChatTemplate.load(model_path, template_file)
+    try:
+        template = ChatTemplate.load(model_path, template_file)
+    except ConfigError:  # the router has said so, and serves all but chats
+        template = None
     decoder = msgspec.msgpack.Decoder(Job)
     encoder = msgspec.msgpack.Encoder()
     while head := _received(stream, JOB_HEAD.size):

@@ -150,15 +150,15 @@ class Connections:
 
     def opened(self, connection: Connection) -> bool:
         """Count a connection in; True if it came above the limit and none could make room."""
-        is_spare = False
         if len(self._open) >= self._max_open:
-            oldest = next(iter(self._waiting), None)
+            # Spare ones make room only when they are used up, so that they get their answers.
+            all_taken = len(self._open) >= self._max_open + SPARE
+            oldest = next((one for one in self._waiting if all_taken or not one.is_spare), None)
             if oldest is not None:
                 self._warn("there are too many connections: the longest idle ones are closed")
                 self.closed(oldest)
                 oldest.abort()
-            else:
-                is_spare = True
+        is_spare = len(self._open) >= self._max_open
         self._open.add(connection)
         self._waiting[connection] = None
         if len(self._open) > self._max_open + SPARE:

@@ -16,7 +16,7 @@ from typing import Protocol
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, NodeError, Overloaded
+from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import Health, ServedModel
 from baton.router.http.answers import Answer, clamped_to
@@ -35,6 +35,9 @@ from baton.router.text.text import Text
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
 MAX_REQUEST_ID_CHARS = 128
+
+# A prompt is echoed once per choice, and no engine bounds that work.
+MAX_ECHO_CHARS = 4 * 1024 * 1024
 
 log = logger("router")
 
@@ -170,6 +173,9 @@ class Handlers:
             small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
             prompts = [*small]
             echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
+        if sum(map(len, echoes)) * ask.params.n > MAX_ECHO_CHARS:
+            text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: do not echo it"
+            raise RequestError(text, param="echo")
         answer = Answer(
             id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             model=job.model.name,

@@ -37,7 +37,11 @@ class LargeBodies:
 
     async def prepare(self, job: Job, body: bytes) -> Prepared:
         """Return the token ids of a body; raises `RequestError` or `Overloaded`."""
-        await self._turn.acquire()
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise _too_slow() from None
         # From here on the turn ends with the reply or the process, whether the client waits or not.
         try:
             stream = self._socket
@@ -46,14 +50,7 @@ class LargeBodies:
         except BaseException:
             self._turn.release()
             raise
-        reply = stream.ask(self._encoder.encode(job), body)
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                answer = await reply
-        except TimeoutError:
-            stream.kill()
-            text = f"the body could not be read within {TIMEOUT_S:g} s"
-            raise Overloaded(text, code="body_timeout") from None
+        answer = await stream.ask(self._encoder.encode(job), body)
         if answer.failure is not None:
             raise from_failure(answer.failure)
         assert answer.prepared is not None
@@ -96,15 +93,25 @@ class _BodySocket(asyncio.Protocol):
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._reply: asyncio.Future[Reply] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
 
     def ask(self, job: bytes, body: bytes) -> asyncio.Future[Reply]:
         """Send a body; the last one must have been answered."""
         assert self._reply is None
         assert self._transport is not None
-        self._reply = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._reply = loop.create_future()
+        self._deadline = loop.call_later(TIMEOUT_S, self._give_up)
         self._transport.write(JOB_HEAD.pack(len(job), len(body)) + job)
         self._transport.write(body)
         return self._reply
+
+    def _give_up(self) -> None:
+        """End a process that takes too long, also for a body whose client has left."""
+        assert self._reply is not None
+        if not self._reply.done():
+            self._reply.set_exception(_too_slow())
+        self.kill()
 
     def kill(self) -> None:
         self.is_lost = True
@@ -144,6 +151,13 @@ class _BodySocket(asyncio.Protocol):
     def _end(self, answer: Reply) -> None:
         reply, self._reply = self._reply, None
         assert reply is not None, "the process answers only what it was asked"
+        if self._deadline is not None:
+            self._deadline.cancel()
         if not reply.done():
             reply.set_result(answer)
         self._on_free()
+
+
+def _too_slow() -> Overloaded:
+    text = f"the body could not be read within {TIMEOUT_S:g} s"
+    return Overloaded(text, code="body_timeout")

@@ -115,7 +115,8 @@ class HttpMetrics:
             self._free.labels(node.node_id).set(node.load.free_blocks)
             self._total.labels(node.node_id).set(node.load.total_blocks)
         for prefill, decode, count in health.transfer_failures:
-            new = count - self._rendered_failures.get((prefill, decode), 0)
+            before = self._rendered_failures.get((prefill, decode), 0)
+            new = count - before if count >= before else count  # it starts anew when forgotten
             self._transfer_failures.labels(prefill, decode).inc(new)
             self._rendered_failures[prefill, decode] = count
         return generate_latest(self._registry)

@@ -126,7 +126,7 @@ class Text:
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.shutdown(wait=False)  # whoever waits is told by the core that it ends
 
 
 def too_long(max_tokens: int) -> RequestError:

@@ -51,6 +51,10 @@ def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_path: Pa
             deltas = GREEDY.clone(output_kind=RequestOutputKind.DELTA)
             got = [output.outputs[0] async for output in llm.generate([1, 2], deltas)]
             assert [i for delta in got for i in delta.token_ids] == toy_answer([1, 2], 6)
+            own = [1, 2]  # which its caller may go on with
+            async for output in llm.generate(own, deltas):
+                own += output.outputs[0].token_ids
+            assert own == [1, 2, *toy_answer([1, 2], 6)]
         assert not llm.is_running
         never_started = AsyncLLM(toy_model(tmp_path), launcher=ToyCluster)
         await never_started.shutdown()

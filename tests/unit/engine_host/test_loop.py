@@ -8,7 +8,7 @@ import pytest
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
-from baton.engine.executor import ExecutorInfo, Progress
+from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.loop import COLD_STEP_S, DRAINING, MAX_LAUNCHED, EngineLoop, StepForecast
 from baton.engine.outputs import Origin
@@ -278,6 +278,21 @@ def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
         bench.loop.turn()
     assert bench.loop.crashed_in is not None
     assert [part.key for part in bench.loop.crashed_in.slices] == [key("r")]
+
+
+def test_a_rank_that_was_killed_from_outside_is_no_fault_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
+
+    def killed() -> None:
+        raise NodeError("rank 1 ended with exit code -9", code=RANK_KILLED)
+
+    monkeypatch.setattr(bench.executor, "poll", killed)
+    with pytest.raises(NodeError):
+        bench.loop.turn()
+    assert bench.loop.crashed_in is None
 
 
 def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:

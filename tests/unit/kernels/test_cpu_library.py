@@ -36,6 +36,16 @@ def test_kernels_are_compiled_once_and_said_so(cache: Path) -> None:
     assert loaded()[1] == []
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_refusal_that_progress_brings_is_not_the_compilers() -> None:
+    def refuse(_done: int, total: int) -> None:
+        if total > 1:
+            raise PermissionError("the router refused this node")
+
+    with pytest.raises(PermissionError, match="refused"):
+        load_library(is_bf16=False, progress=refuse)
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
 def test_a_damaged_cache_is_made_anew(cache: Path, damage: str) -> None:
     loaded()

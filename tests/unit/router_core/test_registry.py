@@ -95,6 +95,8 @@ def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has(by_beat: bool
         assert registry.beat(1.0, Beat(info.node_id, info.epoch, BUSY, is_draining=True)) == []
     else:
         registry.drains(info.node_id)
+    late = Beat(info.node_id, info.epoch, BUSY)  # from before the drain
+    assert registry.beat(1.0, late) == []
     assert registry.nodes_health(1.0)[0].state == "draining"
     assert ids(registry, "decode") == []
     assert [type(change) for change in registry.tick(99.0)] == [Left]

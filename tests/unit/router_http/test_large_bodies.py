@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.router.http import large_bodies
 from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine
@@ -134,6 +135,35 @@ def test_others_are_served_while_a_large_body_is_read(tmp_path: Path) -> None:
             for task in (waiting[0], waiting[2]):
                 assert (await task).status == 200
             assert body_processes(os.getpid()) == [process]
+
+    asyncio.run(use())
+
+
+def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use() -> None:
+        async with Bench(tmp_path) as bench:
+            assert (await bench.large({"prompt": [5]})).status == 200
+            (process,) = body_processes(os.getpid())
+            process.suspend()
+            monkeypatch.setattr(large_bodies, "TIMEOUT_S", 0.5)
+            leaving = asyncio.create_task(bench.large({"prompt": [5]}))
+            await bench.http.post({"prompt": [5]})
+            leaving.cancel()
+            while (answer := await bench.large({"prompt": [5]})).status != 200:
+                assert answer.error["code"] in ("body_timeout", "body_process_lost")
+                monkeypatch.setattr(large_bodies, "TIMEOUT_S", 60.0)
+            assert body_processes(os.getpid()) != [process]
+
+    asyncio.run(use())
+
+
+def test_a_template_that_cannot_be_used_leaves_completions(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with Bench(tmp_path) as bench:
+            (tmp_path / "tiny" / "chat_template.jinja").write_text("{% foo %}")
+            assert (await bench.large({"prompt": [5]})).status == 200
 
     asyncio.run(use())
 

@@ -1,15 +1,17 @@
 """The CPUs of a host are divided among nodes and ranks, and a setting is taken as it is."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from baton.protocol.config import EngineConfig
+from baton.runtime import cpus
 from baton.runtime.cpus import threads_per_rank
 
 
 @pytest.mark.parametrize(
-    ("cpus", "threads", "ranks", "nodes", "expected"),
+    ("num_cpus", "threads", "ranks", "nodes", "expected"),
     [
         (1, 0, 1, 1, 1),
         (2, 0, 1, 1, 2),  # one node takes all
@@ -21,9 +23,24 @@ from baton.runtime.cpus import threads_per_rank
     ],
 )
 def test_threads_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int, ranks: int, nodes: int, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    num_cpus: int,
+    threads: int,
+    ranks: int,
+    nodes: int,
+    expected: int,
 ) -> None:
     # A process may be kept to CPUs of any numbers.
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 3 + cpus)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 3 + num_cpus)))
     engine = EngineConfig(threads=threads, tensor_parallel=ranks)
     assert threads_per_rank(engine, nodes) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("250000 100000", 3), ("?", 8)])
+def test_the_quota_of_a_container_bounds_the_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(cpus, "CGROUP", tmp_path)
+    assert threads_per_rank(EngineConfig()) == expected

@@ -38,8 +38,9 @@ def test_variables_win_over_the_file_and_flags_over_variables(tmp_path: Path) ->
     config = load(SERVE, ["--config", file, "--port", "3"], variables)
     assert (config.router.port, config.router.host, config.router.max_queued) == (3, "b", 5)
     assert config.decode == 4
-    with pytest.raises(ConfigError, match="BATON_ROUTER_PORT cannot be 'tcp:"):
-        load(SERVE, [], {"BATON_ROUTER_PORT": "tcp://10.0.0.1:80"})
+    with pytest.raises(ConfigError, match="BATON_ROUTER_PORT cannot be 'http'"):
+        load(SERVE, [], {"BATON_ROUTER_PORT": "http"})
+    assert load(SERVE, [], {"BATON_ROUTER_PORT": "tcp://10.0.0.1:80"}) == ClusterConfig()
 
 
 def test_each_api_key_has_a_flag_of_its_own_and_may_hold_a_comma() -> None:
