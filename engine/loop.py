@@ -171,26 +171,30 @@ class EngineLoop:
                 assert_never(message)
 
     def _settle(self, now_s: float) -> None:
-        try:
-            self._settle_steps(now_s)
-        except Exception as error:
-            # A rank that was killed from outside is no fault of the step that it was in.
-            if self._launched and not (isinstance(error, NodeError) and error.code == RANK_KILLED):
-                self.crashed_in = self._launched[0]
-            raise
+        while (result := self._settled(now_s)) is not None:
+            plan = self._launched.popleft()
+            self._forecast.learn(plan, result)
+            self.observer.step_settled(plan, result)
+            if self._launched:
+                self.observer.step_started(now_s, self._forecast.predict(self._launched[0]))
 
-    def _settle_steps(self, now_s: float) -> None:
-        while (result := self.executor.poll()) is not None:
+    def _settled(self, now_s: float) -> StepResult | None:
+        """Settle the oldest step if it has ended. An error of it is charged to its requests."""
+        try:
+            result = self.executor.poll()
+            if result is None:
+                return None
             self.ring.record(now_s, result)
             plan = self._launched[0]
             if plan.step_id != result.step_id:
                 raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
             self.scheduler.settle(now_s, plan, result)
-            self._launched.popleft()
-            self._forecast.learn(plan, result)
-            self.observer.step_settled(plan, result)
-            if self._launched:
-                self.observer.step_started(now_s, self._forecast.predict(self._launched[0]))
+        except Exception as error:
+            # A rank that was killed from outside is no fault of the step that it was in.
+            if self._launched and not (isinstance(error, NodeError) and error.code == RANK_KILLED):
+                self.crashed_in = self._launched[0]
+            raise
+        return result
 
     def _connect(self, now_s: float) -> None:
         """Run the connector until it and the scheduler have nothing new for each other."""

@@ -295,6 +295,24 @@ def test_a_rank_that_was_killed_from_outside_is_no_fault_of_its_step(
     assert bench.loop.crashed_in is None
 
 
+def test_records_that_cannot_be_written_are_no_fault_of_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
+    bench.executor.finish()
+    bench.loop.turn()
+    bench.executor.finish()  # while another step is under way
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(bench.loop.observer, "step_settled", full)
+    with pytest.raises(OSError, match="no space"):
+        bench.loop.turn()
+    assert bench.loop.crashed_in is None
+
+
 def test_the_ring_holds_what_led_to_it(tmp_path: Path) -> None:
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=2)))
