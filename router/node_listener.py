@@ -61,6 +61,7 @@ class NodeListener:
         self._sessions: dict[NodeId, NodeSession] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
+        self._outgoing: list[tuple[bytes, ToNode]] = []
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self.drain)
 
@@ -68,12 +69,17 @@ class NodeListener:
     def endpoint(self) -> str:
         return self._listener.endpoint
 
-    def send(self, node: NodeId, message: ToNode) -> bool:
-        """Send a message. False means that the node is gone or too slow, as `gone` will report."""
+    def send(self, node: NodeId, message: ToNode) -> None:
+        """Send a message with the others of this turn of the loop; `gone` tells if it is lost.
+
+        Messages that follow one another at once wake libzmq's thread only once.
+        """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
-            return False
-        return self._listener.send(session.peer, message)
+            return
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append((session.peer, message))
 
     def drain(self) -> None:
         """Read all messages that have come, up to one batch."""
@@ -92,12 +98,18 @@ class NodeListener:
 
     def close(self) -> None:
         if self._is_open:
+            self._flush()
             self._is_open = False
             if self._again is not None:
                 self._again.cancel()
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
             self._context.term()
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for peer, message in outgoing:
+            self._listener.send(peer, message)
 
     def _tell_refusals(self) -> None:
         # A refused peer keeps trying, so only the 1st, 2nd, 4th, 8th, ... refusal gets a line.
