@@ -1,4 +1,4 @@
-"""The command line: `baton serve`, `router`, `prefill`, `decode`, `bench`, `keygen`, `demo-model`.
+"""The command line: `baton serve`, `router`, `prefill`, `decode`, and the commands around them.
 
 Every setting of a cluster and its flag comes from `protocol.config` through `runtime.settings`;
 `bench` has a command line of its own. A subcommand's code is imported when it is chosen, so that a
@@ -49,6 +49,8 @@ Copy it to each host, and start every router and node with it:
 """
 BENCH = "bench"
 BENCH_HELP = "Measure the latency of any OpenAI-compatible server (`baton bench --help`)."
+CHAT = "chat"
+CHAT_HELP = "Talk to a running server in the terminal (`baton chat --help`)."
 DEMO_MODEL = "demo-model"
 DEMO_MODEL_HELP = "Write the small model that `serve` uses by default into a folder."
 
@@ -87,8 +89,12 @@ def _run(words: list[str]) -> int:
         return _demo_model(rest)
     if name == KEYGEN:
         return _keygen(rest)
+    if name == CHAT:
+        from baton.console.chat import main as chat
+
+        return chat(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, BENCH, KEYGEN, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, CHAT, BENCH, KEYGEN, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -151,6 +157,7 @@ def _keygen(rest: list[str]) -> int:
 
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries[CHAT] = CHAT_HELP
     summaries[BENCH] = BENCH_HELP
     summaries[KEYGEN] = KEYGEN_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP

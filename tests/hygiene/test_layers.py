@@ -25,6 +25,7 @@ BELOW = {
     "decode_node": ("protocol", "runtime", "engine", "kv_transfer"),
     "router": ("protocol", "runtime"),
     "bench": ("protocol", "runtime"),
+    "console": ("protocol", "runtime"),
     "deploy": (
         "protocol", "runtime", "kv_transfer", "engine", "prefill_node", "decode_node", "router",
     ),
@@ -38,6 +39,7 @@ PACKAGES = {
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
     "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers", "prometheus_client"},
+    "console": {"msgspec", "aiohttp", "rich"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
 # Door of `src/baton` -> rooms that it may import. `LLM` starts nodes as processes of their own, so
@@ -47,6 +49,7 @@ DOORS = {
     "__main__.py": ("runtime",),
     "command_line.py": (
         "protocol", "runtime", "prefill_node", "decode_node", "router", "deploy", "bench",
+        "console",
     ),
     "llm.py": ("protocol", "router"),
     "async_llm.py": ("protocol", "runtime", "router"),
