@@ -105,7 +105,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.ports import check_reach, check_router_ports
 
     setup(config.log, config.node.id or name)
-    config = with_model(config)
+    config = with_model(config, needs_weights=name != "router")
     if name == "serve":
         from baton.deploy.serve import serve
 
