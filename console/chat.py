@@ -68,7 +68,7 @@ def _count(word: str) -> int:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _AnswerSoFar:
     """What has arrived of one answer. Times are in seconds."""
 
     begun_s: float
@@ -113,7 +113,7 @@ class TerminalChat:
         """Send one message, print the answer as it comes, and remember both."""
         self._meet()
         self.messages.append({"role": "user", "content": text})
-        answer = _Reply(monotonic())
+        answer = _AnswerSoFar(monotonic())
         try:
             asyncio.run(self._print_answer(answer))
         except KeyboardInterrupt:
@@ -159,7 +159,7 @@ class TerminalChat:
             raise ConfigError(f"{self.url} offers no model")
         return models[0]
 
-    async def _print_answer(self, answer: _Reply) -> None:
+    async def _print_answer(self, answer: _AnswerSoFar) -> None:
         system: list[ChatTurn] = [{"role": "system", "content": self.system}] if self.system else []
         async with OpenAIClient(self.url, self.api_key) as client:
             async for piece in client.chat(self.model, system + self.messages, self.settings):
@@ -171,7 +171,7 @@ class TerminalChat:
                 self.console.out(piece.text, end="", highlight=False)
 
 
-def _summary(answer: _Reply, now_s: float) -> str:
+def _summary(answer: _AnswerSoFar, now_s: float) -> str:
     """Return one line: how the answer ended, its tokens, time to first token, and pace."""
     parts = [answer.finish_reason] if answer.finish_reason not in ("", "stop") else []
     if answer.usage is not None:
