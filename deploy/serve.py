@@ -47,7 +47,7 @@ def serve(config: ClusterConfig) -> int:
             server.start()
             if server.wait_until_ready(interrupts):
                 print(
-                    greeting(server.url, config.model.name, wants_key=bool(config.router.api_keys)),
+                    greeting(server.url, config.model.name, wants_key=config.router.wants_key),
                     flush=True,
                 )
                 server.watch(interrupts)

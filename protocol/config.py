@@ -157,10 +157,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             repeated=True,
         ),
     ] = ()
+    api_key_file: Annotated[
+        str,
+        says(
+            "file with the hashes of further keys, made by `baton api-key`; it is read again when "
+            "it changes"
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],
         says("host names that requests may name in the header Host; none allows all"),
     ] = ()
+
+    @property
+    def wants_key(self) -> bool:
+        return bool(self.api_keys or self.api_key_file)
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -81,7 +81,7 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
 
 
 def _warn_if_open(router: RouterConfig) -> None:
-    if not router.api_keys and router.host not in LOOPBACK:
+    if not router.wants_key and router.host not in LOOPBACK:
         log.warning(
             "anyone who can reach this address can use the model: ask for keys with --api-key",
             host=router.host,

@@ -56,7 +56,7 @@ class App:
     ) -> None:
         self.metrics = HttpMetrics()
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
-        self._access = Access(config.router.api_keys, config.router.allowed_hosts)
+        self._access = Access(config.router)
         self._engine = engine
         self._created = int(time.time())
         self._num_open = 0

@@ -47,6 +47,12 @@ Copy it to each host, and start every router and node with it:
   scp -p {path} HOST:
   baton router --keys {name} ...
 """
+API_KEY = "api-key"
+API_KEY_HELP = "Make a key for clients of the router and add its hash to a file of keys."
+API_KEY_MADE = """\
+The line above is the key; it is stored nowhere. {path} has its hash and name: remove that line to
+refuse the key. A router with --api-key-file {path} needs no restart for either.
+"""
 BENCH = "bench"
 BENCH_HELP = "Measure the latency of any OpenAI-compatible server (`baton bench --help`)."
 CHAT = "chat"
@@ -89,12 +95,14 @@ def _run(words: list[str]) -> int:
         return _demo_model(rest)
     if name == KEYGEN:
         return _keygen(rest)
+    if name == API_KEY:
+        return _api_key(rest)
     if name == CHAT:
         from baton.console.chat import main as chat
 
         return chat(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, CHAT, BENCH, KEYGEN, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -128,31 +136,51 @@ def _start(name: str, config: ClusterConfig) -> int:
 
 
 def _demo_model(rest: list[str]) -> int:
-    if rest in (["-h"], ["--help"]):
-        print(f"usage: baton {DEMO_MODEL} FOLDER\n\n{DEMO_MODEL_HELP}")
+    words = _operands(rest, DEMO_MODEL, "FOLDER", DEMO_MODEL_HELP)
+    if words is None:
         return 0
-    if len(rest) != 1 or rest[0].startswith("-"):
-        raise ConfigError(f"name one folder: baton {DEMO_MODEL} FOLDER")
     from baton.deploy.demo_model import write_demo_model
 
-    folder = Path(rest[0]).absolute()
+    folder = Path(words[0]).absolute()
     write_demo_model(folder)
     print(folder)
     return 0
 
 
 def _keygen(rest: list[str]) -> int:
-    if rest in (["-h"], ["--help"]):
-        print(f"usage: baton {KEYGEN} FILE\n\n{KEYGEN_HELP}")
+    words = _operands(rest, KEYGEN, "FILE", KEYGEN_HELP)
+    if words is None:
         return 0
-    if len(rest) != 1 or rest[0].startswith("-"):
-        raise ConfigError(f"name one file: baton {KEYGEN} FILE")
     from baton.runtime.channels.keys import write_key
 
-    path = Path(rest[0])
+    path = Path(words[0])
     write_key(path)
     print(KEY_MADE.format(path=path, name=path.name), end="")
     return 0
+
+
+def _api_key(rest: list[str]) -> int:
+    words = _operands(rest, API_KEY, "FILE NAME", API_KEY_HELP)
+    if words is None:
+        return 0
+    from baton.router.http.key_file import add_key
+
+    print(add_key(Path(words[0]), words[1]))
+    print(API_KEY_MADE.format(path=words[0]), end="", file=sys.stderr)
+    return 0
+
+
+def _operands(rest: list[str], name: str, operands: str, text: str) -> list[str] | None:
+    """Return the words after a command without flags, or None if help was asked for and printed.
+
+    `operands` names them, such as "FILE NAME"; `text` says what the command does.
+    """
+    if rest in (["-h"], ["--help"]):
+        print(f"usage: baton {name} {operands}\n\n{text}")
+        return None
+    if len(rest) != len(operands.split()) or any(word.startswith("-") for word in rest):
+        raise ConfigError(f"usage: baton {name} {operands}")
+    return rest
 
 
 def _overview() -> str:
@@ -160,6 +188,7 @@ def _overview() -> str:
     summaries[CHAT] = CHAT_HELP
     summaries[BENCH] = BENCH_HELP
     summaries[KEYGEN] = KEYGEN_HELP
+    summaries[API_KEY] = API_KEY_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP
     lines = [f"  {name:<12}{text}" for name, text in summaries.items()]
     return "\n".join(
