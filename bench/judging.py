@@ -1,7 +1,6 @@
-"""From the records of a load to a `Run` of a report: its figures, and whether they may be used.
+"""Turn the records of a load into a `Run` of a report: its figures, and what is wrong with them.
 
-The experiment asks after every load. Pure: everything that a judgement needs is in the `Case` and
-the records.
+The experiment asks after every load. Pure.
 """
 
 from collections import Counter
@@ -20,7 +19,6 @@ from baton.bench.settings import Settings
 from baton.bench.verify import Mismatch, MismatchKind
 from baton.protocol.errors import BatonError
 
-ALL_FAILED = "all_failed"
 MAX_OFF_RATE = 0.1
 MAX_CACHED_SHARE = 0.1  # of prompt tokens; a chat template may be shared
 CACHED = (
@@ -78,26 +76,18 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
         ended = {record.index for record in result.records}
         planned = [one for one in planned if one.index in ended]
     limit = None if case.concurrency else asked.max_concurrency or None
-    try:
-        yield from check(result, summary, planned, max_concurrency=limit)
-    except BatonError as error:
-        if error.code != ALL_FAILED:
-            raise
-        yield invalid(error.message)
+    yield from check(result, summary, planned, max_concurrency=limit)
     if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
         yield warning(CACHED)
     num_units = len(units_of([one for one in case.plan.requests if not one.warm_up]))
     if num_units < case.concurrency:
         yield warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")
-    yield from _off_rate(case.plan)
-
-
-def _off_rate(plan: Plan) -> Iterator[Problem]:
-    """Warn of drawn arrivals whose rate is far from the one that was asked for."""
-    asked, planned = plan.offered_rate, plan.planned_rate
-    if asked and planned is not None and abs(planned / asked - 1) > MAX_OFF_RATE:
-        off = f"{abs(planned / asked - 1):.0%} {'above' if planned > asked else 'below'}"
-        text = f"the arrivals were drawn at {planned:.4g}/s, {off} the {asked:g}/s asked for"
+    # Drawn arrivals may be far from the rate that was asked for.
+    plan = case.plan
+    wanted, drawn = plan.offered_rate, plan.planned_rate
+    if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
+        off = f"{abs(drawn / wanted - 1):.0%} {'above' if drawn > wanted else 'below'}"
+        text = f"the arrivals were drawn at {drawn:.4g}/s, {off} the {wanted:g}/s asked for"
         yield warning(f"{text}: a longer load comes closer")
 
 

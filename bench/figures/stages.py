@@ -1,20 +1,18 @@
 """The stages of a request's time: the server's own timeline joined to the client's stamps.
 
-The client calls `stages_of` when an answer brought a timeline, reports call `summarise_stages`. The
-server's durations come from several clocks and the client's from another, so only durations are
-compared, never stamps. Time that no stage explains is a stage of its own; stages that explain more
-time than there was are an error that is counted, never scaled away.
+The client calls `stages_of` when an answer brought a timeline. The server's durations come from
+several clocks and the client's from another, so only durations are compared, never stamps. Time
+that no stage explains is a stage of its own; stages that explain more time than there was are an
+error that the report counts, never scaled away.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, distribution
-from baton.bench.records import Outcome, Record, Stage
+from baton.bench.records import Record, Stage
 
-TOLERANCE_S = 1e-3
 UNATTRIBUTED = "unattributed"
 
 # In the order in which they follow each other; the last one has no place of its own.
@@ -53,25 +51,10 @@ class Timeline(msgspec.Struct, frozen=True):
     e2e_s: Seconds | None = None
 
 
-class StageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of all answered requests that have some, and how well they add up."""
-
-    num_joined: int
-    num_without: int  # answered, but without a timeline
-    stages: dict[str, Distribution]  # in the order of `STAGES`
-    shares: dict[str, float]  # of the e2e of all these requests
-    max_error_ms: float  # largest |sum of the stages - e2e| of one request
-    num_beyond: int  # requests where that is over 1 ms
-
-    @property
-    def adds_up(self) -> bool:
-        return self.num_beyond == 0
-
-
 def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
-    """Read the `timeline` of an answer: JSON of an entry, or of a list of one.
+    """Read the `timeline` of an answer: JSON of an entry, or of a list of one; None if it is not.
 
-    None if it is anything else, because a request of the bench has one prompt.
+    A request of the bench has one prompt, so a longer list is none of its timelines.
     """
     try:
         found = msgspec.json.decode(data, type=Timeline | list[Timeline] | None)
@@ -123,25 +106,3 @@ def sum_error_s(record: Record) -> float:
     """Return how much more time the stages of a record claim than it took; below 0 if less."""
     total_s = sum(stage.duration_s for stage in record.stages)
     return total_s - (record.end_s - record.intended_s)
-
-
-def summarise_stages(records: Sequence[Record]) -> StageTable | None:
-    """Make the table of all answered requests; None if none of them has stages."""
-    answered = [r for r in records if r.outcome is Outcome.ANSWERED and not r.warm_up]
-    joined = [record for record in answered if record.stages]
-    if not joined:
-        return None
-    errors_s = [abs(sum_error_s(record)) for record in joined]
-    total_ms = 1e3 * sum(record.end_s - record.intended_s for record in joined)
-    samples: dict[str, list[float]] = {name: [] for name in STAGES}
-    for record in joined:
-        for stage in record.stages:
-            samples.setdefault(stage.name, []).append(1e3 * stage.duration_s)
-    return StageTable(
-        num_joined=len(joined),
-        num_without=len(answered) - len(joined),
-        stages={name: found for name, ms in samples.items() if (found := distribution(ms))},
-        shares={name: sum(ms) / total_ms if total_ms > 0 else 0.0 for name, ms in samples.items()},
-        max_error_ms=1e3 * max(errors_s),
-        num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
-    )

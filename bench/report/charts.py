@@ -1,7 +1,6 @@
 """The charts of a report: how times are distributed, how requests went over time, what rates gave.
 
-`publish.py` puts them on the page; `chart.py` draws each one. Figures of requests come from
-`metrics.py` alone. A chart that the records cannot fill is left out.
+`chart.py` draws each one. A chart that the records cannot fill is left out. Pure.
 """
 
 import math
@@ -134,7 +133,7 @@ def _against_rate(report: Report) -> Iterator[Chart]:
             curves.append(Curve("all of them", x, x, "muted"))
         if field == "attainment" and report.target is not None:
             goal = np.full(len(x), report.target)
-            curves.append(Curve(f"target {report.target:.0%}", x, goal, "muted"))
+            curves.append(Curve(f"--attainment {report.target:g}", x, goal, "muted"))
         yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
                     label, curves, marks, is_share=field == "attainment")  # fmt: skip
 

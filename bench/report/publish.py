@@ -1,9 +1,8 @@
 """How a report begins before the first request, and ends after the last one.
 
-Every experiment begins one, puts its runs in, and ends with `finish`, which prints, writes the
-files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others. A report
-reaches the disk and the terminal only here, so secrets are withheld here. The page is one file:
-style and charts are inside, and it forbids itself to load anything.
+Every experiment begins one, puts its runs in, and ends with `finish`. A report reaches the disk and
+the terminal only here, so secrets are withheld here. The page is one file: style and charts are
+inside, and it forbids itself to load anything.
 """
 
 import os
@@ -49,6 +48,7 @@ class Publisher:
     secrets: tuple[str, ...]
 
     def finish(self) -> int:
+        """Show and write the report; return 0 if its figures may be used, else 1."""
         self.report.provenance = complete(self.report.provenance)
         self.report.notes += _untold_caches(self.report.runs)
         return _give(self.report, self.out, self.secrets)

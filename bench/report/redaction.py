@@ -1,8 +1,7 @@
 """Takes keys, passwords and access tokens out of everything that a report shows.
 
-`provenance.py` and `document.py` call it. It looks for secrets in three ways, since each one alone
-misses some: by the name of a value, by the shape of a text, and by the very secrets that the
-caller used (a server may echo a key that it refused). Pure: no files, no environment.
+It looks for secrets in three ways, since each one alone misses some: by the name of a value, by the
+shape of a text, and by the very secrets that the caller used (a server may echo a key). Pure.
 """
 
 import re

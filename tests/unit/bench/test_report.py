@@ -55,7 +55,7 @@ def compared() -> Report:
     found = report_of(runs, command="compare")
     found.comparison = [
         Compared("TTFT p50", "ms", "lower", {"old": 120.0, "new": 77.0},
-                 {"new": Ratio(0.64, 0.61, 0.68, 6)}),
+                 {"new": Ratio(0.64, 0.61, 0.68, 6, (0.61, 0.68, 0.63, 0.64, 0.64, 0.65))}),
         Compared("TPOT p50", "ms", "lower", {"old": 13.0, "new": 13.1},
                  {"new": Ratio(1.01, 0.98, 1.02, 6)}),
         Compared("goodput", "requests/s", "higher", {"old": 5.0, "new": 4.0},
@@ -175,7 +175,7 @@ def test_a_search_stands_by_what_it_confirmed_whatever_was_invalid_on_the_way(
     assert ('<aside class="invalid"' in page) != confirmed
     # The run's own place says all the same what was wrong with it.
     assert '<b class="flag">INVALID</b> the client sent late' in page
-    assert "target 95%" in page
+    assert "--attainment 0.95" in page
     assert table_of(found, "Search").rows == [
         ["2.00", "up", "99 %", "yes", "no"],
         ["4.00", "confirm", "50 %", "yes", "no"],
@@ -193,6 +193,9 @@ def test_a_comparison_shows_medians_ratios_and_what_they_prove() -> None:
         ["goodput", "5.00 requests/s", "4.00 requests/s", "0.800 (0.75 to 0.85) *", "higher"],
     ]
     assert "need not be the ratio of the two medians" in table.caption
+    told = table_of(found, "Ratios to old, round by round")
+    assert told.columns == ["figure", "1.", "2.", "3.", "4.", "5.", "6."]
+    assert told.rows == [["TTFT p50, new", "0.610", "0.680", "0.630", "0.640", "0.640", "0.650"]]
     assert table_of(found, "Flag parity").rows == [
         ["block_size", "16", "32", "NO"], ["dtype", "bf16", "bf16", "yes"],
     ]  # fmt: skip
