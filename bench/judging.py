@@ -12,7 +12,7 @@ from baton.bench.client.turns import NOT_SENT, units_of
 from baton.bench.figures.metrics import Summary, counted, summarise
 from baton.bench.figures.validity import Problem, check, invalid, warning
 from baton.bench.plan.plan import Plan
-from baton.bench.planning import bounds_of, is_new, window_of
+from baton.bench.planning import bounds_of, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Settings
@@ -41,8 +41,7 @@ class Case:
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """Return the figures of a load, and everything that is wrong with them.
 
-    A load without an answer is an invalid run, not an error. Raises `BatonError` for a load that
-    was stopped before any request counts.
+    Raises `BatonError` for a load that was stopped before any request counts.
     """
     if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
@@ -77,7 +76,10 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
         planned = [one for one in planned if one.index in ended]
     limit = None if case.concurrency else asked.max_concurrency or None
     yield from check(result, summary, planned, max_concurrency=limit)
-    if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
+    workload = case.settings.workload
+    # No prompt of these begins like another one of the same load.
+    is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
+    if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         yield warning(CACHED)
     num_units = len(units_of([one for one in case.plan.requests if not one.warm_up]))
     if num_units < case.concurrency:
@@ -103,20 +105,16 @@ def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
 def mark_mismatches(records: Sequence[Record], mismatches: Sequence[Mismatch]) -> list[Problem]:
     """Mark the answers whose output under load was different, and return the problems of the run.
 
-    Lost, doubled and reordered tokens are faults of any server. Different tokens may come from a
-    server that is not batch-invariant, so they are a warning, and count as failed requests.
+    Different tokens may come from a server that is not batch-invariant, so they are a warning.
     """
     marks = {mismatch.index: str(mismatch) for mismatch in mismatches}
     for record in records:
         if record.index in marks and record.outcome is Outcome.ANSWERED:
             record.outcome, record.detail = Outcome.WRONG_TOKENS, marks[record.index][:200]
-    num_compared = sum(not record.warm_up for record in records)
-    problems = []
+    num_compared, problems = sum(not record.warm_up for record in records), []
     for kind, count in Counter(mismatch.kind for mismatch in mismatches).items():
         first = next(mismatch for mismatch in mismatches if mismatch.kind is kind)
-        text = (
-            f"{count} of {num_compared} outputs differ from those of the requests alone ({kind}); "
-            f"request {first.index}: {first}"
-        )
+        told = f"{count} of {num_compared} outputs differ from those of the requests alone ({kind})"
+        text = f"{told}; request {first.index}: {first}"
         problems.append(warning(text) if kind is MismatchKind.WRONG else invalid(text))
     return problems

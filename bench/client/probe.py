@@ -1,8 +1,7 @@
 """Find out what a server is, can return and says of itself, before any load, with a few requests.
 
-The experiments call `probe` once per target, and `accepted` where no token ids were named. A server
-that would spoil every request of a load is refused in one line that says what to do; `Probed.fit`
-removes from the requests the fields that the server does not know.
+A server that would spoil every request of a load is refused in one line that says what to do;
+`Probed.fit` removes from the requests the fields that the server does not know.
 """
 
 import asyncio
@@ -41,10 +40,7 @@ class Probed(msgspec.Struct, frozen=True):
     gives: frozenset[str]
 
     def fit(self, target: Target) -> Target:
-        """Return `target` with the model's name, without fields that the server refuses or ignores.
-
-        It asks for running usage where there are no token ids to count.
-        """
+        """Return `target` with the model's name, without fields that the server does not know."""
         fields = {name: getattr(target, name) and name in self.gives for name in ABILITIES}
         fields["continuous_usage"] = "continuous_usage" in self.gives and not fields["token_ids"]
         return msgspec.structs.replace(target, model=self.model, **fields)
@@ -95,7 +91,7 @@ async def _probe(target: Target) -> Probed:
             without = await _try(session, bare)
             plain = plain if _is_refused(without) else without
         _check_streams(target, plain)
-        gives = {"usage"} if plain.reader.has_usage else set()
+        gives = {"usage"} if plain.reader.usage is not None else set()
         for name in EXTENSIONS:
             extended = msgspec.structs.replace(bare, **{name: True})
             if _has(name, await _try(session, extended)):
@@ -136,10 +132,7 @@ def accepted(target: Target) -> Vocabulary:
 
 
 def pages_of(target: Target) -> dict[str, str]:
-    """Return what the server has of `PAGES`: the words of a server about itself, by path.
-
-    Redirections are not followed: the key is for this server alone, and so are the answers.
-    """
+    """Return what the server says about itself on `PAGES`, by path, without redirections."""
 
     quick = msgspec.structs.replace(target, timeout_s=min(target.timeout_s, PAGE_TIMEOUT_S))
 

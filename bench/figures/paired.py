@@ -1,8 +1,7 @@
 """Statistics of samples: percentiles, intervals by ranks and by batch means, paired ratios.
 
-`metrics` takes percentiles and intervals from here, `compare` the ratios of interleaved rounds. No
-random number is drawn. Nothing here may drop a sample, or interpolate between two of them where a
-percentile is asked for.
+No random number is drawn. Nothing here may drop a sample, or interpolate between two of them where
+a percentile is asked for.
 """
 
 import math
@@ -46,10 +45,7 @@ class Ratio(msgspec.Struct, frozen=True):
 
 
 def nearest_rank(ordered: Sequence[float] | Floats, percent: float) -> float:
-    """Return the smallest sample that at least `percent` % of the samples do not exceed.
-
-    `ordered` is sorted and not empty; 0 < percent <= 100.
-    """
+    """Return the smallest of the `ordered` samples that at least `percent` % do not exceed."""
     assert len(ordered) > 0
     assert 0 < percent <= 100
     # Without the margin 99.9 * 1000 / 100, which is a little more than 999, would round up.
@@ -98,8 +94,7 @@ def batch_means(samples: Sequence[float]) -> Interval | None:
 def share_interval(met: Sequence[bool]) -> Interval:
     """Estimate a share of a sequence that is not empty: the wider of Wilson's and batch means.
 
-    Wilson's says how little few samples prove, also where all of them agree; batch means say how
-    little many do that went well or badly together.
+    Wilson's says how little few samples prove; batch means, how little many dependent ones do.
     """
     size, share, z2 = len(met), sum(met) / len(met), 1.96**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)

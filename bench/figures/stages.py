@@ -1,9 +1,8 @@
 """The stages of a request's time: the server's own timeline joined to the client's stamps.
 
-The client calls `stages_of` when an answer brought a timeline. The server's durations come from
-several clocks and the client's from another, so only durations are compared, never stamps. Time
-that no stage explains is a stage of its own; stages that explain more time than there was are an
-error that the report counts, never scaled away.
+The server's durations come from several clocks and the client's from another, so only durations are
+compared, never stamps. Time that no stage explains is a stage of its own; stages that explain more
+time than there was are an error that the report counts, never scaled away.
 """
 
 from collections.abc import Mapping
@@ -37,8 +36,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Timeline(msgspec.Struct, frozen=True):
     """What a server says about one request; None where it says nothing.
 
-    The stages are those of baton's `"timeline": true`. `time_to_first_token_s` and `e2e_s` are
-    measured by one clock, from the moment the server counts as the arrival.
+    `time_to_first_token_s` and `e2e_s` are measured by one clock, from the arrival at the server.
     """
 
     router_queue_s: Seconds | None = None
@@ -52,10 +50,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
-    """Read the `timeline` of an answer: JSON of an entry, or of a list of one; None if it is not.
-
-    A request of the bench has one prompt, so a longer list is none of its timelines.
-    """
+    """Read the `timeline` of an answer: JSON of an entry, or of a list of one."""
     try:
         found = msgspec.json.decode(data, type=Timeline | list[Timeline] | None)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -71,7 +66,7 @@ def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
     No stage is below zero, and they add up to that time unless the server claims more than there
     was. A record without a token has no stages.
     """
-    stamps = [arrival.at_s for arrival in record.arrivals if arrival.num_tokens > 0]
+    stamps = [arrival.at_s for arrival in record.arrivals]
     if not stamps:
         return []
     seen_s = record.end_s - record.sent_s

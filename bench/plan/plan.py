@@ -1,11 +1,8 @@
 """What is asked, and when: a workload and arrivals become a plan of requests.
 
-The experiments make one plan per load and hand its requests to the client. Everything is drawn from
-one seed before the load starts; request n of a seed is the same however many there are, so arms and
-rounds are asked the same. Nothing repeats unless the trace, the file or `repeat` says so.
-
-A later turn of a conversation holds only what the user adds: the client puts the turns before it
-and their answers in front, messages before messages, ids before ids.
+Everything is drawn from one seed before the load starts; request n of a seed is the same however
+many there are, so arms and rounds are asked the same. A later turn of a conversation holds only
+what the user adds: the client puts the turns before it and their answers in front.
 """
 
 import math
@@ -39,9 +36,9 @@ Source = DrawnSource | TraceSource | FileSource
 class Plan(msgspec.Struct, frozen=True):
     """Requests in the order of sending; `requests[n].index` is n, warm-up requests come first.
 
-    `duration_s` is the schedule's: what was asked for, else up to the last arrival. `offered_rate`
-    is the rate that was asked for, `realised` what was drawn or recorded. All three are None in a
-    closed loop; `offered_rate` also when a trace plays as recorded.
+    `duration_s` is what was asked for, else up to the last arrival. `offered_rate` is the rate that
+    was asked for, `realised` what was drawn or recorded. All three are None in a closed loop;
+    `offered_rate` also when a trace plays as recorded.
     """
 
     requests: list[Planned]
@@ -57,6 +54,13 @@ class Plan(msgspec.Struct, frozen=True):
             return None
         num_requests = sum(not one.warm_up for one in self.requests)
         return self.realised.rate * num_requests / self.realised.num_arrivals
+
+    @property
+    def times(self) -> list[float]:
+        """Return the times without the warm-up, or none if some depend on answers to others."""
+        at = [one.at_s for one in self.requests if not one.warm_up]
+        known = [at_s for at_s in at if at_s is not None]
+        return known if len(known) == len(at) else []
 
 
 # The times of the arrivals, None in a closed loop, and a plan that has no requests yet.
@@ -74,8 +78,8 @@ def make_plan(
     """Plan an open loop, or a closed one if `arrivals` is None.
 
     `count` and `duration_s` bound the arrivals. Counts and rates are of requests; a conversation
-    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Traces and
-    files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
+    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Warm-up
+    requests lie before time 0. Raises `ConfigError`.
     """
     source = _source(workload)
     count = None if count is None else math.ceil(count / workload.num_turns)
@@ -107,8 +111,6 @@ def make_plan(
             placed = msgspec.structs.replace(request, index=len(requests), at_s=due_s)
             requests.append(placed)
     notes = [*source.notes(num), *outline.notes, *_length_notes(requests[warm_up:])]
-    if warm_up:
-        notes.append(f"{warm_up} warm-up requests with prompts of their own go first")
     notes.append(f"seed {workload.seed}")
     return msgspec.structs.replace(outline, requests=requests, notes=notes)
 
@@ -132,7 +134,7 @@ def _source(workload: Workload) -> Source:
 def _closed(count: int | None) -> Schedule:
     if count is None:
         raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
-    return [None] * count, Plan([], ["closed loop: requests go when others were answered"])
+    return [None] * count, Plan([], [])
 
 
 def _drawn(
@@ -200,7 +202,7 @@ def _warm_up_times(warm_up: int, outline: Plan) -> list[float | None]:
 
 
 def _length_notes(requests: Sequence[Planned]) -> list[str]:
-    """Say what the lengths turned out to be."""
+    """Say what the lengths turned out to be where they differ."""
     sides = {
         "outputs": [request.output_tokens for request in requests],
         "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],
@@ -208,6 +210,6 @@ def _length_notes(requests: Sequence[Planned]) -> list[str]:
     return [
         f"{side}, tokens: mean {np.mean(lengths):.5g}, p50 {p50:g}, p99 {p99:g}, max {max(lengths)}"
         for side, lengths in sides.items()
-        if lengths
+        if len(set(lengths)) > 1
         for p50, p99 in [np.percentile(lengths, (50, 99), method="inverted_cdf")]
     ]

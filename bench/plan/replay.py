@@ -1,8 +1,6 @@
 """Sources of requests that were recorded or written: traces as they are played, and prompts.
 
-`plan.py` makes one of them for `--workload trace` or `file` and draws a request per arrival. Traces
-are cut, spread, scaled and clamped as the user asked, and notes count what that changed. Pure, but
-for the file that a source reads.
+Traces are cut, spread, scaled and clamped as the user asked, and notes count what that changed.
 """
 
 import collections
@@ -76,17 +74,8 @@ def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
 
 
 def replay_notes(played: Replay, options: Workload, num_arrivals: int) -> list[str]:
-    """Say what was done to the first so many rows."""
+    """Say what the settings did to the first so many rows, which they do not say themselves."""
     rows, notes = played.rows[:num_arrivals], []
-    if options.trace_start_s:
-        notes.append(f"the trace's first {options.trace_start_s:g} s are left out")
-    if options.spread_s:
-        how = f"evenly up to the next stamp, over {options.spread_s:g} s at most"
-        notes.append(f"rows of one stamp are spread {how}")
-    if options.time_scale != 1:
-        notes.append(f"the trace's times are stretched by {options.time_scale:g}")
-    if options.length_scale != 1:
-        notes.append(f"the trace's lengths are scaled by {options.length_scale:g}, to 1 at least")
     if any(row.hash_ids for row in rows):
         scale = played.block_tokens / BLOCK_TOKENS
         scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"

@@ -1,8 +1,7 @@
 """Files of requests: recorded traces of lengths and times, and prompts that a user wrote.
 
-`replay.py` makes the sources of a plan of these rows. A trace is Azure's CSV or Mooncake's JSONL
-(sources and licences: `traces/README.md`) and holds no text. A file of prompts has one request a
-line. A row that cannot be read is an error with its line, never a row less.
+A trace is Azure's CSV or Mooncake's JSONL (sources and licences: `traces/README.md`) and holds no
+text. A row that cannot be read is an error with its line, never a row less.
 """
 
 import gzip

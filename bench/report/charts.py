@@ -32,10 +32,7 @@ def charts(report: Report) -> list[Chart]:
 
 
 def groups(report: Report) -> dict[str, list[Record]]:
-    """Return the answered requests by the arm or the label of their runs, at most `MAX_CURVES`.
-
-    Of more groups some are chosen, evenly by their rates.
-    """
+    """Return the answered requests by the arms or labels of their runs, evenly chosen."""
     found: dict[str, list[Record]] = {}
     for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         label = f"{'INVALID ' if run.invalid else ''}{run.arm or run.label}"

@@ -175,10 +175,7 @@ def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, st
 
 
 def withhold(report: Report, secrets: Sequence[str] = ()) -> Report:
-    """Return the report without `secrets` and without anything that looks like one.
-
-    The server's own words are cleaned too, since some servers answer a wrong key by repeating it.
-    """
+    """Return the report without `secrets` and without anything that looks like one."""
     bare = [msgspec.structs.replace(run, records=[]) for run in report.runs]
     plain = msgspec.to_builtins(msgspec.structs.replace(report, runs=bare))
     cleaned = msgspec.convert(clean(plain, secrets), Report)

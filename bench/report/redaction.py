@@ -55,8 +55,7 @@ def clean_text(text: str, secrets: Iterable[str] = ()) -> str:
 def clean(value: object, secrets: Sequence[str] = (), *, traces: bool = True) -> object:
     """Return plain data (as `msgspec.to_builtins` makes it) without secrets, to any depth.
 
-    Without `traces`, a value with a secret's name is left out: a run with a key then equals the
-    same run without one.
+    Without `traces`, a value with a secret's name is left out altogether.
     """
     match value:
         case str():

@@ -76,7 +76,7 @@ def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
         ("run", "--url URL"),
         ("run", "--ca-file CA_FILE"),  # which a refused certificate names
         ("run", "conversations: --turns N requests of each conversation (default: 4)"),
-        ("run", "time after which an answer counts as timed_out (default: 300 s)"),
+        ("run", "time limit of an answer (default: 300 s)"),
     ],
 )
 def test_help_says_how_to_write_it(name: str, said: str) -> None:

@@ -18,7 +18,6 @@ from baton.bench.judging import Case, judge
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import arrivals_of, loop_of, plan_of
 from baton.bench.report.document import Report, Run, read_json, write_json
-from baton.bench.report.publish import is_usable
 from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
@@ -145,7 +144,7 @@ def test_the_loads_of_a_sweep_run_upwards_with_prompts_of_their_own(tmp_path: Pa
 def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -> None:
     target = Target("http://a", "m", extra_body='{"temperature": 0.7}')
     settings = cli.parse(RunSettings, (*ASKED, *CLOSED, "--verify"))[0]
-    experiment = Experiment("run", settings, [None], concurrency=1, verify=True)
+    experiment = Experiment("run", settings, [None], settings.arrival, verify=True)
     server = Server(target, settings.workload, Probed("m", "", "", frozenset()))
     with pytest.raises(ConfigError, match="only greedy outputs can be verified: leave out temp"):
         experiment.put(server, 0, "a load", None)
@@ -164,9 +163,9 @@ def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
 def test_loads_that_were_never_run_make_a_report_unusable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert is_usable(unfinished(1, capsys))
+    assert unfinished(1, capsys).verdict == "VALID"
     report = unfinished(3, capsys)
-    assert not is_usable(report)
+    assert report.verdict.startswith("INVALID")
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
 
 
@@ -174,7 +173,7 @@ def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
     runs = [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2, 3)]
     table = spread(runs)
     assert table.rows[0][0] == "tokens/s"
-    assert {"ttft p50, ms", "itl p99, ms"} <= {row[0] for row in table.rows}
+    assert {"TTFT p50", "ITL p99", "answered"} <= {row[0] for row in table.rows}
     assert "Over the runs" in table.title
 
 
@@ -190,9 +189,9 @@ def test_a_search_stands_by_what_it_confirmed(ending: Ending, is_confirmed: bool
     bad = scene_run(Scene(duration_s=5.0), "2/s, up")
     bad.problems = [invalid("the client sent late")]
     report = report_of([bad])
-    assert not is_usable(report)
+    assert report.verdict.startswith("INVALID")
     report.search = Found(2.0, is_confirmed, ending, 3.0, "", [])
-    assert is_usable(report) is is_confirmed
+    assert (report.verdict == "CONFIRMED") is is_confirmed
 
 
 def test_pages_of_an_invalid_or_empty_report_are_no_success(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import pytest
 from baton.bench.plan.workload import Workload
 from baton.bench.planning import reseeded
 from baton.bench.report.document import Run
-from baton.bench.report.publish import UNTOLD, begin
-from baton.bench.settings import ReportSettings, RunSettings
-from tests.support.bench_records import Scene, scene_run
+from baton.bench.report.publish import UNTOLD, finish
+from tests.support.bench_records import Scene, report_of, scene_run
 
 
 def test_no_load_of_an_experiment_has_the_seed_of_another_experiment() -> None:
@@ -38,17 +37,15 @@ def load(arm: str, cached_share: float | None) -> Run:
 def test_a_server_that_does_not_tell_what_it_had_cached_is_noted(
     runs: list[Run], said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publisher = begin("run", RunSettings(), ReportSettings())
-    publisher.report.runs = runs
-    assert publisher.finish() == 0
-    assert publisher.report.notes == said
+    report = report_of(runs)
+    assert finish(report, "") == 0
+    assert report.notes == said
     assert [line for line in capsys.readouterr().out.splitlines() if UNTOLD in line] == said
 
 
 def test_what_a_server_had_cached_that_answered_nothing_is_not_missed() -> None:
     run = load("", None)
     run.summary = msgspec.structs.replace(run.summary, outcomes={"refused": 3})
-    publisher = begin("run", RunSettings(), ReportSettings())
-    publisher.report.runs = [run]
-    publisher.finish()
-    assert publisher.report.notes == []
+    report = report_of([run])
+    finish(report, "")
+    assert report.notes == []

@@ -62,11 +62,6 @@ def test_an_answer_of_one_chunk_has_no_tpot_and_no_gap() -> None:
     assert meets(request(0.0, [(0.1, 5)]), BOUNDS)
 
 
-def test_an_arrival_without_tokens_is_no_arrival() -> None:
-    plain = measure(request(0.0, (0.1, 0.2)))
-    assert measure(request(0.0, [(0.05, 0), (0.1, 1), (0.15, 0), (0.2, 1)])) == plain
-
-
 def test_a_limit_itself_is_within_the_bounds() -> None:
     record = request(0.0, (0.125, 0.1875))
     assert meets(record, Bounds(ttft_ms=125, tpot_ms=62.5, gap_max_ms=62.5, e2e_ms=187.5))

@@ -28,7 +28,7 @@ from baton.bench.report.document import (
     withhold,
     write_json,
 )
-from baton.bench.report.publish import Publisher, begin, html, write_again
+from baton.bench.report.publish import begin, finish, html, write_again
 from baton.bench.report.sections import sections
 from baton.bench.report.wording import number, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
@@ -259,7 +259,7 @@ def test_no_key_reaches_any_file_or_the_terminal(
     run.notes = [f"Authorization: Bearer {KEY}"]
     found.settings = {"api_key": KEY, "url": f"http://me:{KEY}@host/v1"}
     found.tables = [Table("curl", ["word"], [["-H"], [f"Authorization: Bearer {KEY}"]])]
-    Publisher(found, tmp_path, ()).finish()  # even if the caller does not say which key it is
+    finish(found, str(tmp_path))  # even if the caller does not say which key it is
     written = list(tmp_path.iterdir())
     assert {path.name for path in written} == {"report.json", "report.html"}
     assert not [path.name for path in written if KEY.encode() in path.read_bytes()]
@@ -292,7 +292,7 @@ def test_a_page_that_cannot_be_written_is_named_and_does_not_cost_the_measuremen
 ) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(ConfigError, match=r"cannot write the report to .*: Is a directory"):
-        Publisher(one_run(), tmp_path, ()).finish()
+        finish(one_run(), str(tmp_path))
     assert len(read_json(tmp_path / "report.json").runs) == 1
     assert capsys.readouterr().out.endswith("VALID\n")
 
