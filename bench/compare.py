@@ -83,19 +83,16 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
             raise ConfigError(
                 f"--flags {given!r}: write NAME=FILE or NAME=TEXT, NAME one of {known}"
             )
-        if not (facts := facts_of_flags(_content(text))):
+        try:
+            # A text too long for the name of a file is the flags themselves.
+            is_file = len(text) < 4096 and Path(text).is_file()
+            text = Path(text).read_text() if is_file else text
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--flags: cannot read {text}: {error}") from error
+        if not (facts := facts_of_flags(text)):
             raise ConfigError(f"--flags {given!r}: there is no such file, or no setting in it")
         flags[name] |= facts
     return flags
-
-
-def _content(text: str) -> str:
-    """Return the content of the file of that name, or the text if there is none."""
-    path = Path(text)
-    try:
-        return path.read_text() if len(text) < 4096 and path.is_file() else text
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--flags: cannot read {text}: {error}") from error
 
 
 def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
@@ -105,10 +102,10 @@ def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
     workloads = [server.workload for server in servers.values()]
     narrowest = min(workloads, key=lambda workload: range_of(workload.vocabulary)[1])
     return {
-        name: msgspec.structs.replace(
-            server,
-            target=msgspec.structs.replace(server.probed, gives=given).fit(server.target),
-            workload=narrowest,
+        name: Server(
+            msgspec.structs.replace(server.probed, gives=given).fit(server.target),
+            narrowest,
+            server.probed,
         )
         for name, server in servers.items()
     }

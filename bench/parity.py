@@ -128,7 +128,5 @@ def warnings(rows: Sequence[Parity]) -> list[str]:
 
 def _decides(name: str) -> str:
     """Return the subject of a setting that a comparison depends on; empty for others."""
-    for subject, words in DECISIVE.items():
-        if any(word in name for word in words):
-            return subject
-    return ""
+    found = (subject for subject, words in DECISIVE.items() if any(map(name.__contains__, words)))
+    return next(found, "")

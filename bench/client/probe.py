@@ -63,19 +63,20 @@ def probe(target: Target, stop_fd: int | None = None) -> Probed:
     Raises `ConfigError` for a fault that the user can mend, `BatonError` for a server that fails.
     """
     check(target, [])
-    return asyncio.run(_probe(target) if stop_fd is None else _until(stop_fd, target))
 
+    async def until_stopped() -> Probed:
+        loop, asking = asyncio.get_running_loop(), asyncio.ensure_future(_probe(target))
+        if stop_fd is not None:
+            loop.add_reader(stop_fd, asking.cancel)
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            raise BatonError(f"interrupted while {target.url} was asked what it can do") from None
+        finally:
+            if stop_fd is not None:
+                loop.remove_reader(stop_fd)
 
-async def _until(stop_fd: int, target: Target) -> Probed:
-    loop = asyncio.get_running_loop()
-    asking = asyncio.ensure_future(_probe(target))
-    loop.add_reader(stop_fd, asking.cancel)
-    try:
-        return await asking
-    except asyncio.CancelledError:
-        raise BatonError(f"interrupted while {target.url} was asked what it can do") from None
-    finally:
-        loop.remove_reader(stop_fd)
+    return asyncio.run(until_stopped())
 
 
 async def _probe(target: Target) -> Probed:
@@ -86,10 +87,11 @@ async def _probe(target: Target) -> Probed:
             target, model=_model(target, listed), usage=True, **dict.fromkeys(EXTENSIONS, False)
         )
         plain = await _try(session, bare)
-        if _is_refused(plain):
+        if plain.problem is not None and plain.problem.outcome is Outcome.CLIENT_ERROR:
             bare = msgspec.structs.replace(bare, usage=False)
             without = await _try(session, bare)
-            plain = plain if _is_refused(without) else without
+            is_refused = without.problem and without.problem.outcome is Outcome.CLIENT_ERROR
+            plain = plain if is_refused else without
         _check_streams(target, plain)
         gives = {"usage"} if plain.reader.usage is not None else set()
         for name in EXTENSIONS:
@@ -203,10 +205,6 @@ def _said(exchange: Exchange) -> _Said | None:
         return msgspec.json.decode(exchange.body, type=_Said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _is_refused(exchange: Exchange) -> bool:
-    return exchange.problem is not None and exchange.problem.outcome is Outcome.CLIENT_ERROR
 
 
 def _check_streams(target: Target, plain: Exchange) -> None:

@@ -86,13 +86,17 @@ def make_plan(
     if count is None and (arrivals is None or duration_s is None):
         # Recorded times end by themselves.
         count = source.num_rows
+    schedule: Schedule
     match arrivals:
+        case None if count is None:
+            raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
         case None:
-            at, outline = _closed(count)
+            schedule = [None] * (count or 0), Plan([], [])
         case Recorded():
-            at, outline = _recorded(source, arrivals, count, duration_s)
+            schedule = _recorded(source, arrivals, count, duration_s)
         case _:
-            at, outline = _drawn(arrivals, workload, count, duration_s)
+            schedule = _drawn(arrivals, workload, count, duration_s)
+    at, outline = schedule
     num = len(at)
     if source.num_rows is not None and num > source.num_rows and not workload.repeat:
         raise ConfigError(
@@ -101,40 +105,27 @@ def make_plan(
         )
     # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
     measured = [source.draw(place) for place in range(num)]
-    requests = [
-        msgspec.structs.replace(source.warm_up(place), index=place, at_s=at_s, warm_up=True)
-        for place, at_s in enumerate(_warm_up_times(warm_up, outline))
-    ]
+    at_once = _warm_up_times(warm_up, outline)
+    drawn = [(at_s, True, source.warm_up(place)) for place, at_s in enumerate(at_once)]
     for turns, at_s in zip(measured, at, strict=True):
-        for turn, request in enumerate(turns):
-            due_s = None if turn else at_s
-            placed = msgspec.structs.replace(request, index=len(requests), at_s=due_s)
-            requests.append(placed)
+        drawn += [(None if turn else at_s, False, one) for turn, one in enumerate(turns)]
+    requests = [
+        msgspec.structs.replace(one, index=index, at_s=at_s, warm_up=is_warm_up)
+        for index, (at_s, is_warm_up, one) in enumerate(drawn)
+    ]
     notes = [*source.notes(num), *outline.notes, *_length_notes(requests[warm_up:])]
     notes.append(f"seed {workload.seed}")
     return msgspec.structs.replace(outline, requests=requests, notes=notes)
 
 
 def _source(workload: Workload) -> Source:
-    reads_a_file = workload.workload in ("trace", "file")
-    if reads_a_file and not workload.path:
-        raise ConfigError(f"--workload {workload.workload} needs --path FILE")
-    if workload.path and not reads_a_file:
-        raise ConfigError(f"--path is for --workload trace or file, not {workload.workload}")
-    draws = Draws(workload)
-    match workload.workload:
-        case "trace":
-            return TraceSource(workload, draws)
-        case "file":
-            return FileSource(workload, draws)
-        case _:
-            return DrawnSource(workload, draws)
-
-
-def _closed(count: int | None) -> Schedule:
-    if count is None:
-        raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
-    return [None] * count, Plan([], [])
+    draws, kind = Draws(workload), workload.workload
+    if kind in ("trace", "file") and not workload.path:
+        raise ConfigError(f"--workload {kind} needs --path FILE")
+    if workload.path and kind not in ("trace", "file"):
+        raise ConfigError(f"--path is for --workload trace or file, not {kind}")
+    sources: dict[str, type[Source]] = {"trace": TraceSource, "file": FileSource}
+    return sources.get(kind, DrawnSource)(workload, draws)
 
 
 def _drawn(

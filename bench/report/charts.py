@@ -50,11 +50,14 @@ def _distributions(report: Report) -> Iterator[Chart]:
         ("tpot", "Time per output token", bounds.tpot_ms),
         ("itl", "Gaps between tokens", bounds.gap_max_ms),
     ):
+        each = {label: np.sort(_times_ms(name, records)) for label, records in found.items()}
+        # The share of the times at or below each of them.
         curves = [
-            _cdf(label, times_ms, f"c{place}")
-            for place, (label, records) in enumerate(found.items())
-            if len(times_ms := _times_ms(name, records))
-        ]
+            Curve(_short(label), np.append(x[:1], x), np.linspace(0.0, 1.0, len(x) + 1),
+                  f"c{place}", is_steps=True)
+            for place, (label, x) in enumerate(each.items())
+            if len(x)
+        ]  # fmt: skip
         if curves:
             every = np.concatenate([curve.x for curve in curves])
             skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
@@ -71,13 +74,6 @@ def _times_ms(name: str, records: Sequence[Record]) -> Floats:
         return gaps_ms(records)[1]
     times = [getattr(measure(record), f"{name}_ms") for record in records]
     return np.array([time_ms for time_ms in times if time_ms is not None], np.float64)
-
-
-def _cdf(label: str, times_ms: Floats, hue: str) -> Curve:
-    """Return the share of the times at or below each of them."""
-    x = np.sort(times_ms)
-    y = np.arange(1, len(x) + 1) / len(x)
-    return Curve(_short(label), np.append(x[:1], x), np.append(0.0, y), hue, is_steps=True)
 
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
