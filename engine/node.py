@@ -131,13 +131,14 @@ class EngineNode:
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._drain_by_s: float | None = None
+        self._interrupts: Interrupts | None = None
 
     def run(self) -> int:
-        """Serve until SIGTERM or Ctrl-C, drain, and return the exit code."""
+        """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
         setup(self.config.log, str(self.node_id))
         try:
-            with Interrupts(on_first=self.drain):
+            with Interrupts(on_first=self.drain) as self._interrupts:
                 self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
@@ -241,7 +242,8 @@ class EngineNode:
             return False
         now_s = boottime()
         if self._drain_by_s is None:
-            self._drain_by_s = now_s + self.config.node.drain_s
+            is_hurried = self._interrupts is not None and self._interrupts.is_hurried
+            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
             loop.drain()
             self._vitals.set_draining()
             if not loop.is_idle:
@@ -250,7 +252,7 @@ class EngineNode:
             return True
         if now_s < self._drain_by_s:
             return False
-        log.warning("not drained within node.drain_s: the rest goes on at other nodes")
+        log.warning("not drained in time: the rest goes on at other nodes")
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:

@@ -57,9 +57,12 @@ class LocalCluster:
         return self._supervisor.poll() if self._supervisor is not None else ()
 
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
-        """End every node, by force after `grace_s`. Idempotent."""
+        """End every node, by force after `grace_s`. Idempotent.
+
+        Their router has ended before, so they have nothing to drain.
+        """
         if self._supervisor is not None:
-            self._supervisor.stop(grace_s)
+            self._supervisor.stop(grace_s, is_hurried=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -129,10 +129,10 @@ class Child:
                 self._reader.join(1.0)
         return self.exit_code
 
-    def terminate(self) -> None:
-        """Ask the child to end (SIGTERM)."""
+    def terminate(self, *, is_hurried: bool = False) -> None:
+        """Ask the child to drain and end (SIGTERM), or to end without a drain (SIGINT)."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGINT if is_hurried else signal.SIGTERM)
 
     def kill(self) -> None:
         """End the child and everything in its group (SIGKILL), without waiting."""
@@ -147,9 +147,9 @@ class Child:
             time.sleep(POLL_S)
         return True
 
-    def stop(self, grace_s: float = GRACE_S) -> int:
+    def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> int:
         """Ask the child to end, wait, kill its group, return the exit code. Idempotent."""
-        self.terminate()
+        self.terminate(is_hurried=is_hurried)
         if not self.wait(monotonic() + grace_s):
             self.kill()
             self.wait(monotonic() + 1.0)
@@ -226,11 +226,14 @@ class Supervisor:
                 return post.child.pid if post.child is not None else None
         return None
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """End all children at once, by force after `grace_s`. Idempotent."""
+    def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> None:
+        """End all children at once, by force after `grace_s`. Idempotent.
+
+        Those that are hurried do not drain.
+        """
         children = [post.child for post in self._posts if post.child is not None]
         for child in children:
-            child.terminate()
+            child.terminate(is_hurried=is_hurried)
         deadline_s = monotonic() + grace_s
         for child in children:
             if not child.wait(deadline_s):

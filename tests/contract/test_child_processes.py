@@ -193,12 +193,13 @@ def test_restarts_wait_longer_each_time_until_one_went_well(
     assert tuple(backoff.after(ran_s) for ran_s in runs_s) == delays_s
 
 
-def test_the_first_signal_is_a_request() -> None:
+@pytest.mark.parametrize(("number", "is_hurried"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool) -> None:
     with Interrupts(on_second=lambda: None) as interrupts:
         assert not interrupts.wait(0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert interrupts.wait(DEADLINE_S)
-        assert interrupts.requested
+        assert (interrupts.requested, interrupts.is_hurried) == (True, is_hurried)
 
 
 def test_the_second_signal_is_an_order() -> None:

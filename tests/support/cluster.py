@@ -95,9 +95,9 @@ class Cluster:
         for child in self.children.values():
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGCONT)
-            child.terminate()
+            child.terminate(is_hurried=True)
         for child in self.children.values():
-            child.stop()
+            child.stop(is_hurried=True)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and wait until it is gone."""
