@@ -114,6 +114,9 @@ class LocalServer:
         """Restart processes that die until a stop is requested."""
         while not interrupts.wait(WATCH_S):
             for ended in self._poll():
+                if ended.restart_in_s is None:
+                    log.info("process was told to end and stays away", process=ended.name)
+                    continue
                 log.warning(
                     "process ended and will start again",
                     process=ended.name,

@@ -30,7 +30,7 @@ from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import PROTOCOL_VERSION, Crashed, Hello, Load, NodeInfo, Role
+from baton.protocol.messages import PROTOCOL_VERSION, Beat, Crashed, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
@@ -227,7 +227,7 @@ class EngineNode:
 
     def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
         try:
-            while not self._stopping.is_set() and not self._has_drained(loop):
+            while not self._stopping.is_set() and not self._has_drained(loop, sockets):
                 loop.turn()
         except Exception as error:
             if loop.crashed_in is not None:
@@ -237,8 +237,8 @@ class EngineNode:
                 sockets.last_words(Crashed(keys, failure.to_failure()))
             raise
 
-    def _has_drained(self, loop: EngineLoop) -> bool:
-        if not self._draining.is_set():
+    def _has_drained(self, loop: EngineLoop, sockets: EngineSockets) -> bool:
+        if not (self._draining.is_set() or loop.is_told_to_drain):
             return False
         now_s = boottime()
         if self._drain_by_s is None:
@@ -246,6 +246,9 @@ class EngineNode:
             self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
             loop.drain()
             self._vitals.set_draining()
+            # The next beat of the other thread may come after this process has ended.
+            load = loop.scheduler.load()
+            sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
                 log.info("draining: running sequences finish, new ones are refused")
         if loop.is_idle:

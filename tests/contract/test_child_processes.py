@@ -168,6 +168,17 @@ def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
         supervisor.stop(0.0)
 
 
+def test_a_child_that_was_told_to_end_may_stay_away() -> None:
+    clock, lines = VirtualClock(), Lines()
+    supervisor = Supervisor((command("a", "exit", "0"),), clock, lines, may_leave=True)
+    supervisor.start()
+    (left,) = next_exits(supervisor)
+    assert (left.code, left.restart_in_s) == (0, None)
+    clock.advance(1e6)
+    assert supervisor.poll() == []
+    assert supervisor.pid_of("a") is None
+
+
 def test_stopping_a_supervisor_ends_all_even_the_deaf() -> None:
     lines = Lines()
     supervisor = Supervisor((command("a", "deaf"), command("b", "wait")), monotonic, lines)
