@@ -26,7 +26,18 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.codec import Unreadable
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
-from baton.protocol.messages import Cancel, Decode, Failed, Load, Peers, Prefill, Refused, ToNode
+from baton.protocol.messages import (
+    Cancel,
+    Decode,
+    Drain,
+    DrainState,
+    Failed,
+    Load,
+    Peers,
+    Prefill,
+    Refused,
+    ToNode,
+)
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25
@@ -111,6 +122,7 @@ class EngineLoop:
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0
         self._is_draining = False
+        self.is_told_to_drain = False  # by a router
         links.watch(executor.fileno())
         for port in executor.ports:
             links.watch(port.fileno())
@@ -165,6 +177,10 @@ class EngineLoop:
                 self.scheduler.cancel(origin, keys)
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
+            case Drain():
+                self.is_told_to_drain = True
+            case DrainState():  # not for nodes
+                pass
             case Refused():  # the links ask again
                 self.scheduler.forget(origin)
             case _:

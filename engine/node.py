@@ -30,7 +30,7 @@ from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import PROTOCOL_VERSION, Crashed, Hello, Load, NodeInfo, Role
+from baton.protocol.messages import PROTOCOL_VERSION, Beat, Crashed, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
@@ -131,13 +131,14 @@ class EngineNode:
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._drain_by_s: float | None = None
+        self._interrupts: Interrupts | None = None
 
     def run(self) -> int:
-        """Serve until SIGTERM or Ctrl-C, drain, and return the exit code."""
+        """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
         setup(self.config.log, str(self.node_id))
         try:
-            with Interrupts(on_first=self.drain):
+            with Interrupts(on_first=self.drain) as self._interrupts:
                 self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
@@ -226,7 +227,7 @@ class EngineNode:
 
     def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
         try:
-            while not self._stopping.is_set() and not self._has_drained(loop):
+            while not self._stopping.is_set() and not self._has_drained(loop, sockets):
                 loop.turn()
         except Exception as error:
             if loop.crashed_in is not None:
@@ -236,21 +237,25 @@ class EngineNode:
                 sockets.last_words(Crashed(keys, failure.to_failure()))
             raise
 
-    def _has_drained(self, loop: EngineLoop) -> bool:
-        if not self._draining.is_set():
+    def _has_drained(self, loop: EngineLoop, sockets: EngineSockets) -> bool:
+        if not (self._draining.is_set() or loop.is_told_to_drain):
             return False
         now_s = boottime()
         if self._drain_by_s is None:
-            self._drain_by_s = now_s + self.config.node.drain_s
+            is_hurried = self._interrupts is not None and self._interrupts.is_hurried
+            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
             loop.drain()
             self._vitals.set_draining()
+            # The next beat of the other thread may come after this process has ended.
+            load = loop.scheduler.load()
+            sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
                 log.info("draining: running sequences finish, new ones are refused")
         if loop.is_idle:
             return True
         if now_s < self._drain_by_s:
             return False
-        log.warning("not drained within node.drain_s: the rest goes on at other nodes")
+        log.warning("not drained in time: the rest goes on at other nodes")
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:

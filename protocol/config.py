@@ -127,6 +127,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_prefill_tokens: Annotated[
         int, says("longest prompt that auto lets decode nodes compute", "tokens", ge=0)
     ] = 32
+    drain_s: Annotated[
+        float,
+        says("longest time in which a router that gets SIGTERM finishes its requests", "s", ge=0),
+    ] = 30.0
     max_attempts: Annotated[
         int, says("most attempts in a row that bring a request no token", ge=1)
     ] = 3

@@ -116,7 +116,20 @@ class Refused(Message, frozen=True):
     failure: Failure
 
 
-ToNode = Peers | Prefill | Decode | Cancel | Refused
+class Drain(Message, frozen=True):
+    """Take no new legs, finish within `node.drain_s`, and end."""
+
+
+class DrainState(Message, frozen=True):
+    """The answer to `DrainNode`, for the operator who asked."""
+
+    node_id: NodeId
+    is_known: bool = False  # the node is connected to this router
+    num_running: Count = 0  # sequences that it has yet to finish
+    problem: str = ""  # why nothing is drained
+
+
+ToNode = Peers | Prefill | Decode | Cancel | Refused | Drain | DrainState
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -241,9 +254,18 @@ class Crashed(Message, frozen=True):
     failure: Failure
 
 
+class DrainNode(Message, frozen=True):
+    """Drain this node. An operator's command sends it, and sends it again until the node is gone.
+
+    A router ignores it from a node.
+    """
+
+    node_id: NodeId
+
+
 ToRouter = (
     Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed
+    | Crashed | DrainNode
 )  # fmt: skip
 
 

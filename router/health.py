@@ -14,7 +14,8 @@ from baton.router.pairs import PairHealth
 # A `degraded` node is ready, but no node of the other role can work with it.
 # A `draining` one gets no new work and ends when it has none.
 NodeState = Literal["starting", "ready", "degraded", "draining", "silent", "stuck"]
-Status = Literal["starting", "ready", "degraded", "failed"]
+# A `draining` router finishes its requests and takes no new ones.
+Status = Literal["starting", "ready", "degraded", "draining", "failed"]
 
 
 class ServedModel(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from baton.router.health import NodeHealth, NodeState
 from baton.router.membership import Membership, Replaced
 from baton.router.pairs import Pairs
 from baton.router.request.events import NodeProcess, Placed
+from baton.router.request.leg import DRAINING
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
@@ -167,7 +168,11 @@ class Registry:
         if node is None or node.info is None:
             return []
         # A node that was not `ready` has left before, but may have been sent a cancel since.
-        return [Left(peer, node.role, _lost(f"{peer} is lost: {why}"))]
+        if node.state == "draining":
+            failure = NodeError(f"{peer} has left: it was told to end", code=DRAINING).to_failure()
+        else:
+            failure = _lost(f"{peer} is lost: {why}")
+        return [Left(peer, node.role, failure)]
 
     def tick(self, now_s: float) -> list[Change]:
         changes: list[Change] = []
@@ -188,6 +193,13 @@ class Registry:
             nodes = [n for n in self._nodes.values() if n.role == role and n.state == "ready"]
             found = self._in_service[role] = sorted(nodes, key=lambda node: node.node_id)
         return found
+
+    def node(self, node_id: NodeId) -> Node | None:
+        return self._nodes.get(node_id)
+
+    @property
+    def node_ids(self) -> list[NodeId]:
+        return sorted(self._nodes)
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
         """Return the nodes that nodes of `role` must know: those of the other role."""

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton import __version__
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.ids import NodeId
 from baton.runtime.log import setup
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
@@ -38,6 +39,19 @@ COMMANDS = {
         Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
 }
+DRAIN = "drain"
+DRAIN_HELP = "Take a node out of a running cluster and wait until it is gone."
+DRAIN_USAGE = f"""\
+usage: baton {DRAIN} NODE [--control ENDPOINT] [--keys FILE] [--config FILE]
+
+{DRAIN_HELP}
+
+The node takes no new requests, finishes or hands over those that it has within its node.drain_s,
+and exits with 0. `serve` does not start it again.
+
+  NODE                the node's id, as /health shows it
+  --control ENDPOINT  endpoint of a router that the node dials (default: {DEFAULT_CONTROL})
+  --keys FILE         the cluster's key, if it has one"""
 KEYGEN = "keygen"
 KEYGEN_HELP = "Make the key that the processes of a cluster on several hosts share."
 KEY_MADE = """\
@@ -101,8 +115,10 @@ def _run(words: list[str]) -> int:
         from baton.console.chat import main as chat
 
         return chat(rest)
+    if name == DRAIN:
+        return _drain(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -183,9 +199,21 @@ def _operands(rest: list[str], name: str, operands: str, text: str) -> list[str]
     return rest
 
 
+def _drain(rest: list[str]) -> int:
+    if rest in (["-h"], ["--help"]):
+        print(DRAIN_USAGE)
+        return 0
+    if not rest or rest[0].startswith("-"):
+        raise ConfigError(f"name one node: baton {DRAIN} NODE [--control ENDPOINT]")
+    from baton.deploy.drain import drain
+
+    return drain(load(Subcommand(DRAIN, DRAIN_HELP, ("router", "keys")), rest[1:]), NodeId(rest[0]))
+
+
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
     summaries[CHAT] = CHAT_HELP
+    summaries[DRAIN] = DRAIN_HELP
     summaries[BENCH] = BENCH_HELP
     summaries[KEYGEN] = KEYGEN_HELP
     summaries[API_KEY] = API_KEY_HELP

@@ -77,9 +77,9 @@ def test_a_stream_outlives_its_decode_node(tmp_path: Path) -> None:
     assert tokens == expected(False, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("drain_s", [60.0, 0.0])
+@pytest.mark.parametrize(("drain_s", "by_command"), [(60.0, False), (0.0, False), (60.0, True)])
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
-    drain_s: float, tmp_path: Path
+    drain_s: float, by_command: bool, tmp_path: Path
 ) -> None:
     config = msgspec.structs.replace(settings(decode=2), node=NodeConfig(drain_s=drain_s))
     with Cluster(tmp_path, config) as cluster:
@@ -88,12 +88,21 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
         while len(tokens) < 20:
             tokens += token_ids(next(stream))
         first = serving(cluster, "decode")
-        cluster.children[first].terminate()
+        if by_command:
+            command = cluster.command("drain", first)
+            cluster.wait_for_line(f"drain | {first} is draining: 1 sequences")
+        else:
+            cluster.children[first].terminate()
         other = cluster.complete(**body(PROMPT, 20))["choices"]
         for event in stream:
             tokens += token_ids(event)
         assert cluster.children[first].wait(time.monotonic() + 30.0)
         assert cluster.children[first].exit_code == 0
+        if by_command:
+            assert command.wait(time.monotonic() + 30.0)
+            assert (command.exit_code, command.tail[-1]) == (0, f"{first} is gone")
+        left = [line for line in cluster.lines if "node out of service" in line]
+        assert "has left" in left[0]
         steps = {name: cluster.steps(name) for name in ("decode-0", "decode-1")}
     assert tokens == expected(False, NUM_TOKENS)
     assert other[0]["token_ids"] == expected(False, 20)  # type: ignore[index]
@@ -103,6 +112,16 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     assert any(
         part.key.request_id == steps[first][0].slices[0].key.request_id for part in moved
     ) == (drain_s == 0)
+
+
+def test_a_node_that_cannot_be_drained_is_one_clear_line(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings()) as cluster:
+        command = cluster.command("drain", "decode-7")
+        assert command.wait(time.monotonic() + 30.0)
+    assert command.exit_code == 2
+    (line,) = command.tail
+    assert "there is no node decode-7" in line
+    assert "decode-0, prefill-0" in line
 
 
 def test_a_prefill_node_killed_at_work_costs_no_request(tmp_path: Path) -> None:
