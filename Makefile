@@ -4,6 +4,7 @@
 #   make test                              every test that this machine can run
 #   make check                             format, lint, types, hygiene, unit tests
 #   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
+#   make soak [REQUESTS=10000 FAULTS=1000] kill and freeze processes under streams, some hours
 #   make demo-model                        train the demo model anew, an hour on two cores
 #   make bench                             benchmarks of the transports, also as JSON
 #   make fmt                               format and sort imports
@@ -20,6 +21,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 EXTRAS ?=
 SCHEDULES ?= 100000
+REQUESTS ?= 10000
+FAULTS ?= 1000
 ARGS ?=
 
 # Nothing here talks to anybody by itself.
@@ -38,7 +41,7 @@ TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(
 INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fuzz demo-model bench fmt docs install install-test clean
+.PHONY: help serve test check fuzz soak demo-model bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -57,6 +60,11 @@ check: $(TEST_STAMP)
 
 fuzz: $(TEST_STAMP)
 	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m slow $(ARGS)
+
+soak: $(TEST_STAMP)
+	@mkdir -p .baton
+	$(BIN)/python -m tools.soak --requests $(REQUESTS) --faults $(FAULTS) \
+	  --json .baton/soak.json $(ARGS)
 
 demo-model: $(TEST_STAMP)
 	$(BIN)/python -m tools.demo_model.train deploy/demo_checkpoint $(ARGS)

@@ -1,4 +1,4 @@
-"""A cluster of real processes on this host, each of which a test can stop, continue or kill.
+"""A cluster of real processes on this host, each of which a test can end or kill.
 
 `Cluster` starts them one by one through `python -m baton`, as an operator on several hosts would,
 so it also tests that. It binds loopback and ipc only and ends everything by process id.
@@ -115,12 +115,6 @@ class Cluster:
         """SIGKILL, and wait until it is gone."""
         self.children[name].kill()
         assert self.children[name].wait(time.monotonic() + START_TIMEOUT_S)
-
-    def pause(self, name: str) -> None:
-        os.kill(self.children[name].pid, signal.SIGSTOP)
-
-    def resume(self, name: str) -> None:
-        os.kill(self.children[name].pid, signal.SIGCONT)
 
     # --- talking to it -------------------------------------------------------------------------
 
