@@ -25,7 +25,7 @@ Settings = dict[str, object]
 def read_document(path: Path) -> object:
     """Return the content of a YAML file; raises `ConfigError`."""
     try:
-        return yaml.load(path.read_text(), _Loader)
+        return yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except _Twice as error:
@@ -110,7 +110,7 @@ class _Twice(Exception):
     """A key was written twice."""
 
 
-class _Loader(yaml.SafeLoader):
+class _UniqueKeys(yaml.SafeLoader):
     """A safe loader that refuses a key that is written twice, of which YAML takes the last."""
 
     def construct_mapping(

@@ -118,15 +118,15 @@ def processes_of(description: Description, places: Places) -> tuple[ProcessSpec,
         on_host: Counter[str] = Counter()
         for index, named in enumerate(placed_hosts(pool)):
             host = named or places.host
-            node = _Node(name, pool, index, host, named or places.node, on_host[host])
-            processes.append(_node(description, places, node, gpus_taken[host]))
+            seat = _Seat(name, pool, index, host, named or places.node, on_host[host])
+            processes.append(_node(description, places, seat, gpus_taken[host]))
             on_host[host] += bool(host)
             gpus_taken[host] += pool.gpus
     return tuple(processes)
 
 
-class _Node(msgspec.Struct, frozen=True):
-    """A node that is to be: the `nth` of its pool on its host, dialled at `address`."""
+class _Seat(msgspec.Struct, frozen=True):
+    """The place of a node to be: the `nth` of its pool on its host, dialled at `address`."""
 
     pool_name: str
     pool: Pool
@@ -177,10 +177,10 @@ def _router(
     )
 
 
-def _node(description: Description, places: Places, node: _Node, first_gpu: int) -> ProcessSpec:
-    pool = node.pool
+def _node(description: Description, places: Places, seat: _Seat, first_gpu: int) -> ProcessSpec:
+    pool = seat.pool
     config = config_of(description, pool.settings)
-    port = pool.peer_port + node.nth if pool.peer_port else 0
+    port = pool.peer_port + seat.nth if pool.peer_port else 0
     routers = [
         f"tcp://{_bracketed(address)}:{router.control_port}"
         for address, router in zip(places.routers, description.routers, strict=True)
@@ -188,23 +188,23 @@ def _node(description: Description, places: Places, node: _Node, first_gpu: int)
     env = {
         **description.env,
         **pool.env,
-        "BATON_NODE_ID": node.name,
+        "BATON_NODE_ID": seat.name,
         "BATON_NODE_ROUTERS": ",".join(routers),
-        "BATON_NODE_BIND": f"tcp://{_bracketed(node.address)}" + (f":{port}" if port else ""),
+        "BATON_NODE_BIND": f"tcp://{_bracketed(seat.address)}" + (f":{port}" if port else ""),
     }
-    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if node.host else ()
+    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if seat.host else ()
     if gpu_ids:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
     return ProcessSpec(
-        name=node.name,
+        name=seat.name,
         role=pool.role,
-        pool=node.pool_name,
-        index=node.index,
+        pool=seat.pool_name,
+        index=seat.index,
         argv=_argv(pool.role, {k: v for k, v in settings.items() if not k.startswith("router.")}),
         env=env,
         secret_env={},
-        host=node.host,
+        host=seat.host,
         gpus=pool.gpus,
         gpu_ids=gpu_ids,
         cpus=pool.cpus,
