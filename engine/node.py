@@ -25,7 +25,13 @@ from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, ReadEnded
+from baton.kv_transfer.interfaces import (
+    CORRUPT_BLOCKS,
+    LEASE_EXPIRED,
+    ConnectorReport,
+    ReadEnded,
+    Released,
+)
 from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
@@ -73,6 +79,11 @@ class NodeObserver:
         if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
             num_corrupt = self._records.counters.num_corrupt_reads
             log.error(event.failure.message, rank=rank, so_far=num_corrupt)
+
+    def reported(self, report: ConnectorReport) -> None:
+        failure = report.failure if isinstance(report, Released) else None
+        if failure is not None and failure.code == LEASE_EXPIRED:
+            self._records.counters.num_leases_expired += 1
 
     def set_load(self, load: Load) -> None:
         now_s = boottime()
@@ -173,7 +184,7 @@ class EngineNode:
             records.close()
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = self._start(executor, sockets)
+        info = _with_features(self._start(executor, sockets), self.config)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
             node_id=self.node_id,
@@ -201,6 +212,7 @@ class EngineNode:
             NodeObserver(self._vitals, records, self.config.log.stats_s),
             boottime,
         )
+        self._vitals.count_with(lambda: records.counters.totals(pool.counts))
         self._vitals.set_ready()
         sockets.ready(node)
         log.info(
@@ -272,6 +284,18 @@ class EngineNode:
     def _too_late(self, seconds: float) -> None:
         log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
         os._exit(1)
+
+
+def _with_features(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
+    """Add what is switched on here to the facts that the node publishes."""
+    found = {
+        "batch_invariant": info.batch_invariant,
+        "prefix_caching": config.cache.prefix,
+        "verify_kv": config.transfer.verify_kv,
+    }
+    features = tuple(name for name, is_on in found.items() if is_on)
+    facts = msgspec.structs.replace(info.facts, features=features)
+    return msgspec.structs.replace(info, facts=facts)
 
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:

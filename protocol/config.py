@@ -5,6 +5,7 @@ are found at run time (block counts, ports, EOS ids) have types of their own and
 back.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -58,6 +59,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_len: Annotated[
         int, says("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
+
+    @property
+    def shown_name(self) -> str:
+        """The name of the model in the API and in metrics."""
+        return self.name or Path(self.path).resolve().name
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,6 +28,7 @@ class Left(msgspec.Struct, frozen=True):
     node: NodeId
     role: Role
     failure: Failure
+    is_planned: bool = False  # it had announced that it would end
 
 
 class Differs(msgspec.Struct, frozen=True):
