@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -44,6 +45,9 @@ from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, setup
 from baton.runtime.network_devices import devices_for, reaches_out
 from baton.runtime.process import die_with_parent
+
+if TYPE_CHECKING:
+    from baton.engine.node_http import NodeHttp
 
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
 MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
@@ -142,6 +146,7 @@ class EngineNode:
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._drain_by_s: float | None = None
+        self._info: NodeInfo | None = None
 
     def run(self) -> int:
         """Serve until SIGTERM or Ctrl-C, drain, and return the exit code."""
@@ -170,6 +175,7 @@ class EngineNode:
         beats = BeatThread(
             self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
+        http = self._start_http()
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
@@ -179,9 +185,24 @@ class EngineNode:
             self._serve(executor, sockets, records)
         finally:
             beats.stop()
+            if http is not None:
+                http.stop()
             executor.close()
             sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
             records.close()
+
+    def _start_http(self) -> "NodeHttp | None":
+        if not self.config.node.http:
+            return None
+        # aiohttp takes memory and time that a node without HTTP need not spend.
+        from baton.engine.node_http import NodeHttp
+
+        name = self.config.model.shown_name
+        node = (str(self.node_id), self.role)
+        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info)
+        http.start(self.config.node.http)
+        log.info(f"serving /live, /ready and /metrics on {http.url}")
+        return http
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
         info = _with_features(self._start(executor, sockets), self.config)
@@ -212,6 +233,7 @@ class EngineNode:
             NodeObserver(self._vitals, records, self.config.log.stats_s),
             boottime,
         )
+        self._info = node
         self._vitals.count_with(lambda: records.counters.totals(pool.counts))
         self._vitals.set_ready()
         sockets.ready(node)

@@ -188,6 +188,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         says("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
     ] = 30.0
+    http: Annotated[
+        str,
+        says(
+            "host:port on which the node serves /live, /ready and /metrics, port 0 is a free one; "
+            "empty serves none; nodes that are started together count up from the port"
+        ),
+    ] = ""
     start_timeout_s: Annotated[
         float, says("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0

@@ -29,6 +29,7 @@ from baton.router.health import LostNode, NodeHealth, NodeState
 from baton.router.membership import Membership, Replaced
 from baton.router.pairs import Pairs
 from baton.router.request.events import NodeProcess, Placed
+from baton.runtime.node_metrics import transports_of
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
@@ -371,7 +372,7 @@ def _health(now_s: float, node: Node, lack: str) -> NodeHealth:
         compute=info.compute,
         dtype=info.facts.dtype,
         device=info.facts.device,
-        transports="+".join(sorted({name for rank in info.ranks for name in rank.metadata})),
+        transports=transports_of(info),
         tensor_parallel=len(info.ranks),
         features=info.facts.features,
     )

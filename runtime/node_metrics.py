@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from baton.protocol.messages import Load, Role, Totals
+from baton.protocol.messages import Load, NodeInfo, Role, Totals
 from baton.runtime.exposition import Family, Page
 
 _NODE = ("node", "role")
@@ -29,6 +29,21 @@ class NodeSample(msgspec.Struct, frozen=True):
     transports: str = ""
     tensor_parallel: int = 0  # 0 is not known
     features: str = ""
+
+    def of(self, info: NodeInfo) -> "NodeSample":
+        """Return the sample with what the node published of itself."""
+        return msgspec.structs.replace(
+            self,
+            dtype=info.facts.dtype,
+            device=info.facts.device,
+            transports=transports_of(info),
+            tensor_parallel=len(info.ranks),
+            features=",".join(info.facts.features),
+        )
+
+
+def transports_of(info: NodeInfo) -> str:
+    return "+".join(sorted({name for rank in info.ranks for name in rank.metadata}))
 
 
 def _usage(load: Load) -> float:
