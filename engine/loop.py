@@ -17,6 +17,7 @@ from baton.engine.scheduler import Scheduler
 from baton.kv_transfer.interfaces import (
     Connector,
     ConnectorEvent,
+    ConnectorReport,
     FromPeer,
     FromRank,
     PeerLost,
@@ -59,6 +60,8 @@ class LoopObserver(Protocol):
     def step_settled(self, plan: StepPlan, result: StepResult) -> None: ...
 
     def read_ended(self, rank: int, event: ReadEnded) -> None: ...
+
+    def reported(self, report: ConnectorReport) -> None: ...
 
     def set_load(self, load: Load) -> None:
         """Hear the load at the end of each turn of the loop."""
@@ -233,6 +236,7 @@ class EngineLoop:
                 else:
                     self.links.to_peer(command)
             for report in step.reports:
+                self.observer.reported(report)
                 self.scheduler.on_report(now_s, report)
             self._events.extend(self.scheduler.outputs.take_connector_events())
 

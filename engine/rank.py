@@ -40,7 +40,7 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
-from baton.protocol.messages import KVLayout
+from baton.protocol.messages import KVLayout, NodeFacts
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
@@ -93,16 +93,18 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         warm_up(runner)
         progress("kernels", 1, 1)
     port = make_port(pool, epoch, config.transfer)
+    dtype = str(plan.dtype).removeprefix("torch.")
     info = ExecutorInfo(
         num_blocks=plan.num_blocks,
         layout=plan.layout,
         ranks=(port.address(),),
-        model=fingerprint(plan.folder, str(plan.dtype).removeprefix("torch.")),
+        model=fingerprint(plan.folder, dtype),
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
+        facts=NodeFacts(dtype, plan.device.type),
     )
     return LoadedRank(runner, pool, port, info)
 

@@ -5,6 +5,7 @@ are found at run time (block counts, ports, EOS ids) have types of their own and
 back.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -58,6 +59,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_len: Annotated[
         int, says("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
+
+    @property
+    def shown_name(self) -> str:
+        """The name of the model in the API and in metrics."""
+        return self.name or Path(self.path).resolve().name
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,6 +203,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         says("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
     ] = 30.0
+    http: Annotated[
+        str,
+        says(
+            "host:port on which the node serves /live, /ready and /metrics, port 0 is a free one; "
+            "empty serves none; nodes that are started together count up from the port"
+        ),
+    ] = ""
     start_timeout_s: Annotated[
         float, says("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0

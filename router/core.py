@@ -294,21 +294,19 @@ class RouterCore:
             case Send(node=node, message=message):
                 assert self._sockets is not None
                 self._sockets.send(node, message)
-            case Place():
+            case Place(key=key):
                 self._admission.wait(self._now_s, command)
+                active.asks(self._now_s, key)
             case Unplace(key=key):
                 self._admission.leave(key)
             case Release(node=node, key=key):
                 self.registry.release(node, key)
-            case Timed(times=times, of_prompt=of_prompt):
-                active.stream.metrics.add_stages(times, of_prompt=of_prompt)
+            case Timed():
+                active.timed(self._now_s, command, self.registry.pairs)
             case HandoffEnded():
                 self._announcer.judge(self._now_s, command)
-            case TriedAgain(is_resume=is_resume):
-                metrics = active.stream.metrics
-                metrics.num_retries += not is_resume
-                metrics.num_resumes += is_resume
-                metrics.resumed = metrics.resumed or is_resume
+            case TriedAgain():
+                active.tries_again(self._now_s, command)
             case Outcome(failure=failure):
                 active.stream.finish(None if failure is None else from_failure(failure))
             case Closed():
@@ -342,12 +340,7 @@ class RouterCore:
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
         self.registry.note_pair(decision.placed)
-        metrics = active.stream.metrics
-        if metrics.num_attempts == 0:
-            metrics.router_queue_s = self._clock() - active.began_s
-        metrics.num_attempts = max(metrics.num_attempts, place.key.attempt + 1)
-        metrics.path = decision.path
-        metrics.local_fallback = decision.is_fallback
+        active.placed(self._clock(), place.key, decision)
         self._feed(active, decision.placed)
 
     def _tick(self) -> None:

@@ -80,17 +80,18 @@ class LocalCluster:
             ("prefill", self._config.prefill),
             ("decode", self._config.decode),
         )
+        names = [(role, f"{role}-{index}") for role, count in counts for index in range(count)]
         return [
-            self._command(folder, role, index) for role, count in counts for index in range(count)
+            self._command(folder, role, name, number) for number, (role, name) in enumerate(names)
         ]
 
-    def _command(self, folder: Path, role: Role, index: int) -> Command:
-        name = f"{role}-{index}"
+    def _command(self, folder: Path, role: Role, name: str, number: int) -> Command:
         node = msgspec.structs.replace(
             self._config.node,
             id=name,
             routers=(self._control,),
             bind=f"ipc://{folder}/peers-{name}",
+            http=_counted_up(self._config.node.http, number),
         )
         settings = folder / f"{name}.yaml"
         # The nodes share this host's CPUs: each would otherwise take them all.
@@ -100,6 +101,12 @@ class LocalCluster:
             to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine))
         )
         return Command(name, (role, "--config", str(settings)))
+
+
+def _counted_up(address: str, number: int) -> str:
+    """Return the `node.http` of one of several nodes on this host."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else address
 
 
 def private_folder() -> Path:

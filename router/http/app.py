@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.router.health import ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
@@ -54,7 +55,8 @@ class App:
         chat_template: ChatTemplate | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.metrics = HttpMetrics()
+        self._baton_version = importlib.metadata.version(DISTRIBUTION)
+        self.metrics = HttpMetrics(config.model.shown_name, self._baton_version)
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
         self._access = Access(config.router)
         self._engine = engine
@@ -118,9 +120,10 @@ class App:
             text = "the router ends: it finishes its requests and takes no new ones"
             health = msgspec.structs.replace(health, status="draining", message=text)
         body = msgspec.structs.asdict(health)
-        # Between processes a load travels as an array, but people want its names.
+        # Between processes loads and totals travel as arrays, but people want their names.
+        named = msgspec.structs.asdict
         body["nodes"] = [
-            {**msgspec.structs.asdict(node), "load": msgspec.structs.asdict(node.load)}
+            {**named(node), "load": named(node.load), "totals": named(node.totals)}
             for node in health.nodes
         ]
         return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
@@ -132,13 +135,16 @@ class App:
         return _json(msgspec.json.encode({"status": "live"}))
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        model: ServedModel | None = None
+        with contextlib.suppress(NodeError):  # no node has been ready yet
+            model = self._engine.get_model_config()
         return web.Response(
-            body=self.metrics.render(self._engine.health()),
+            body=self.metrics.render(self._engine.health(), model),
             headers={"Content-Type": CONTENT_TYPE},
         )
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json(msgspec.json.encode({"version": importlib.metadata.version(DISTRIBUTION)}))
+        return _json(msgspec.json.encode({"version": self._baton_version}))
 
     # --- around every request -------------------------------------------------------------------
 

@@ -154,7 +154,9 @@ class Handlers:
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.answer.id, text=_shown(ready))
-                running.streams.append(await self._engine.submit(ready, work.params, name))
+                stream = await self._engine.submit(ready, work.params, name)
+                stream.token_gaps = self._metrics.token_gaps
+                running.streams.append(stream)
         return work
 
     def _model(self) -> ServedModel:

@@ -32,14 +32,14 @@ BELOW = {
 }  # fmt: skip
 PACKAGES = {
     "protocol": {"msgspec"},
-    "runtime": {"msgspec", "psutil", "yaml", "zmq"},
+    "runtime": {"msgspec", "prometheus_client", "psutil", "yaml", "zmq"},
     "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy"},
-    "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors"},
+    "engine": {"aiohttp", "msgspec", "zmq", "numpy", "torch", "safetensors"},
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
-    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers", "prometheus_client"},
     "console": {"msgspec", "aiohttp", "rich"},
+    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
 # Door of `src/baton` -> rooms that it may import. `LLM` starts nodes as processes of their own, so
