@@ -85,6 +85,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel: Annotated[
         int, says("number of ranks over which one node splits the model", ge=1)
     ] = 1
+    shared_cpus: Annotated[
+        str,
+        says(
+            "file in which nodes of one host say when they compute; a node takes the CPUs of idle "
+            "ones, and `serve` names the file to its nodes"
+        ),
+    ] = ""
     threads: Annotated[
         int,
         says(

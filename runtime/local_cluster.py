@@ -97,6 +97,8 @@ class LocalCluster:
         # The nodes share this host's CPUs: each would otherwise take them all.
         threads = threads_per_rank(self._config.engine, self._config.prefill + self._config.decode)
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
+        if not self._config.engine.threads and engine.tensor_parallel == 1:
+            engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
         settings.write_text(
             to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine))
         )
