@@ -1,0 +1,63 @@
+"""What `baton up`, `down`, `status` and `render` ask of every platform.
+
+A platform is this host, systemd, Slurm, Ray or Kubernetes. It runs the processes of a `ClusterPlan`
+exactly as they stand: it may prefix a command with the program's path, but never adds a setting.
+`folder` is the state folder of one deployment, which only its user can enter; a platform keeps
+there what `stop` and `status` need.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessRole
+from baton.protocol.errors import ConfigError
+
+ProcessState = Literal["waiting", "running", "ended", "unknown"]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """How a platform sees one process. Whether a node is ready is for its routers to say."""
+
+    name: str
+    role: ProcessRole
+    host: str
+    state: ProcessState
+    note: str = ""  # its pid or its pod; of one that ended: why, in one line
+
+
+class Platform(Protocol):
+    def places(self, description: Description) -> Places:
+        """Return what the platform knows of the machines. Raises `ConfigError`."""
+
+    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
+        """Write the files that run `plan` into `folder` and return them. Start nothing."""
+
+    def start(self, plan: ClusterPlan, folder: Path) -> None:
+        """Start every process and return without waiting for nodes to be ready.
+
+        Raises `ConfigError` for what cannot work and `NodeError` for what failed.
+        """
+
+    def stop(self, folder: Path) -> None:
+        """End every process, each with its `grace_s`, and return when all are gone. Idempotent."""
+
+    def status(self, folder: Path) -> list[ProcessStatus]:
+        """Return the state of every process, those that ended with the reason."""
+
+    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
+        """Return the routers' base URLs that can be reached from here; none is allowed."""
+
+
+def platform_named(name: str) -> Platform:
+    """Return the platform of `--on`; raises `ConfigError` for an unknown name."""
+    if name not in PLATFORMS:
+        raise ConfigError(f"--on {name}: choose one of {', '.join(PLATFORMS)}")
+    return PLATFORMS[name]()
+
+
+# A platform's code is imported when it is chosen.
+PLATFORMS: dict[str, Callable[[], Platform]] = {}
