@@ -73,7 +73,7 @@ class StepInputs:
     )
 
     def sampled(self) -> Draws:
-        return Draws(*(span.of(self.words) for span in self.draws))
+        return Draws(*(place.of(self.words) for place in self.draws))
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class PackedStep:
         _, positions, slots = inputs.tokens.of(inputs.words)
         if tables is None or inputs.tables is None:
             return Batch(token_ids, positions, slots, self.chunks)
-        rows, lengths, starts = (span.of(inputs.words) for span in inputs.tables)
+        rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
         blocks = tables.blocks[:, : self.table_blocks][rows]
         there = Tables(blocks, lengths, starts, self.num_decoding)
         return Batch(token_ids, positions, slots, self.chunks, there)
@@ -131,8 +131,8 @@ class _Lists:
 class Packer:
     """Packs the plans of one runner.
 
-    `allocate` returns host memory of that many words, which is one step's alone. `buckets` are the
-    numbers of rows to which decode steps are padded, in order; larger steps are not padded.
+    `allocate` returns host memory of that many words, which is one step's alone. `buckets`, none at
+    first, are the numbers of rows to which decode steps are padded, in order; larger steps are not.
     """
 
     def __init__(
@@ -141,13 +141,12 @@ class Packer:
         eos_token_ids: tuple[int, ...],
         tables: DeviceTables | None,
         allocate: Callable[[int], Tensor],
-        buckets: Sequence[int] = (),
     ) -> None:
+        self.buckets: Sequence[int] = ()
         self._block_size = block_size
         self._eos_token_ids = eos_token_ids
         self._tables = tables
         self._allocate = allocate
-        self._buckets = buckets
         self._sampled = _SampledPlaces()
 
     def pack(self, plan: StepPlan) -> PackedStep:
@@ -186,13 +185,13 @@ class Packer:
 
     def _bucket(self, slices: Sequence[Slice], held_back: Sequence[tuple[int, ...]]) -> int:
         """Return the bucket of a decode step, or 0 if it is none or fits none."""
-        index = bisect_left(self._buckets, len(slices))
-        if index == len(self._buckets) or not slices:
+        index = bisect_left(self.buckets, len(slices))
+        if index == len(self.buckets) or not slices:
             return 0
         is_decoding = all(part.length == 1 and len(part.draws) == 1 for part in slices)
         if not is_decoding or any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
             return 0
-        return self._buckets[index]
+        return self.buckets[index]
 
     def _add_tokens(self, lists: _Lists, part: Slice) -> None:
         start, length, table, size = part.start, part.length, part.block_table, self._block_size

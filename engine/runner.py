@@ -8,6 +8,7 @@ positions are the scheduler's.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch
 from baton.engine.device_tables import DeviceTables
+from baton.engine.executor import Progress
+from baton.engine.graphs import DecodeGraphs
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.decoder import Decoder
 from baton.engine.packing import RING_TOKENS, PackedStep, Packer, StepInputs
@@ -50,8 +53,18 @@ class Runner:
             cache.pool.shape[4], sampler.eos_token_ids, self._tables, self._queue.allocate
         )
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
         self._launched: deque[tuple[StepPlan, float]] = deque()  # with the time of the launch
         self._ended_s = 0.0  # the last step that was collected
+
+    def capture(self, buckets: Sequence[int], progress: Progress) -> None:
+        """Capture the decode steps of these sizes, in order; called where plans are launched."""
+        self._graphs = DecodeGraphs(self._packer.idle(buckets[-1]), self.device)
+        for done, bucket in enumerate(reversed(buckets)):  # the memory of the largest serves all
+            progress("graphs", done, len(buckets))
+            self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
+        self._packer.buckets = buckets
+        progress("graphs", len(buckets), len(buckets))
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step behind those that were launched. At most two may be uncollected."""
@@ -84,15 +97,19 @@ class Runner:
     def _compute(self, step: PackedStep) -> Tensor:
         """Do all work of a step on the device; return the sampled ids."""
         self.cache.copy_blocks(step.plan.copies)
-        inputs = self._sent(step.inputs)
-        return self._forward(step, inputs)
+        if self._graphs is not None and self._graphs.takes(step):
+            return self._graphs.replay(step, self._write_tables)
+        return self._forward(step, self._sent(step.inputs))
 
     def _sent(self, inputs: StepInputs) -> StepInputs:
         """Copy the inputs to the device, and bring its block tables up to date."""
         sent = replace(inputs, words=inputs.words.to(self.device, non_blocking=True))
-        if self._tables is not None and sent.changes is not None:
-            self._tables.write(*(span.of(sent.words) for span in sent.changes))
+        self._write_tables(sent)
         return sent
+
+    def _write_tables(self, inputs: StepInputs) -> None:
+        if self._tables is not None and inputs.changes is not None:
+            self._tables.write(*(place.of(inputs.words) for place in inputs.changes))
 
     def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
         ids = inputs.tokens.of(inputs.words)[0]
