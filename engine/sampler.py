@@ -70,7 +70,7 @@ class Sampler:
             return []
         self._hold_back_ends(logits, rows)
         if self._compiled is not None:
-            return self._compiled.sample(logits.contiguous(), *_parameters(rows))
+            return self._compiled.sample(logits.contiguous(), *parameters(rows))
         drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
         if not drawn:
             return _ids(logits.argmax(dim=-1))
@@ -125,8 +125,8 @@ class Sampler:
         return steps
 
 
-def _parameters(rows: Sequence[SampleRow]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return what the compiled kernel takes for each row."""
+def parameters(rows: Sequence[SampleRow]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return what the compiled kernels take for each row."""
     ints = [(row.sampling.seed, row.choice, row.position, row.sampling.top_k) for row in rows]
     reals = [
         (row.sampling.temperature, _log(row.sampling.min_p), row.sampling.top_p) for row in rows
