@@ -85,8 +85,10 @@ class ClusterPlan(msgspec.Struct, frozen=True):
         return tuple(process for process in self.processes if process.pool == name)
 
     @property
-    def node_ids(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.processes if one.role != "router")
+    def control_endpoints(self) -> tuple[str, ...]:
+        """What nodes dial: one endpoint per router."""
+        node = next(process for process in self.processes if process.role != "router")
+        return tuple(node.env["BATON_NODE_ROUTERS"].split(","))
 
     @property
     def start_timeout_s(self) -> float:

@@ -1,7 +1,7 @@
-"""The command line: `baton serve`, `router`, `prefill`, `decode`, `bench`, `keygen`, `demo-model`.
+"""The command line: `baton serve`, `up`, `router`, `prefill`, `decode`, `bench`, `keygen` and more.
 
 Every setting of a cluster and its flag comes from `protocol.config` through `runtime.settings`;
-`bench` has a command line of its own. A subcommand's code is imported when it is chosen, so that a
+`bench`, and the commands that take a cluster.yaml, have command lines of their own. A subcommand's code is imported when it is chosen, so that a
 router or `--help` never loads torch. A user's mistake prints one line on stderr and exits with
 code 2; a failure prints one line and exits with code 1.
 """
@@ -37,6 +37,12 @@ COMMANDS = {
         Subcommand("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
         Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
+}
+CLUSTER_HELP = {
+    "up": "Start the cluster that a cluster.yaml describes, and wait until it serves.",
+    "down": "End a cluster that `up` has started.",
+    "status": "Show the processes of a cluster that `up` has started.",
+    "render": "Write the files by which a platform runs a cluster, and start nothing.",
 }
 KEYGEN = "keygen"
 KEYGEN_HELP = "Make the key that the processes of a cluster on several hosts share."
@@ -87,8 +93,12 @@ def _run(words: list[str]) -> int:
         return _demo_model(rest)
     if name == KEYGEN:
         return _keygen(rest)
+    if name in CLUSTER_HELP:
+        from baton.deploy.cluster.commands import main as cluster
+
+        return cluster(name, CLUSTER_HELP[name], rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, BENCH, KEYGEN, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, *CLUSTER_HELP, BENCH, KEYGEN, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -151,6 +161,7 @@ def _keygen(rest: list[str]) -> int:
 
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries |= CLUSTER_HELP
     summaries[BENCH] = BENCH_HELP
     summaries[KEYGEN] = KEYGEN_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP
