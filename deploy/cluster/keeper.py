@@ -42,7 +42,7 @@ class Keeper:
         self._orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
         self._logs = Path(self._orders.logs)
         self._files: dict[str, TextIO] = {}
-        self._ends: dict[str, str] = {}  # why a process that is down ended, in one line
+        self._ends: dict[str, str] = {}  # why a process ended when it last did
         specs = {spec.name: spec for spec in self._orders.processes}
         self._routers = Supervisor(
             tuple(map(_command, _of_role(specs.values(), is_router=True))), monotonic, self._relay
@@ -97,8 +97,9 @@ class Keeper:
         supervisor = self._routers if spec.role == "router" else self._nodes
         pid = supervisor.pid_of(spec.name)
         state: ProcessState = "running" if pid is not None else "ended"
-        note = f"pid {pid}" if pid is not None else self._ends.get(spec.name, "")
-        return ProcessStatus(spec.name, spec.role, spec.host, state, note)
+        note = f"pid {pid}" if pid is not None else ""
+        last_end = self._ends.get(spec.name, "")
+        return ProcessStatus(spec.name, spec.role, spec.host, state, note, last_end)
 
     def _relay(self, name: str, line: str) -> None:
         """Pass on a line of a process; its reader thread calls this."""

@@ -90,12 +90,13 @@ class LocalPlatform:
         if keeper is not None and keeper.is_alive and (folder / STATUS).exists():
             return msgspec.json.decode((folder / STATUS).read_bytes(), type=list[ProcessStatus])
         state: ProcessState = "waiting"
-        note = ""
+        last_end = ""
         if keeper is None or not keeper.is_alive:
-            state, note = "ended", "its keeper has ended"
+            state, last_end = "ended", "its keeper has ended"
         orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
         return [
-            ProcessStatus(spec.name, spec.role, spec.host, state, note) for spec in orders.processes
+            ProcessStatus(spec.name, spec.role, spec.host, state, "", last_end)
+            for spec in orders.processes
         ]
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     role: ProcessRole
     host: str
     state: ProcessState
-    note: str = ""  # its pid or its pod; of one that ended: why, in one line
+    note: str = ""  # its pid or its pod
+    last_end: str = ""  # why it ended when it last did, in one line, even if it runs again
 
 
 class PlatformOptions(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class Platform(Protocol):
         """End every process, each with its `grace_s`, and return when all are gone. Idempotent."""
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        """Return the state of every process, those that ended with the reason."""
+        """Return the state of every process, and of those that have ended the reason."""
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
         """Return the routers' base URLs that can be reached from here; none is allowed."""

@@ -1,7 +1,7 @@
 """Wait until a cluster serves, or say in one line which process of which host does not.
 
-`baton up` calls it. It asks the routers' /health and the platform's status, and tries a router's
-control port with the key of this host when nodes are late.
+`baton up` calls it. It asks the routers' /health and the platform's status, and dials the
+routers' control ports with the key of this host.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,10 @@ from baton.protocol.errors import NodeError
 from baton.protocol.messages import ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.clock import Clock, monotonic
+from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 
 WATCH_S = 0.2
-# How long nodes may be late before the keys are tried.
-PATIENCE_S = 5.0
 # Handshakes in a row that fail: one may fail because a router ends.
 REFUSALS = 3
 
@@ -48,7 +46,7 @@ def wait_until_ready(
     urls = platform.urls(plan, folder)
     deadline_s = monotonic() + timeout_s
     progress = StartProgress()
-    keys = KeyCheck(plan)
+    keys = KeyCheck(plan, can_reach=bool(urls))
     try:
         while not interrupts.wait(WATCH_S):
             statuses = platform.status(folder)
@@ -61,12 +59,10 @@ def wait_until_ready(
                     if status.state != "running"
                 ]
             progress.show(phases)
-            if not missing:
+            if keys.are_accepted() and not missing:
                 return True
-            if urls:
-                keys.check()
             if monotonic() > deadline_s:
-                late = missing[0]
+                late = missing[0] if missing else keys.unanswered()
                 raise NodeError(f"not ready within {timeout_s:g} s: {late}; {late.advice}")
         return False
     finally:
@@ -92,8 +88,8 @@ def _who(process: ProcessSpec | ProcessStatus) -> str:
 def _check_running(statuses: Sequence[ProcessStatus]) -> None:
     """Raise `NodeError` for the first process that has ended."""
     for status in statuses:
-        if status.state == "ended":
-            raise NodeError(f"{_who(status)} ended while starting ({status.note})")
+        if status.state == "ended" or status.last_end:
+            raise NodeError(f"{_who(status)} ended while starting ({status.last_end})")
 
 
 def _missing_of(
@@ -133,22 +129,21 @@ def _lack(spec: ProcessSpec, router: ProcessSpec, health: HealthReply) -> Missin
 
 
 class KeyCheck:
-    """Dials the routers' control ports with the key of this host. `check` never blocks."""
+    """Dials the control ports of `plan`'s routers, as nodes do, with the key of this host.
 
-    def __init__(self, plan: ClusterPlan, clock: Clock = monotonic) -> None:
+    Without it, nodes that run already could pass for those of a host that has another key.
+    """
+
+    def __init__(self, plan: ClusterPlan, *, can_reach: bool) -> None:
+        """Dial nothing where the routers cannot be reached from this host."""
         self._plan = plan
-        self._clock = clock
-        self._begin_s = clock() + PATIENCE_S
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dialers: list[Dialer[ToRouter, ToNode | Unreadable]] = []
+        endpoints = plan.control_endpoints if can_reach else ()
+        self._dialers = [self._dial(endpoint) for endpoint in endpoints]
 
-    def check(self) -> None:
-        """Raise `NodeError` if a router refuses the key."""
-        if self._clock() < self._begin_s:
-            return
-        if not self._dialers:
-            self._dialers = [self._dial(endpoint) for endpoint in self._plan.control_endpoints]
-        for router, dialer in zip(self._plan.pool(ROUTERS), self._dialers, strict=True):
+    def are_accepted(self) -> bool:
+        """Return whether every router has taken the key; raises `NodeError` if one refuses it."""
+        for router, dialer in zip(self._plan.pool(ROUTERS), self._dialers, strict=False):
             while dialer.receive() is not None:
                 pass
             if dialer.refusals >= REFUSALS:
@@ -157,6 +152,17 @@ class KeyCheck:
                     f"{router.name} on {router.host} refuses the key of this host ({what}): copy "
                     "one key file to all hosts and start their processes again"
                 )
+        return all(dialer.connected for dialer in self._dialers)
+
+    def unanswered(self) -> Missing:
+        """Return the first router whose control port nothing has answered."""
+        routers = zip(self._plan.pool(ROUTERS), self._dialers, strict=False)
+        router, dialer = next(pair for pair in routers if not pair[1].connected)
+        return Missing(
+            router,
+            f"does not answer at {dialer.endpoint}",
+            "see that this port is open between the hosts",
+        )
 
     def close(self) -> None:
         for dialer in self._dialers:

@@ -28,7 +28,7 @@ from baton.deploy.cluster.units import files_of, target_of, unit_of
 from baton.protocol.errors import ConfigError, NodeError
 
 INSTALLED = "installed.json"
-SHOWN = ("ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus")
+SHOWN = ("ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainStatus")
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -124,11 +124,14 @@ def _status(installed: Installed, unit: str) -> ProcessStatus:
         state = "running"
     elif shown["ActiveState"] == "activating" and shown["SubState"] != "auto-restart":
         state = "waiting"
-    note = f"pid {shown['MainPID']}"
-    if state == "ended":
+    note = f"pid {shown['MainPID']}" if state == "running" else ""
+    last_end = ""
+    if state == "ended" or shown["NRestarts"] != "0":
+        # systemd forgets the exit code when it starts a unit again.
+        code = f"exit code {shown['ExecMainStatus']}: " if state == "ended" else ""
         flag = " --user" if installed.scope == "user" else ""
-        note = f"exit code {shown['ExecMainStatus']}: see journalctl{flag} -u {unit}"
-    return ProcessStatus(name, role, host, state, note)
+        last_end = f"{code}see journalctl{flag} -u {unit}"
+    return ProcessStatus(name, role, host, state, note, last_end)
 
 
 def _installed(folder: Path) -> Installed | None:

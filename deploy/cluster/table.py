@@ -4,12 +4,15 @@ from collections.abc import Sequence
 
 from baton.deploy.cluster.platform import ProcessStatus
 
-HEAD = ("process", "role", "host", "state", "")
+HEAD = ("process", "role", "host", "state", "", "last end")
 
 
 def table_of(statuses: Sequence[ProcessStatus]) -> str:
     """Return one line per process below the names of the columns."""
-    rows = [HEAD, *((one.name, one.role, one.host, one.state, one.note) for one in statuses)]
+    rows = [
+        HEAD,
+        *((one.name, one.role, one.host, one.state, one.note, one.last_end) for one in statuses),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD) - 1)]
     return "\n".join(
         "  ".join(

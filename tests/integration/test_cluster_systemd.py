@@ -78,7 +78,8 @@ def test_a_node_that_fails_under_systemd_is_named_and_nothing_is_left(managed: D
     }
     code, _, complained = managed.run("up", "--on", "systemd")
     assert code == 1
-    assert "decode-0 on 127.0.0.1 ended while starting (exit code 1: see journalctl" in complained
+    assert "decode-0 on 127.0.0.1 ended while starting (" in complained
+    assert "see journalctl --user -u baton-small-decode@0.service)" in complained
     assert not managed.processes()
 
 
