@@ -81,7 +81,7 @@ def observe(rates: RateSearch, rate: float, run: Run) -> None:
         rate,
         run.summary.attainment or 0.0,
         broken or not run.invalid,
-        saturated=find_growth(run.records, None) is not None,
+        saturated=bool(find_growth(run.records, None)),
         broken=broken,
         alone=run.summary.concurrency < ALONE,
     )

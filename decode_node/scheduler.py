@@ -186,6 +186,7 @@ class DecodeScheduler:
             text = "preempted: no KV block is left to grow into"
             failure = Failure("preempted", text, retryable=True, http_status=503)
             self.outputs.say(youngest.origin, Failed(youngest.sequence.key, failure))
+            self.pool.counts.preemptions += 1
             self._leave(youngest)
         if stream.is_ended or self.pool.num_free == 0:
             return False

@@ -25,7 +25,7 @@ from baton.runtime.process import Command, Exit, Supervisor
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
-ROUTER_GRACE_S = 2.0
+ROUTER_GRACE_S = 2.0  # beyond the time that it may take to drain
 # Added to the nodes' own deadline: the time for the interpreter and the router to start.
 EXTRA_START_S = 20.0
 
@@ -35,7 +35,8 @@ log = logger("serve")
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM and return the exit code.
 
-    Raises `ConfigError` and `NodeError`.
+    SIGTERM lets running requests finish within `router.drain_s`. A second signal ends everything
+    at once. Raises `ConfigError` and `NodeError`.
     """
     if config.router.control is not None:
         check_reach(config, "router.control", config.router.control)
@@ -46,12 +47,12 @@ def serve(config: ClusterConfig) -> int:
             server.start()
             if server.wait_until_ready(interrupts):
                 print(
-                    greeting(server.url, config.model.name, wants_key=bool(config.router.api_keys)),
+                    greeting(server.url, config.model.name, wants_key=config.router.wants_key),
                     flush=True,
                 )
                 server.watch(interrupts)
         finally:
-            server.stop()
+            server.stop(is_hurried=interrupts.is_hurried)
     return 0
 
 
@@ -112,6 +113,9 @@ class LocalServer:
         """Restart processes that die until a stop is requested."""
         while not interrupts.wait(WATCH_S):
             for ended in self._poll():
+                if ended.restart_in_s is None:
+                    log.info("process was told to end and stays away", process=ended.name)
+                    continue
                 log.warning(
                     "process ended and will start again",
                     process=ended.name,
@@ -120,10 +124,14 @@ class LocalServer:
                     exits=ended.num_exits,
                 )
 
-    def stop(self) -> None:
-        """End everything within five seconds, the router first: it may finish its requests."""
+    def stop(self, *, is_hurried: bool = True) -> None:
+        """End everything, the router first, which may finish its requests.
+
+        If it is hurried, all of this takes five seconds at the most.
+        """
         self._progress.stop()
-        self._router.stop(ROUTER_GRACE_S)
+        drain_s = 0.0 if is_hurried else self._config.router.drain_s
+        self._router.stop(drain_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
         self._port_pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -11,18 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.rank import LoadedRank, load_rank
 from baton.engine.runner import Runner
+from baton.engine.step_cpus import StepCpus
 from baton.engine.tensor_parallel import SingleRank
 from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch
-from baton.runtime.cpus import threads_per_rank
 
 CLOSE_S = 4.0  # of the five seconds a close may take; the rest is the port's
 
@@ -44,7 +42,7 @@ class InProcessExecutor:
         self._rank = load_rank(self._config, self._epoch, SingleRank(), progress)
         self._thread = threading.Thread(
             target=self._work,
-            args=(self._rank.runner, threads_per_rank(self._config.engine)),
+            args=(self._rank.runner,),
             name="compute",
             daemon=True,
         )
@@ -90,12 +88,13 @@ class InProcessExecutor:
             os.close(self._event_fd)
             self._event_fd = -1
 
-    def _work(self, runner: Runner, threads: int) -> None:
+    def _work(self, runner: Runner) -> None:
         """Run the compute thread until it is told to stop or a step fails."""
-        torch.set_num_threads(threads)  # each thread of a process has its own
+        cpus = StepCpus(self._config.engine)
         while (plan := self._plans.get()) is not None:
             try:
-                self._results.append(runner.execute(plan))
+                with cpus:
+                    self._results.append(runner.execute(plan))
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
                 self._error = NodeError(f"step {plan.step_id} failed: {error!r}")
                 self._error.__cause__ = error

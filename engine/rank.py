@@ -26,7 +26,7 @@ from baton.engine.kv_cache import (
 )
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
-from baton.engine.models.loading import check_split, load_decoder, local_heads
+from baton.engine.models.loading import Placement, check_split, load_decoder, local_heads
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
@@ -40,10 +40,10 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, Key, RequestId
-from baton.protocol.messages import KVLayout
+from baton.protocol.messages import KVLayout, NodeFacts
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import boottime
-from baton.runtime.cpus import threads_per_rank
+from baton.runtime.cpus import thread_counts
 
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -86,23 +86,25 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     """
     plan = plan_rank(config, ranks.size)
     _keep_freed_memory()
-    torch.set_num_threads(threads_per_rank(config.engine))
+    torch.set_num_threads(thread_counts(config.engine)[0])
     runner, pool = load_runner(plan, config, ranks, progress)
     if plan.device.type == "cuda":
         progress("kernels", 0, 1)
         warm_up(runner)
         progress("kernels", 1, 1)
     port = make_port(pool, epoch, config.transfer)
+    dtype = str(plan.dtype).removeprefix("torch.")
     info = ExecutorInfo(
         num_blocks=plan.num_blocks,
         layout=plan.layout,
         ranks=(port.address(),),
-        model=fingerprint(plan.folder, str(plan.dtype).removeprefix("torch.")),
+        model=fingerprint(plan.folder, dtype),
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
+        facts=NodeFacts(dtype, plan.device.type),
     )
     return LoadedRank(runner, pool, port, info)
 
@@ -136,7 +138,8 @@ def load_runner(
 ) -> tuple[Runner, HostPool | PoolMemory]:
     """Weights first: they take longest, and a bad folder shows there."""
     checkpoint = Checkpoint(plan.folder)
-    decoder = load_decoder(plan.decoder, checkpoint, ranks, plan.dtype, plan.device, progress)
+    place = Placement(plan.dtype, plan.device, thread_counts(config.engine))
+    decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
     progress("kv pool", 0, 1)
     shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks)
     pool: HostPool | PoolMemory

@@ -18,6 +18,7 @@ Generation = Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
 BlockCount = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 BlockId = Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]
 Checksum = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Total = Annotated[int, Meta(ge=0, le=MAX_BYTES)]  # of what a process counts in all its life
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 HttpStatus = Annotated[int, Meta(ge=100, le=599)]

@@ -9,7 +9,15 @@ from typing import Literal
 
 import msgspec
 
-from baton.protocol.bounds import BlockCount, BlockId, Checksum, Count, Generation, NumBytes
+from baton.protocol.bounds import (
+    BlockCount,
+    BlockId,
+    Checksum,
+    Count,
+    Generation,
+    NumBytes,
+    Total,
+)
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.sampling import Sampling
@@ -42,6 +50,14 @@ class RankAddress(msgspec.Struct, frozen=True):
     metadata: dict[str, bytes]
 
 
+class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node computes with, for people and metrics."""
+
+    dtype: str = ""  # of weights and KV blocks
+    device: str = ""
+    features: tuple[str, ...] = ()  # that are switched on
+
+
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a ready node publishes about itself. The router passes it on to its peers."""
 
@@ -60,6 +76,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     compute: str = ""  # equal for nodes that compute the same bits
     # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
     reaches: tuple[str, ...] = ()
+    facts: NodeFacts = NodeFacts()
 
 
 # --- router to node ---------------------------------------------------------------------------
@@ -116,7 +133,20 @@ class Refused(Message, frozen=True):
     failure: Failure
 
 
-ToNode = Peers | Prefill | Decode | Cancel | Refused
+class Drain(Message, frozen=True):
+    """Take no new legs, finish within `node.drain_s`, and end."""
+
+
+class DrainState(Message, frozen=True):
+    """The answer to `DrainNode`, for the operator who asked."""
+
+    node_id: NodeId
+    is_known: bool = False  # the node is connected to this router
+    num_running: Count = 0  # sequences that it has yet to finish
+    problem: str = ""  # why nothing is drained
+
+
+ToNode = Peers | Prefill | Decode | Cancel | Refused | Drain | DrainState
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -154,6 +184,24 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     quarantined_blocks: Count = 0
 
 
+class Totals(msgspec.Struct, frozen=True, array_like=True):
+    """What a node has counted since it started, for the metrics."""
+
+    prompt_tokens: Total = 0  # computed here
+    output_tokens: Total = 0  # sampled here
+    steps: Total = 0
+    steps_s: float = 0.0
+    prefix_queried_tokens: Total = 0
+    prefix_hit_tokens: Total = 0
+    preemptions: Total = 0
+    leases_expired: Total = 0
+    reads: Total = 0  # of KV blocks
+    read_bytes: Total = 0
+    reads_s: float = 0.0  # from post to end, added up
+    failed_reads: Total = 0
+    corrupt_reads: Total = 0  # of which a block had other bytes than were sent
+
+
 class Beat(Message, frozen=True):
     """Sent every second by a thread with its own socket, however long a step takes."""
 
@@ -164,6 +212,7 @@ class Beat(Message, frozen=True):
     predicted_s: float = 0.0
     loop_age_s: float = 0.0  # since the loop last had nothing left to do; it never computes
     is_draining: bool = False  # the node takes no new legs and ends when it has none
+    totals: Totals = Totals()
 
 
 class Accepted(Message, frozen=True):
@@ -241,9 +290,18 @@ class Crashed(Message, frozen=True):
     failure: Failure
 
 
+class DrainNode(Message, frozen=True):
+    """Drain this node. An operator's command sends it, and sends it again until the node is gone.
+
+    A router ignores it from a node.
+    """
+
+    node_id: NodeId
+
+
 ToRouter = (
     Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed
+    | Crashed | DrainNode
 )  # fmt: skip
 
 

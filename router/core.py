@@ -23,13 +23,14 @@ from baton.protocol.messages import (
     Cancel,
     CancelDone,
     Crashed,
+    Drain,
+    DrainNode,
     Failed,
     FirstTokens,
     Hello,
     Peers,
     Ready,
     Refused,
-    Role,
     Starting,
     TokenEntry,
     Tokens,
@@ -37,7 +38,8 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
-from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
+from baton.router.announcer import Announcer
+from baton.router.changes import Change, Left
 from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.health import Health
 from baton.router.membership import Replaced
@@ -88,6 +90,7 @@ class RouterCore:
         self._config = config.router
         self._keys = config.keys
         self._clock = clock
+        self._announcer = Announcer(self.registry, self._send)
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
         self._active: dict[RequestId, Active] = {}
@@ -106,6 +109,7 @@ class RouterCore:
         """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
         keys = load_keys(self._keys)
         self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
+        self._sockets.drain_asked = self._announcer.drain
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
@@ -213,6 +217,8 @@ class RouterCore:
                 self._apply(self.registry.hello(now_s, node, message))
             case Ready():
                 self._apply(self.registry.ready(now_s, node, message))
+            case DrainNode():  # an operator's word, not a node's
+                pass
             case _:
                 assert_never(message)
 
@@ -230,39 +236,15 @@ class RouterCore:
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
-            match change:
-                case Refuse(node=node, failure=failure, is_new=is_new):
-                    if is_new:
-                        log.warning("node refused", node=node, reason=failure.message)
-                    self._send(node, Refused(failure))
-                case Replaced():
-                    self._end_all(change.failure)
-                case Entered(info=info):
-                    log.info("node in service", node=info.node_id, role=info.role)
-                    self._introduce(info.role)
-                    self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
-                case Differs(node=node, other=other):
-                    log.warning(change.message, node=node, other=other)
-                case Unpaired(node=node, other=other, reason=reason):
-                    text = "two nodes can never exchange KV blocks and are not paired"
-                    log.warning(text, node=node, other=other, reason=reason)
-                case Left(node=node, role=role, failure=failure):
-                    log.warning("node out of service", node=node, reason=failure.message)
-                    self._introduce(role)
-                    for active in list(self._active.values()):
-                        self._feed(active, NodeLost(node, failure))
-                case _:
-                    assert_never(change)
+            self._announcer.announce(change)
+            if isinstance(change, Replaced):
+                self._end_all(change.failure)
+            elif isinstance(change, Left):
+                for active in list(self._active.values()):
+                    self._feed(active, NodeLost(change.node, change.failure))
         self._changed.set()
 
-    def _introduce(self, role: Role) -> None:
-        """Tell all nodes of the other role that the set of nodes with this role has changed."""
-        other: Role = "decode" if role == "prefill" else "prefill"
-        peers = Peers(self.registry.peers_of(other))
-        for node in self.registry.in_service(other):
-            self._send(node.node_id, peers)
-
-    def _send(self, node: NodeId, message: Peers | Refused | Cancel) -> None:
+    def _send(self, node: NodeId, message: Peers | Refused | Cancel | Drain) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 
@@ -312,21 +294,19 @@ class RouterCore:
             case Send(node=node, message=message):
                 assert self._sockets is not None
                 self._sockets.send(node, message)
-            case Place():
+            case Place(key=key):
                 self._admission.wait(self._now_s, command)
+                active.asks(self._now_s, key)
             case Unplace(key=key):
                 self._admission.leave(key)
             case Release(node=node, key=key):
                 self.registry.release(node, key)
-            case Timed(times=times, of_prompt=of_prompt):
-                active.stream.metrics.add_stages(times, of_prompt=of_prompt)
+            case Timed():
+                active.timed(self._now_s, command, self.registry.pairs)
             case HandoffEnded():
-                self._judge(command)
-            case TriedAgain(is_resume=is_resume):
-                metrics = active.stream.metrics
-                metrics.num_retries += not is_resume
-                metrics.num_resumes += is_resume
-                metrics.resumed = metrics.resumed or is_resume
+                self._announcer.judge(self._now_s, command)
+            case TriedAgain():
+                active.tries_again(self._now_s, command)
             case Outcome(failure=failure):
                 active.stream.finish(None if failure is None else from_failure(failure))
             case Closed():
@@ -334,17 +314,6 @@ class RouterCore:
                 self._admission.ended(self._now_s, active.request_id)
             case _:
                 assert_never(command)
-
-    def _judge(self, ended: HandoffEnded) -> None:
-        """Note what a handoff shows of its pair. A change for the better or worse gets a line."""
-        pairs, failure = self.registry.pairs, ended.failure
-        names = {"prefill": ended.prefill[0], "decode": ended.decode[0]}
-        if failure is None:
-            if pairs.worked(ended.prefill, ended.decode):
-                log.info("a pair of nodes works again", **names)
-        elif pairs.failed(self._now_s, ended.prefill, ended.decode, failure):
-            log.warning("a pair of nodes is avoided: a handoff failed", **names,
-                        code=failure.code, reason=failure.message)  # fmt: skip
 
     def limits(self) -> Limits:
         """Return what a request must fit; raises if no request can be served."""
@@ -371,12 +340,7 @@ class RouterCore:
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
         self.registry.note_pair(decision.placed)
-        metrics = active.stream.metrics
-        if metrics.num_attempts == 0:
-            metrics.router_queue_s = self._clock() - active.began_s
-        metrics.num_attempts = max(metrics.num_attempts, place.key.attempt + 1)
-        metrics.path = decision.path
-        metrics.local_fallback = decision.is_fallback
+        active.placed(self._clock(), place.key, decision)
         self._feed(active, decision.placed)
 
     def _tick(self) -> None:

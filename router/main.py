@@ -21,13 +21,18 @@ from baton.runtime.log import logger, setup
 from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED = 1
+HURRIED_S = 1.0  # for the answers under way when the user waits for the end
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logger("router")
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
+    """Serve until a signal and return the exit code.
+
+    SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
+    ends the process at once.
+    """
     setup(config.log, "router")
     raise_descriptor_limit()
     try:
@@ -58,8 +63,9 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         _warn_if_open(config.router)
         stats.start()
         await asked_to_end.wait()
-        log.info("ending")
-        await server.drain()
+        grace_s = HURRIED_S if interrupts.is_hurried else config.router.drain_s
+        log.info("draining: running requests finish, new ones get 503", within_s=grace_s)
+        await server.drain(grace_s)
     finally:
         stats.stop()
         # This fails the answers that are under way while their clients can still be told.
@@ -81,7 +87,7 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
 
 
 def _warn_if_open(router: RouterConfig) -> None:
-    if not router.api_keys and router.host not in LOOPBACK:
+    if not router.wants_key and router.host not in LOOPBACK:
         log.warning(
             "anyone who can reach this address can use the model: ask for keys with --api-key",
             host=router.host,

@@ -14,8 +14,8 @@ import zmq
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import Hello, Refused, ToNode, ToRouter
-from baton.runtime.channels.identity import name_of
+from baton.protocol.messages import DrainNode, DrainState, Hello, Refused, ToNode, ToRouter
+from baton.runtime.channels.identity import OPERATOR, name_of
 from baton.runtime.channels.keys import Keys
 from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.log import logger
@@ -26,6 +26,7 @@ BATCH = 512
 
 Heard = Callable[[NodeId, ToRouter], None]
 Gone = Callable[[NodeId], None]
+DrainAsked = Callable[[NodeId], DrainState]
 
 log = logger("router")
 
@@ -50,6 +51,7 @@ class NodeListener:
         """Bind the endpoint; raises `ConfigError`. Needs a running event loop."""
         self._refusals_to_tell = 1
         self._heard, self._gone, self._idle = heard, gone, idle
+        self.drain_asked: DrainAsked | None = None  # answers operators
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._listener = Listener[ToNode, ToRouter](
@@ -110,6 +112,10 @@ class NodeListener:
 
     def _pass_on(self, received: Received[ToRouter]) -> None:
         name = name_of(received.peer)
+        if name == OPERATOR:
+            if isinstance(received.message, DrainNode) and self.drain_asked is not None:
+                self._listener.send(received.peer, self.drain_asked(received.message.node_id))
+            return
         try:
             node = NodeId(name.removeprefix(BEATS).decode())
         except UnicodeDecodeError:

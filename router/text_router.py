@@ -5,8 +5,6 @@ hands the ids to `core`, which sees no text. It starts no nodes: they dial in, w
 It never computes anything itself and never loads torch.
 """
 
-from pathlib import Path
-
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError
 from baton.protocol.sampling import SamplingParams
@@ -24,7 +22,7 @@ class TextRouter:
         self._config = config.model
         self._core = core
         self._text = text
-        self._name = config.model.name or Path(config.model.path).resolve().name
+        self._name = config.model.shown_name
         self._is_closed = False
 
     @classmethod
@@ -107,4 +105,5 @@ class TextRouter:
             vocab_size=model.vocab_size,
             block_size=model.layout.block_size,
             eos_token_ids=model.eos_token_ids,
+            dtype=model.facts.dtype,
         )

@@ -1,8 +1,7 @@
-"""The search for the largest rate at which enough requests meet their bounds.
+"""The search for the largest rate at which enough requests meet their bounds. Pure.
 
-`bench/search.py` runs a load at `next_rate()` and tells `observe` the result, until there is no
-next rate. The search doubles, bisects, then runs the rate that it found several times more: a rate
-is confirmed only if every one of these runs attains. Nothing here runs a load.
+It doubles, bisects, then runs the rate that it found several times more: a rate is confirmed only
+if every one of these runs attains.
 """
 
 import math
@@ -11,37 +10,27 @@ from enum import StrEnum
 from typing import Annotated, Literal, assert_never
 
 import msgspec
-from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
+from baton.runtime.fields import about
 
 # An invalid run says nothing. Two in a row at one rate are the client's limit, not chance.
 MAX_INVALID = 2
-RATE = {"unit": "requests/s"}
 
 
 class SearchOptions(msgspec.Struct, frozen=True):
     attainment: Annotated[
-        float, Meta(gt=0, le=1, description="share of all arrivals that must meet the bounds")
+        float, about("share of all arrivals that must meet the bounds", gt=0, le=1)
     ] = 0.9
-    start_rate: Annotated[float, Meta(gt=0, description="first rate to try", extra=RATE)] = 1.0
-    min_rate: Annotated[float, Meta(gt=0, description="lowest rate to try", extra=RATE)] = 0.01
-    max_rate: Annotated[
-        float, Meta(ge=0, description="highest rate to try; 0 sets no limit", extra=RATE)
-    ] = 0.0
+    start_rate: Annotated[float, about("first rate to try", "requests/s", gt=0)] = 1.0
+    min_rate: Annotated[float, about("lowest rate to try", "requests/s", gt=0)] = 0.01
+    max_rate: Annotated[float, about("highest rate to try; 0: any", "requests/s", ge=0)] = 0.0
     # Rates have four digits; a bracket that is hardly wider could not be bisected.
     tolerance: Annotated[
-        float,
-        Meta(
-            ge=0.01, le=1, description="relative distance of the rates between which bisecting ends"
-        ),
+        float, about("relative distance of the rates between which bisecting ends", ge=0.01, le=1)
     ] = 0.05
-    confirmations: Annotated[
-        int, Meta(ge=1, description="number of further runs that must confirm the rate")
-    ] = 3
-    max_probes: Annotated[
-        int, Meta(ge=1, description="number of runs after which the search gives up")
-    ] = 40
+    confirmations: Annotated[int, about("further runs that must confirm the rate", ge=1)] = 3
+    max_probes: Annotated[int, about("runs after which the search gives up", ge=1)] = 40
 
 
 class Purpose(StrEnum):

@@ -73,7 +73,7 @@ def up(words: Words) -> int:
     write_deployment(
         folder, Deployment(name, words.platform, str(Path(words.file).absolute()), words.hosts)
     )
-    with Interrupts() as interrupts, _ended(platform, folder, words):
+    with Interrupts() as interrupts, _ended(platform, folder, words, interrupts):
         platform.start(plan, folder)
         timeout_s = words.timeout_s or plan.start_timeout_s + EXTRA_START_S
         if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):
@@ -108,7 +108,9 @@ def status(words: Words) -> int:
 
 
 @contextlib.contextmanager
-def _ended(platform: Platform, folder: Path, words: Words) -> Iterator[None]:
+def _ended(
+    platform: Platform, folder: Path, words: Words, interrupts: Interrupts
+) -> Iterator[None]:
     """End what was started when the block fails, or when `up` stays in front and is done."""
     try:
         yield
@@ -116,14 +118,14 @@ def _ended(platform: Platform, folder: Path, words: Words) -> Iterator[None]:
         if words.keep:
             print(f"baton: --keep leaves it as it is; the state is in {folder}", file=sys.stderr)
             raise
-        _end(platform, folder)
+        _end(platform, folder, is_hurried=True)
         raise
     if words.stays:
-        _end(platform, folder)
+        _end(platform, folder, is_hurried=interrupts.is_hurried)
 
 
-def _end(platform: Platform, folder: Path) -> None:
-    platform.stop(folder)
+def _end(platform: Platform, folder: Path, *, is_hurried: bool) -> None:
+    platform.stop(folder, is_hurried=is_hurried)
     forget_deployment(folder)
 
 

@@ -92,22 +92,34 @@ def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
     return tuple(url_of(spec.host, spec.ports[0].port) for spec in plan.pool(ROUTERS))
 
 
-def with_threads(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
-    """Divide the CPUs of this machine among the nodes that compute on CPUs and set no number."""
+def with_cpus(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
+    """Divide the CPUs of this machine among the nodes that compute on them and set no number.
+
+    `shared` is a file by which nodes lend each other the CPUs that they do not need.
+    """
     sharing = [
         spec
         for spec in specs
-        if spec.role != "router"
-        and not spec.gpus
-        and not any(word.startswith(f"{THREADS}=") for word in spec.argv)
+        if spec.role != "router" and not spec.gpus and not _set(spec, THREADS)
     ]
-    threads = str(threads_per_rank(EngineConfig(), len(sharing))) if sharing else ""
     return tuple(
-        msgspec.structs.replace(spec, env={**spec.env, "BATON_ENGINE_THREADS": threads})
-        if spec in sharing
-        else spec
-        for spec in specs
+        _with_share(spec, len(sharing), shared) if spec in sharing else spec for spec in specs
     )
+
+
+def _with_share(spec: ProcessSpec, num_nodes: int, shared: str) -> ProcessSpec:
+    degree = int(_set(spec, "engine.tensor_parallel") or 1)
+    threads = threads_per_rank(EngineConfig(tensor_parallel=degree), num_nodes)
+    env = {**spec.env, "BATON_ENGINE_THREADS": str(threads)}
+    if shared and degree == 1:
+        env["BATON_ENGINE_SHARED_CPUS"] = shared
+    return msgspec.structs.replace(spec, env=env)
+
+
+def _set(spec: ProcessSpec, setting: str) -> str:
+    """Return what a command sets a setting to; empty if it does not."""
+    values = [word.partition("=")[2] for word in spec.argv if word.startswith(f"{setting}=")]
+    return values[-1] if values else ""
 
 
 def _check_model(description: Description) -> None:

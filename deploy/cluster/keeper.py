@@ -22,6 +22,7 @@ from baton.runtime.log import logger, setup
 from baton.runtime.process import Command, Exit, Supervisor, die_with_parent, labelled
 
 WATCH_S = 0.1
+HURRIED_S = 2.5
 ORDERS, STATUS = "orders.json", "processes.json"
 
 log = logger("keeper")
@@ -48,7 +49,10 @@ class Keeper:
             tuple(map(_command, _of_role(specs.values(), is_router=True))), monotonic, self._relay
         )
         self._nodes = Supervisor(
-            tuple(map(_command, _of_role(specs.values(), is_router=False))), monotonic, self._relay
+            tuple(map(_command, _of_role(specs.values(), is_router=False))),
+            monotonic,
+            self._relay,
+            may_leave=True,
         )
 
     def start(self) -> None:
@@ -65,6 +69,9 @@ class Keeper:
         exits = [*self._routers.poll(), *self._nodes.poll()]
         for ended in exits:
             self._ends[ended.name] = why(ended)
+            if ended.restart_in_s is None:
+                log.info("process was told to end and stays away", process=ended.name)
+                continue
             log.warning(
                 "process ended and will start again",
                 process=ended.name,
@@ -74,11 +81,15 @@ class Keeper:
             )
         self._tell()
 
-    def stop(self) -> None:
-        """End the routers, then the nodes, each with the time that its requests may take."""
+    def stop(self, *, is_hurried: bool) -> None:
+        """End the routers, then the nodes, each with the time that its requests may take.
+
+        If it is hurried, they do not wait for their requests.
+        """
         for supervisor, is_router in ((self._routers, True), (self._nodes, False)):
             specs = _of_role(self._orders.processes, is_router=is_router)
-            supervisor.stop(max((spec.grace_s for spec in specs), default=0.0))
+            grace_s = max((spec.grace_s for spec in specs), default=0.0)
+            supervisor.stop(HURRIED_S if is_hurried else grace_s, is_hurried=is_hurried)
         for file in self._files.values():
             file.close()
 
@@ -126,7 +137,10 @@ def _of_role(specs: Iterable[ProcessSpec], *, is_router: bool) -> list[ProcessSp
 
 
 def main(folder: Path) -> int:
-    """Keep the processes of `folder` until SIGTERM or Ctrl-C; a second signal ends it at once."""
+    """Keep the processes of `folder` until SIGTERM, which lets them drain, or SIGINT.
+
+    A second signal ends everything at once.
+    """
     die_with_parent()
     setup(LogConfig(), "keeper", sys.stdout)
     keeper = Keeper(folder)
@@ -136,7 +150,7 @@ def main(folder: Path) -> int:
             while not interrupts.wait(WATCH_S):
                 keeper.poll()
         finally:
-            keeper.stop()
+            keeper.stop(is_hurried=interrupts.is_hurried)
     return 0
 
 

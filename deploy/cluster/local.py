@@ -20,7 +20,7 @@ from baton.deploy.cluster.hosts import (
     chosen,
     places_by_name,
     routers_urls,
-    with_threads,
+    with_cpus,
 )
 from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
@@ -61,7 +61,7 @@ class LocalPlatform:
         return files
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = with_threads(self.own(plan))
+        specs = with_cpus(self.own(plan), str(folder / "cpus"))
         check_machine(plan, specs)
         logs = plan.description.logs or str(folder / "logs")
         write_private(folder / ORDERS, msgspec.json.encode(Orders(specs, logs)))
@@ -73,9 +73,10 @@ class LocalPlatform:
             self._keeper = _detached(folder)
         write_private(folder / KEEPER, msgspec.json.encode(ProcessId.of(self._keeper.pid)))
 
-    def stop(self, folder: Path) -> None:
+    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         keeper = _keeper_of(folder)
-        if keeper is not None and keeper.signal(signal.SIGTERM):
+        number = signal.SIGINT if is_hurried else signal.SIGTERM
+        if keeper is not None and keeper.signal(number):
             orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
             longest_s = 2 * max(spec.grace_s for spec in orders.processes) + EXTRA_STOP_S
             if not keeper.wait(longest_s):

@@ -54,8 +54,11 @@ class Platform(Protocol):
         Raises `ConfigError` for what cannot work and `NodeError` for what failed.
         """
 
-    def stop(self, folder: Path) -> None:
-        """End every process, each with its `grace_s`, and return when all are gone. Idempotent."""
+    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
+        """End every process, each with its `grace_s`, and return when all are gone. Idempotent.
+
+        Where the platform can, those that are hurried do not wait for their requests.
+        """
 
     def status(self, folder: Path) -> list[ProcessStatus]:
         """Return the state of every process, and of those that have ended the reason."""

@@ -31,6 +31,7 @@ DECIDED = {
     "node.id": "the name of the pool",
     "node.routers": "routers",
     "node.bind": "pools.NAME.hosts and pools.NAME.peer_port",
+    "node.http": "pools.NAME.http_port",
     "keys.file": "key",
 }
 # Sections that the processes of one pool, or one router, may have of their own.
@@ -239,9 +240,10 @@ def _ports(description: Description) -> Iterator[tuple[str, str, int]]:
     for name, pool in description.pools.items():
         on_host: Counter[str] = Counter()
         for i, host in enumerate(placed_hosts(pool)):
-            if pool.peer_port:
-                yield f"pools.{name}.peer_port (node {i})", host, pool.peer_port + on_host[host]
-                on_host[host] += 1
+            for key, port in (("peer_port", pool.peer_port), ("http_port", pool.http_port)):
+                if port:
+                    yield f"pools.{name}.{key} (node {i})", host, port + on_host[host]
+            on_host[host] += 1
 
 
 def _gpu_problems(description: Description) -> Iterator[str]:

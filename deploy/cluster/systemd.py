@@ -19,7 +19,7 @@ from baton.deploy.cluster.hosts import (
     chosen,
     places_by_name,
     routers_urls,
-    with_threads,
+    with_cpus,
 )
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessRole, ProcessSpec
@@ -62,7 +62,7 @@ class SystemdPlatform:
         return written
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = with_threads(self.own(plan))
+        specs = with_cpus(self.own(plan))
         check_machine(plan, specs)
         description = plan.description
         scope = description.systemd.scope
@@ -88,7 +88,7 @@ class SystemdPlatform:
         _systemctl(scope, "enable", installed.target)
         _systemctl(scope, "start", installed.target, *installed.units)
 
-    def stop(self, folder: Path) -> None:
+    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         installed = _installed(folder)
         if installed is None:
             return

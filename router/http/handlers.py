@@ -137,7 +137,8 @@ class Handlers:
     async def _submit(self, request: web.Request, running: Running, *, is_chat: bool) -> Work:
         """Read the body and submit its prompts. Then the memory that the body took is free."""
         if self.is_draining:
-            raise Overloaded("the router is shutting down", code="shutting_down")
+            text = "the router is shutting down: send the request again, to another router if any"
+            raise Overloaded(text, code="shutting_down", retry_after_s=1.0)
         model = self._model()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = body_limit(self._max_body_mib, model, token_bytes)
@@ -153,7 +154,9 @@ class Handlers:
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.answer.id, text=_shown(ready))
-                running.streams.append(await self._engine.submit(ready, work.params, name))
+                stream = await self._engine.submit(ready, work.params, name)
+                stream.token_gaps = self._metrics.token_gaps
+                running.streams.append(stream)
         return work
 
     def _model(self) -> ServedModel:

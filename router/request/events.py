@@ -138,6 +138,7 @@ class Deliver(RequestMessage, frozen=True):
 class Timed(RequestMessage, frozen=True):
     """Record the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
+    key: Key  # of the leg
     times: StageTimes
     of_prompt: bool
 
@@ -145,6 +146,8 @@ class Timed(RequestMessage, frozen=True):
 class TriedAgain(RequestMessage, frozen=True):
     """Record another attempt at one or more choices. `is_resume`: the caller has tokens of it."""
 
+    key: Key  # of the leg that was lost
+    failure: Failure
     is_resume: bool
 
 

@@ -144,8 +144,8 @@ class Lifecycle:
                 self._out.extend(leg.releases({leg.prefill}))
                 self._end_handoff(leg, None)
             self._forward_first_tokens(leg)
-        if entry.times is not None:
-            self._out.append(Timed(entry.times, of_prompt=leg.prefill is None))
+            if entry.times is not None:  # each choice repeats those of the prompt
+                self._out.append(Timed(leg.key, entry.times, of_prompt=leg.prefill is None))
         if choice.leg is leg:
             self._receive(leg, choice, entry.position, entry.token_ids, entry.finish_reason)
 
@@ -156,7 +156,7 @@ class Lifecycle:
         leg.accepted, leg.heard_s = True, self._now_s
         if leg.prefill is None:
             times = StageTimes(num_cached_tokens=message.num_cached_tokens)
-            self._out.append(Timed(times, of_prompt=True))
+            self._out.append(Timed(leg.key, times, of_prompt=True))
         self._forward_first_tokens(leg)
 
     def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
@@ -168,7 +168,7 @@ class Lifecycle:
         if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
             self._lose(leg, Loss.broken("prefill sent first tokens that do not fit", node), node)
             return
-        self._out.append(Timed(message.times, of_prompt=True))
+        self._out.append(Timed(leg.key, message.times, of_prompt=True))
         leg.first_tokens = message.tokens
         self._forward_first_tokens(leg)
 
@@ -293,11 +293,11 @@ class Lifecycle:
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self._choices):
-            self._out.append(TriedAgain(is_resume=False))
+            self._out.append(TriedAgain(leg.key, loss.failure, is_resume=False))
             self._open_leg(lost)
         else:
             for choice in lost:
-                self._out.append(TriedAgain(is_resume=bool(choice.output)))
+                self._out.append(TriedAgain(leg.key, loss.failure, bool(choice.output)))
                 self._open_leg([choice])
 
     # --- placing --------------------------------------------------------------------------------

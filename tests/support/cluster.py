@@ -1,4 +1,4 @@
-"""A cluster of real processes on this host, each of which a test can stop, continue or kill.
+"""A cluster of real processes on this host, each of which a test can end or kill.
 
 `Cluster` starts them one by one through `python -m baton`, as an operator on several hosts would,
 so it also tests that. It binds loopback and ipc only and ends everything by process id.
@@ -91,24 +91,30 @@ class Cluster:
         args = (command or name, "--config", str(settings))
         self.children[name] = Child(Command(name, args, env=self._env), self._relay)
 
+    def command(self, *words: str) -> Child:
+        """Start `baton WORDS` for this cluster; its lines are among `lines`."""
+        assert self.config.router.control is not None
+        args = (*words, "--control", self.config.router.control)
+        return Child(Command(words[0], args), self._relay)
+
+    def wait_for_line(self, text: str) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not any(text in line for line in self.lines):
+            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
+            time.sleep(0.05)
+
     def stop(self) -> None:
         for child in self.children.values():
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGCONT)
-            child.terminate()
+            child.terminate(is_hurried=True)
         for child in self.children.values():
-            child.stop()
+            child.stop(is_hurried=True)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and wait until it is gone."""
         self.children[name].kill()
         assert self.children[name].wait(time.monotonic() + START_TIMEOUT_S)
-
-    def pause(self, name: str) -> None:
-        os.kill(self.children[name].pid, signal.SIGSTOP)
-
-    def resume(self, name: str) -> None:
-        os.kill(self.children[name].pid, signal.SIGCONT)
 
     # --- talking to it -------------------------------------------------------------------------
 
