@@ -1,7 +1,7 @@
 """Show people how the start of a cluster goes: a spinner on a terminal, plain lines elsewhere.
 
-Only `serve` uses it. Lines of child processes pass through it too, so that they do not tear the
-spinner apart. It decides nothing.
+`serve` and `baton up` use it. The lines of child processes pass through it too, so that they do not
+tear the spinner apart. It decides nothing.
 """
 
 import sys
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from baton.runtime.process import to_stderr
+from baton.runtime.process import labelled
 
 
 class StartProgress:
@@ -42,13 +42,16 @@ class StartProgress:
                     print(f"{name}: {words}", file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
+        self.line(labelled(name, line))
+
+    def line(self, text: str) -> None:
+        """Print one line on stderr."""
         with self._lock:
             if self._status is None:
-                to_stderr(name, line)
+                print(text, file=sys.stderr, flush=True)
             else:
                 # rich prints the lines that go through its console above the spinner.
-                named = line.startswith("{") or f" {name}: " in line
-                self._console.print(Text(line if named else f"{name} | {line}"), soft_wrap=True)
+                self._console.print(Text(text), soft_wrap=True)
 
     def stop(self) -> None:
         """Remove the spinner; later lines are printed as they are. Idempotent."""

@@ -5,13 +5,13 @@ watches and ends its children: it holds no model and no request. A child that di
 the router on the same port.
 """
 
-import http.client
 import json
 import shlex
 import shutil
 
 import msgspec
 
+from baton.deploy.health import HealthReply, ask_health, url_of
 from baton.deploy.ports import check_port, check_reach
 from baton.deploy.progress import StartProgress
 from baton.protocol.config import ClusterConfig
@@ -26,7 +26,6 @@ from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
 ROUTER_GRACE_S = 2.0  # beyond the time that it may take to drain
-HEALTH_TIMEOUT_S = 1.0
 # Added to the nodes' own deadline: the time for the interpreter and the router to start.
 EXTRA_START_S = 20.0
 
@@ -81,7 +80,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        return f"http://{_dialled(self._config.router.host)}:{self._port}"
+        return url_of(self._config.router.host, self._port)
 
     def start(self) -> None:
         """Spawn the router and the nodes."""
@@ -155,42 +154,10 @@ class LocalServer:
                 return False, {}
             # A router that is started again listens where its clients expect it.
             self._settings.write_text(to_yaml(_with_router(self._config, port=self._port)))
-        connection = http.client.HTTPConnection(
-            _dialled(self._config.router.host).strip("[]"), self._port, timeout=HEALTH_TIMEOUT_S
-        )
-        try:
-            connection.request("GET", "/health")
-            reply = connection.getresponse()
-            health = msgspec.json.decode(reply.read(), type=_HealthReply)
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError):
-            return False, {}
-        finally:
-            connection.close()
-        num_ready = sum(node.state == "ready" for node in health.nodes)
+        health = ask_health(self.url) or HealthReply()
         wanted = self._config.prefill + self._config.decode
-        return reply.status == 200 and num_ready >= wanted, {
-            node.node_id: node.doing for node in health.nodes
-        }
-
-
-class _NodeReply(msgspec.Struct):
-    node_id: str
-    state: str
-    phase: str = ""
-    done: int = 0
-    total: int = 0
-
-    @property
-    def doing(self) -> str:
-        if self.state != "starting":
-            return self.state
-        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
-
-
-class _HealthReply(msgspec.Struct):
-    """The part of GET /health that start-up needs."""
-
-    nodes: list[_NodeReply] = []
+        is_ready = health.can_serve and len(health.ready_ids) >= wanted
+        return is_ready, {node.node_id: node.doing for node in health.nodes}
 
 
 def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
@@ -219,12 +186,3 @@ print(answer.choices[0].text)
 def _with_router(config: ClusterConfig, **changes: object) -> ClusterConfig:
     router = msgspec.structs.replace(config.router, **changes)
     return msgspec.structs.replace(config, router=router)
-
-
-def _dialled(host: str) -> str:
-    """Return the address by which a client on this host reaches a server bound to `host`."""
-    if host in ("0.0.0.0", "*", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host

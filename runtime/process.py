@@ -67,10 +67,14 @@ def _watch(descriptor: int) -> None:
 
 
 def to_stderr(name: str, line: str) -> None:
-    """Write a child's line to stderr; a line that does not name its process gets a prefix."""
-    named = line.startswith("{") or f" {name}: " in line
-    sys.stderr.write(line + "\n" if named else f"{name} | {line}\n")
+    """Write a child's line to stderr."""
+    sys.stderr.write(labelled(name, line) + "\n")
     sys.stderr.flush()
+
+
+def labelled(name: str, line: str) -> str:
+    """Return a child's line, with a prefix if it does not name its process."""
+    return line if line.startswith("{") or f" {name}: " in line else f"{name} | {line}"
 
 
 class Child:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessSpec, plan_of
+from baton.deploy.cluster.processes import ClusterPlan, Places, Probe, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -68,7 +68,10 @@ def test_an_example_becomes_processes_that_understand_their_commands(
 
 def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Path) -> None:
     path = written(
-        tmp_path, pools=pools(replicas=3, peer_port=6000, settings={"engine": {"threads": 2}})
+        tmp_path,
+        pools=pools(
+            replicas=3, peer_port=6000, http_port=6100, settings={"engine": {"threads": 2}}
+        ),
     )
     first, *others = planned(path).pool("decode")
     assert first.argv[:2] == ("baton", "decode")
@@ -76,7 +79,11 @@ def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Pat
     assert [one.env["BATON_NODE_ID"] for one in (first, *others)] == [
         "decode-0", "decode-1", "decode-2",
     ]  # fmt: skip
-    assert [one.ports[0].port for one in (first, *others)] == [6000, 6001, 6002]
+    assert [[port.port for port in one.ports] for one in (first, *others)] == [
+        [6000, 6100], [6001, 6101], [6002, 6102],
+    ]  # fmt: skip
+    assert first.ready == Probe("/ready", 6100)
+    assert settings_of(first).node.http == "127.0.0.1:6100"
     assert {one.argv for one in others} == {first.argv}
 
 
@@ -132,6 +139,7 @@ REMOTE: dict[str, object] = {
         ({"routers": [{"port": 5570}]}, "routers[0].control_port", "choose another"),
         ({"routers": [{}, {"control_port": 5571}]}, "routers[1].port", "routers[0].port"),
         ({"pools": pools(peer_port=8000)}, "pools.decode.peer_port (node 0)", "routers[0].port"),
+        ({"pools": pools(http_port=7000, peer_port=7000)}, "pools.decode.http_port", "peer_port"),
         ({"pools": pools(peer_port=65535, replicas=2)}, "pools.decode.peer_port", "lower"),
         ({"settings": {"cahe": {}}}, "settings: cahe", "did you mean cache?"),
         ({"settings": {"cache": {"sise": 1}}}, "settings: cache.sise", "did you mean"),
