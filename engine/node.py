@@ -225,6 +225,7 @@ class EngineNode:
             info.max_model_len,
             info.eos_token_ids,
             info.vocab_size,
+            self.config.node.detached_s,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),

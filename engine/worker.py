@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from baton.engine.plan import StepResult
 from baton.engine.rank import load_rank, plan_rank
+from baton.engine.step_cpus import StepCpus
 from baton.engine.step_threads import StepThreads
 from baton.engine.tensor_parallel import Ranks, SharedMemoryRanks, SingleRank
 from baton.engine.worker_messages import (
@@ -30,7 +31,6 @@ from baton.engine.worker_messages import (
 )
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, NodeError
-from baton.runtime.cpus import threads_per_rank
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 
@@ -70,7 +70,7 @@ class Worker:
         rank = load_rank(load.config, load.epoch, _join(load), self._progress)
         pump = PortPump(rank.port, self._port, self._tell)
         pump.start()
-        threads = StepThreads(rank.runner, threads_per_rank(load.config.engine), self._hear)
+        threads = StepThreads(rank.runner, StepCpus(load.config.engine), self._hear)
         threads.start()
         try:
             self._tell(Loaded(rank.info))

@@ -217,6 +217,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "empty serves none; nodes that are started together count up from the port"
         ),
     ] = ""
+    detached_s: Annotated[
+        float,
+        says(
+            "how long a stream whose router is gone is kept for a client that comes back; 0 keeps "
+            "none",
+            "s",
+            ge=0,
+        ),
+    ] = 30.0
     start_timeout_s: Annotated[
         float, says("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0

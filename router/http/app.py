@@ -24,7 +24,8 @@ from baton.router.health import ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
-from baton.router.http.handlers import Engine, Handlers, request_id_of
+from baton.router.http.engine import Engine
+from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
 from baton.router.http.sse import SILENCE_S
 from baton.router.text.chat_template import ChatTemplate
@@ -69,6 +70,7 @@ class App:
             [
                 web.post("/v1/completions", self._handlers.completions),
                 web.post("/v1/chat/completions", self._handlers.chat),
+                web.get("/v1/streams/{id}", self._handlers.stream_again),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.get("/health", self._health),
