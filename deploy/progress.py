@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from baton.runtime.log import is_json, logger, relayed
 from baton.runtime.process import to_stderr
+
+log = logger("serve")
 
 
 class StartProgress:
@@ -23,7 +26,7 @@ class StartProgress:
         self._status: Status | None = None
         self._lock = threading.Lock()
         self._shown: dict[str, str] = {}
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not is_json():
             self._status = self._console.status("starting")
             self._status.start()
 
@@ -39,7 +42,10 @@ class StartProgress:
                 words = phase.rstrip("0123456789/ ")
                 if self._shown.get(name) != words:
                     self._shown[name] = words
-                    print(f"{name}: {words}", file=sys.stderr, flush=True)
+                    if is_json():
+                        log.info("starting", node=name, phase=words)
+                    else:
+                        print(f"{name}: {words}", file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
         with self._lock:
@@ -47,8 +53,7 @@ class StartProgress:
                 to_stderr(name, line)
             else:
                 # rich prints the lines that go through its console above the spinner.
-                named = line.startswith("{") or f" {name}: " in line
-                self._console.print(Text(line if named else f"{name} | {line}"), soft_wrap=True)
+                self._console.print(Text(relayed(name, line)), soft_wrap=True)
 
     def stop(self) -> None:
         """Remove the spinner; later lines are printed as they are. Idempotent."""

@@ -42,7 +42,7 @@ from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process
 from baton.runtime.network_devices import devices_for, reaches_out
 from baton.runtime.process import die_with_parent
 
@@ -151,7 +151,7 @@ class EngineNode:
     def run(self) -> int:
         """Serve until SIGTERM or Ctrl-C, drain, and return the exit code."""
         die_with_parent()
-        setup(self.config.log, str(self.node_id))
+        own_process(self.config.log, str(self.node_id))
         try:
             with Interrupts(on_first=self.drain):
                 self.serve()
@@ -183,6 +183,9 @@ class EngineNode:
         try:
             beats.start()
             self._serve(executor, sockets, records)
+            if self._drain_by_s is not None:
+                # An idle node drains faster than beats come, and must not be taken for lost.
+                sockets.to_routers(beats.message(boottime()))
         finally:
             beats.stop()
             if http is not None:
@@ -205,7 +208,7 @@ class EngineNode:
         return http
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = _with_features(self._start(executor, sockets), self.config)
+        info = _with_facts(self._start(executor, sockets), self.config)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
             node_id=self.node_id,
@@ -308,15 +311,16 @@ class EngineNode:
         os._exit(1)
 
 
-def _with_features(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
-    """Add what is switched on here to the facts that the node publishes."""
+def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
+    """Add the model's name and what is switched on here to the facts that the node publishes."""
     found = {
         "batch_invariant": info.batch_invariant,
         "prefix_caching": config.cache.prefix,
         "verify_kv": config.transfer.verify_kv,
     }
     features = tuple(name for name, is_on in found.items() if is_on)
-    facts = msgspec.structs.replace(info.facts, features=features)
+    name = config.model.shown_name
+    facts = msgspec.structs.replace(info.facts, features=features, model_name=name)
     return msgspec.structs.replace(info, facts=facts)
 
 

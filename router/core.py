@@ -247,9 +247,10 @@ class RouterCore:
                     text = "two nodes can never exchange KV blocks and are not paired"
                     log.warning(text, node=node, other=other, reason=reason)
                 case Left(node=node, role=role, failure=failure, is_planned=is_planned):
-                    tell = log.info if is_planned else log.warning
-                    text = "node left as planned" if is_planned else "node out of service"
-                    tell(text, node=node, reason=failure.message)
+                    if is_planned:
+                        log.info("node left as planned", node=node)
+                    else:
+                        log.warning("node out of service", node=node, reason=failure.message)
                     self._introduce(role)
                     for active in list(self._active.values()):
                         self._feed(active, NodeLost(node, failure))

@@ -26,6 +26,7 @@ from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.prepare import Job, check_ids, check_name, rendered, unpacked
 from baton.router.http.relay import Relay
+from baton.router.http.request_log import RUNNING, Running
 from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
@@ -71,14 +72,6 @@ class Work:
     request_id: str  # the client's own, or the answer's
 
 
-@dataclass(slots=True)
-class Running:
-    """The requests of the router that one HTTP request made, and how they ended."""
-
-    streams: list[RequestStream]
-    outcome: str = BatonError.code  # as long as nothing better is known
-
-
 class Handlers:
     """Call `close` in the end."""
 
@@ -113,7 +106,7 @@ class Handlers:
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         """Submit a request per prompt and answer. All of them are closed and counted in the end."""
-        running = Running([])
+        running = request[RUNNING] = Running()
         try:
             work = await self._submit(request, running, is_chat=is_chat)
             if not work.ask.generates:
@@ -125,7 +118,7 @@ class Handlers:
             running.outcome = "client_gone"
             raise
         except BatonError as error:
-            running.outcome = error.code
+            running.failed(error)
             raise
         finally:
             for stream in running.streams:
@@ -146,6 +139,7 @@ class Handlers:
             connection_of(request).began()
             work = await self._prepare(request, body, Job(is_chat, model))
             del body
+            running.request_id = work.request_id
             for index, prompt in enumerate(work.prompts if work.ask.generates else ()):
                 if index:  # a long list of prompts must not hold up other requests
                     await asyncio.sleep(0)
@@ -280,7 +274,7 @@ class Handlers:
             relay.finish([stream.metrics for stream in streams])
             running.outcome = "finished"
         except BatonError as error:
-            running.outcome = error.code
+            running.failed(error)
             relay.fail(error)
         except Exception:
             log.exception("a streamed answer broke", request=work.answer.id)
