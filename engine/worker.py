@@ -31,7 +31,7 @@ from baton.engine.worker_messages import (
 )
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, NodeError
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process
 from baton.runtime.process import die_with_parent
 
 CLOSE_S = 1.0  # for the step that runs when the executor goes
@@ -55,7 +55,7 @@ class Worker:
                 return 0
             if not isinstance(first, LoadRank):
                 raise InvariantBroken("a worker's first message must load it")
-            setup(first.config.log, f"rank-{first.rank}")
+            own_process(first.config.log, f"rank-{first.rank}")
             self._serve(first)
         except Exception as error:
             if self._steps.is_closed:

@@ -254,6 +254,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Annotated[LogLevel, says("least severe level that is logged")] = "info"
     json: Annotated[bool, says("log one JSON object per line")] = False
+    access: Annotated[bool, says("log a line for every HTTP request that was answered")] = False
     stats_s: Annotated[float, says("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
     prompts: Annotated[bool, says("log prompts, cut to 200 characters")] = False
     records: Annotated[

@@ -58,6 +58,7 @@ class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str = ""  # of weights and KV blocks
     device: str = ""
     features: tuple[str, ...] = ()  # that are switched on
+    model_name: str = ""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import Cancel, Drain, DrainState, Peers, Refused, Role
+from baton.protocol.messages import Cancel, Drain, DrainState, Peers, Refused, Role, ToNode
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.drains import drained
 from baton.router.membership import Replaced
@@ -56,13 +56,15 @@ class Announcer:
             case _:
                 assert_never(change)
 
-    def unheard(self, node: NodeId, cancel: Cancel) -> None:
-        """Keep a cancel for a node that cannot be told now.
+    def unsent(self, node: NodeId, message: ToNode) -> None:
+        """Keep a cancel for a node that cannot be told now; other messages are lost.
 
-        It may have lost only its channel. Then it keeps these sequences for their clients, who
-        have them from elsewhere.
+        The node may have lost only its channel. Then it keeps these sequences for their clients,
+        who have them from elsewhere.
         """
-        self._unheard.setdefault(node, set()).update(cancel.keys)
+        if not isinstance(message, Cancel):
+            return
+        self._unheard.setdefault(node, set()).update(message.keys)
         if len(self._unheard) > MAX_UNHEARD:
             del self._unheard[next(iter(self._unheard))]
 

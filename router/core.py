@@ -119,6 +119,7 @@ class RouterCore:
         keys = load_keys(self._keys)
         self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._sockets.drain_asked = self._announcer.drain
+        self._sockets.unsent = self._announcer.unsent
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
@@ -358,8 +359,7 @@ class RouterCore:
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):
                 assert self._sockets is not None
-                if not self._sockets.send(node, message) and isinstance(message, Cancel):
-                    self._announcer.unheard(node, message)
+                self._sockets.send(node, message)
             case Place(key=key):
                 self._admission.wait(self._now_s, command)
                 active.asks(self._now_s, key)

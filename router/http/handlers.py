@@ -30,6 +30,7 @@ from baton.router.http.metrics import HttpMetrics
 from baton.router.http.places import HEADER, ReaderPlace, place_of, start_of
 from baton.router.http.prepare import Job, check_ids, check_name, rendered, unpacked
 from baton.router.http.relay import Relay
+from baton.router.http.request_log import RUNNING, Running
 from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
@@ -58,14 +59,6 @@ class Work:
     echoes: list[str]  # per prompt, the text before each of its choices; empty without `echo`
     request_id: str  # the client's own, or the answer's
     kept: Kept | None = None  # for a stream that the client can take up again
-
-
-@dataclass(slots=True)
-class Running:
-    """The requests of the router that one HTTP request made, and how they ended."""
-
-    streams: list[RequestStream]
-    outcome: str = BatonError.code  # as long as nothing better is known
 
 
 class Handlers:
@@ -103,7 +96,7 @@ class Handlers:
         place = start_of(request.match_info["id"])
         if HEADER in request.headers:
             place = place_of(request.headers[HEADER])
-        return await self._counted_in(lambda running: self._again(request, running, place))
+        return await self._counted_in(request, lambda running: self._again(request, running, place))
 
     def close(self) -> None:
         self._large.close()
@@ -115,8 +108,12 @@ class Handlers:
             with self._bodies.room() as room:  # the form of the answer is known, so it is not used
                 await self._bodies.read(request, room, self._max_body_mib << 20)
             connection_of(request).began()
-            return await self._counted_in(lambda running: self._again(request, running, place))
-        return await self._counted_in(lambda running: self._new(request, running, is_chat=is_chat))
+            return await self._counted_in(
+                request, lambda running: self._again(request, running, place)
+            )
+        return await self._counted_in(
+            request, lambda running: self._new(request, running, is_chat=is_chat)
+        )
 
     async def _new(
         self, request: web.Request, running: Running, *, is_chat: bool
@@ -152,16 +149,16 @@ class Handlers:
         relay.goes_on(place)
         return await self._relay(events, relay, running)
 
-    async def _counted_in(self, answer: Answering) -> web.StreamResponse:
+    async def _counted_in(self, request: web.Request, answer: Answering) -> web.StreamResponse:
         """Answer a request. All that it submitted is closed and counted in the end."""
-        running = Running([])
+        running = request[RUNNING] = Running()
         try:
             return await answer(running)
         except asyncio.CancelledError:
             running.outcome = "client_gone"
             raise
         except BatonError as error:
-            running.outcome = error.code
+            running.failed(error)
             raise
         finally:
             for stream in running.streams:
@@ -186,6 +183,7 @@ class Handlers:
             connection_of(request).began()
             work = await self._prepare(request, body, Job(is_chat, model))
             del body
+            running.request_id = work.request_id
             for index, prompt in enumerate(work.prompts if work.ask.generates else ()):
                 if index:  # a long list of prompts must not hold up other requests
                     await asyncio.sleep(0)
@@ -334,7 +332,7 @@ class Handlers:
             relay.finish([stream.metrics for stream in streams])
             running.outcome = "finished"
         except BatonError as error:
-            running.outcome = error.code
+            running.failed(error)
             relay.fail(error)
         except Exception:
             log.exception("a streamed answer broke", request=streams[0].request_id)

@@ -12,7 +12,7 @@ unfinished choice resumes from its tokens. Only losses without progress use up a
 from collections.abc import Sequence
 from typing import assert_never
 
-from baton.protocol.errors import Cancelled, Failure
+from baton.protocol.errors import Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     Accepted,
@@ -64,6 +64,9 @@ SILENCE_DEADLINE_S = 600.0
 # How many processes may die of an error in a step of a request before it is refused.
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
+
+# Of a choice that no node kept for a client who came back.
+NOT_KEPT = NodeError("no node has this choice any more").to_failure()
 
 
 class Lifecycle:
@@ -134,7 +137,7 @@ class Lifecycle:
     def _on_adopted(self, choices: Sequence[AdoptedChoice]) -> None:
         """Deliver what the caller lacks, and go on where the other router left off."""
         self._has_delivered = True
-        lost: list[Choice] = []
+        lost: list[tuple[Choice, Key]] = []
         for one in choices:
             choice = self._choices[one.key.choice]
             choice.attempt, choice.output = one.key.attempt, one.token_ids
@@ -150,10 +153,10 @@ class Lifecycle:
             if one.has_ended or reason is not None:
                 self._num_open -= 1
             elif one.process is None:
-                lost.append(choice)
-        for choice in lost:
+                lost.append((choice, one.key))
+        for choice, key in lost:
             choice.attempt += 1
-            self._out.append(TriedAgain(is_resume=True))
+            self._out.append(TriedAgain(key, NOT_KEPT, is_resume=True))
             self._open_leg([choice])
         if self._num_open == 0:
             self._conclude(None)
