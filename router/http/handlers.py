@@ -78,7 +78,7 @@ class Handlers:
         self._chat_template = chat_template
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
-        self._api_keys = config.router.api_keys
+        self._wants_key = config.router.wants_key
         self._max_body_mib = config.router.max_body_mib
         self._bodies = Bodies(config.router.max_body_mib)
         self._large = LargeBodies(config.model.path, config.model.chat_template)
@@ -133,7 +133,7 @@ class Handlers:
         if place.tail == "/d":
             return web.Response(status=204)  # this ends the retries of an EventSource
         self._refuse_if_draining()
-        owner = owner_of(request.headers.get("Authorization", ""), self._api_keys)
+        owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
         claim = Claim(RequestId(f"{place.answer_id}-0"), owner, place.received)
         forms: list[Form] = []
 
@@ -228,7 +228,7 @@ class Handlers:
         name = request_id_of(request) or answer.id
         kept = None
         if ask.is_streamed and len(prompts) == 1 and not ask.echo:
-            owner = owner_of(request.headers.get("Authorization", ""), self._api_keys)
+            owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
             kept = kept_of(Form(answer, ask.sampling, name), owner, ask.params.n)
         return Work(ask, ask.params, answer, prompts, echoes, name, kept)
 

@@ -5,7 +5,6 @@ bytes. Pure.
 """
 
 import hashlib
-from collections.abc import Sequence
 
 import msgspec
 
@@ -52,9 +51,9 @@ def form_of(data: bytes) -> Form:
         raise RequestError(text, code="stream_gone", http_status=404) from error
 
 
-def owner_of(authorization: str, api_keys: Sequence[str]) -> bytes:
+def owner_of(authorization: str, *, wants_key: bool) -> bytes:
     """Return who a client is, as far as its key tells; the same for all if there are no keys."""
-    if not api_keys:
+    if not wants_key:
         return b""
     key = authorization.partition(" ")[2].strip()
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:OWNER_BYTES]

@@ -109,7 +109,7 @@ def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_n
     registry.beat(1.0, Beat(planned.node_id, planned.epoch, Load(), is_draining=True))
     (left,) = registry.gone(planned.node_id)
     assert isinstance(left, Left)
-    assert left.is_planned
+    assert left.failure.code == "draining"
     (left,) = registry.gone(lost.node_id)
     assert isinstance(left, Left)
     assert not left.is_planned

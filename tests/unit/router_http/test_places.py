@@ -71,10 +71,10 @@ def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None
 
 
 def test_an_owner_is_known_by_its_key_alone() -> None:
-    one, other = owner_of("Bearer one", ["one", "two"]), owner_of("Bearer two", ["one", "two"])
+    one, other = (owner_of(f"Bearer {key}", wants_key=True) for key in ("one", "two"))
     assert one != other
-    assert owner_of("bearer  one", ["one"]) == one
-    assert owner_of("Bearer one", []) == owner_of("", []) == b""
+    assert owner_of("bearer  one", wants_key=True) == one
+    assert owner_of("Bearer one", wants_key=False) == b""
 
 
 @served()
