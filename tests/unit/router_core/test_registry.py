@@ -112,7 +112,7 @@ def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_n
     assert left.failure.code == "draining"
     (left,) = registry.gone(lost.node_id)
     assert isinstance(left, Left)
-    assert not left.is_planned
+    assert left.failure.code != "draining"
     assert [node.node_id for node in registry.lost_nodes(1.0)] == ["d0"]
     assert registry.lost_nodes(LOST_KEPT_S + 2.0) == ()
     join(registry, lost)
