@@ -69,6 +69,15 @@ class SystemdOptions(msgspec.Struct, frozen=True):
     program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
 
 
+class SlurmOptions(msgspec.Struct, frozen=True):
+    """What only `--on slurm` reads; empty takes the default of Slurm."""
+
+    partition: str = ""
+    account: str = ""
+    time: str = ""  # the longest time of the job, as sbatch takes it
+    arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
+
+
 class Description(msgspec.Struct, frozen=True):
     """A whole cluster.yaml. Paths in it are relative to the file."""
 
@@ -82,6 +91,7 @@ class Description(msgspec.Struct, frozen=True):
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes
     systemd: SystemdOptions = SystemdOptions()
+    slurm: SlurmOptions = SlurmOptions()
 
     def pools_of(self, role: Role) -> dict[str, Pool]:
         return {name: pool for name, pool in self.pools.items() if pool.role == role}

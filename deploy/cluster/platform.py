@@ -86,5 +86,15 @@ def _systemd(options: PlatformOptions) -> Platform:
     return SystemdPlatform(options)
 
 
+def _slurm(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.slurm import SlurmPlatform
+
+    return SlurmPlatform(options)
+
+
 # A platform's code is imported when it is chosen.
-PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {"local": _local, "systemd": _systemd}
+PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
+    "local": _local,
+    "systemd": _systemd,
+    "slurm": _slurm,
+}
