@@ -95,6 +95,21 @@ def test_a_description_with_hosts_is_refused(tmp_path: Path) -> None:
         PLATFORM.places(read_description(example))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"node_selector": {"gpu": "h100"}}, "node_selector.gpu: features of Slurm have no value"),
+        ({"resources": {"nic": "one"}}, "resources.nic: give the number"),
+    ],
+)
+def test_what_slurm_cannot_grant_is_refused(
+    changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    pools = {"decode": {"role": "decode", **changes}, "prefill": {"role": "prefill"}}
+    with pytest.raises(ConfigError, match=said):
+        planned(tmp_path, pools=pools)
+
+
 def test_a_host_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="sbatch is not installed here"):
