@@ -37,7 +37,7 @@ WATCH_S = 0.5
 HURRIED_S = 20.0
 # The time that Slurm itself takes, beyond that of the processes.
 EXTRA_STOP_S = 30.0
-GONE = "Invalid job id"
+GONE = ("Invalid job id", "already completing or completed")
 ACTIVE = {
     "COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "RUNNING",
     "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED",
@@ -202,7 +202,7 @@ def _job(folder: Path) -> str:
 def _run(*words: str, may_fail: bool = False) -> str:
     """Run a command of Slurm and return what it prints; raises `NodeError` if it fails.
 
-    With `may_fail`, a job that Slurm no longer knows is no failure.
+    With `may_fail`, it is no failure that the job has ended.
     """
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -211,7 +211,7 @@ def _run(*words: str, may_fail: bool = False) -> str:
             f"{words[0]} is not installed here: run this command on a host of the Slurm cluster, "
             "or use another platform with --on"
         ) from None
-    if done.returncode != 0 and not (may_fail and GONE in done.stderr):
+    if done.returncode != 0 and not (may_fail and any(why in done.stderr for why in GONE)):
         why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise NodeError(f"{words[0]}: {why[-1]}")
     return done.stdout
