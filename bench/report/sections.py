@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, Summary, distribution
+from baton.bench.figures.metrics import Distribution, distribution
 from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, sum_error_s
 from baton.bench.records import Outcome
@@ -32,12 +32,6 @@ IMPACT = {
     "num_failed": "",
 }  # fmt: skip
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
-# The figures by which runs are compared: these, and rates and shares, of which more is better.
-HEADLINES = (
-    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
-    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
-)  # fmt: skip
-RATES = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
 MAX_STAGE_ERROR_MS = 1.0
@@ -128,7 +122,7 @@ def _comparison(report: Report) -> Section:
         if row.ratios[arm].each  # reports of earlier versions have none
     ]
     places = (f"{place}." for place, _ in enumerate(by_round[0][1:] if by_round else [], start=1))
-    told = Table(f"Ratios to {first}, round by round", ["figure", *places], by_round)
+    told = Table(f"Ratios to {first} of each round that is compared", ["figure", *places], by_round)
     return Section("Comparison", [], [Table("", columns, rows, caption), told])
 
 
@@ -149,23 +143,6 @@ def _parity(report: Report) -> Section:
     lines = [f"The arms did not run alike: {different}."] if different else []
     columns = ["setting", *report.parity[0].values, "same"]
     return Section("Flag parity", lines, [Table("", columns, rows)])
-
-
-def figures_of(summary: Summary) -> dict[str, float]:
-    """Return what loads are compared by; 0 where a load has no such figure."""
-    found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
-    for field, percentile in HEADLINES:
-        one: Distribution | None = getattr(summary, field)
-        shown = field if field == "gap_max" else field.upper()
-        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
-    found["goodput"] = summary.goodput
-    # Latencies are of these requests, so an arm must not look better by answering fewer.
-    found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
-    return {name: value or 0.0 for name, value in found.items()}
-
-
-def unit_of(figure: str) -> str:
-    return RATES.get(figure, "ms")
 
 
 def _overview(report: Report) -> Iterator[Section]:

@@ -193,7 +193,7 @@ def test_a_comparison_shows_medians_ratios_and_what_they_prove() -> None:
         ["goodput", "5.00 requests/s", "4.00 requests/s", "0.800 (0.75 to 0.85) *", "higher"],
     ]
     assert "need not be the ratio of the two medians" in table.caption
-    told = table_of(found, "Ratios to old, round by round")
+    told = table_of(found, "Ratios to old of each round that is compared")
     assert told.columns == ["figure", "1.", "2.", "3.", "4.", "5.", "6."]
     assert told.rows == [["TTFT p50, new", "0.610", "0.680", "0.630", "0.640", "0.640", "0.650"]]
     assert table_of(found, "Flag parity").rows == [
