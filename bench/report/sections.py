@@ -1,8 +1,10 @@
 """A report in words and tables: one list of sections, which the page and the terminal both render.
 
-Text is plain here: each renderer escapes it, since much of it came from a server. Pure.
+Text is plain here: each renderer escapes it, since much of it came from a server. Numbers have a
+few digits, the unit beside them, and a dash for none. Pure.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,6 @@ from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, sum_error_s
 from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
-from baton.bench.report.wording import NONE, number, quantity, several, share, utc
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
@@ -35,6 +36,7 @@ PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
 MAX_STAGE_ERROR_MS = 1.0
+NONE = "–"  # noqa: RUF001 - the dash that a table shows
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -283,3 +285,46 @@ def _words(field: str) -> str:
 
 def _percentile(found: Distribution | None, name: str) -> str:
     return NONE if found is None else number(getattr(found, name))
+
+
+def number(value: float | None) -> str:
+    """Return three significant digits, or all digits before the point, and a count as it is."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    if size >= 100 or value == 0:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
+
+
+def share(value: float | None) -> str:
+    """Return a percentage that says 100 % (or 0 %) only where it is all (or none)."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    percent = 100 * value
+    for decimals in (1, 2, 3):
+        text = f"{percent:.{decimals}f}"
+        if float(text) not in (0.0, 100.0) or percent in (0.0, 100.0):
+            return f"{text.removesuffix('.0')} %"
+    return "< 100 %" if percent > 50 else "> 0 %"
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """Return a number and its unit, and a share as a percentage."""
+    if unit == "share":
+        return share(value)
+    written = number(value)
+    return written if written == NONE else f"{written} {unit}".strip()
+
+
+def several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def utc(stamp: str) -> str:
+    """Return an ISO 8601 time of UTC in a form for reading."""
+    return stamp.replace("T", " ").replace("+00:00", " UTC")

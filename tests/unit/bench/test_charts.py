@@ -10,8 +10,7 @@ from baton.bench.figures.faults import FaultSpec, Injected
 from baton.bench.figures.metrics import Bounds, summarise
 from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome, Record
-from baton.bench.report.chart import Chart, Curve, Mark
-from baton.bench.report.charts import MAX_BINS, MAX_CURVES, charts, groups
+from baton.bench.report.charts import MAX_BINS, MAX_CURVES, Chart, Curve, Mark, charts, groups
 from baton.bench.report.document import Report, Run
 from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.console import shown
 from baton.bench.figures.faults import FaultSpec, Injected, impacts
 from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.figures.paired import Ratio
@@ -29,9 +28,9 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.publish import begin, finish, html, write_again
-from baton.bench.report.sections import sections
-from baton.bench.report.wording import number, share
+from baton.bench.report.sections import number, sections, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
+from baton.bench.terminal import shown
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.console import shown
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import judge
@@ -18,6 +17,7 @@ from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.search import is_servers_fault, probe_of
+from baton.bench.terminal import shown
 from tests.support.bench_records import answered, case_of, ended, loaded, report_of
 
 GOAL = 0.9
