@@ -32,7 +32,7 @@ from baton.bench.report.sections import number, sections, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
 from baton.bench.terminal import shown
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
+from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
@@ -312,6 +312,6 @@ def test_settings_are_flat_and_numbers_have_few_digits_and_never_claim_all() -> 
 def test_a_last_request_that_ended_as_it_arrived_is_counted() -> None:
     records = [answered(0, 0.0, [0.1, 0.2]), failed(1, 5.0, Outcome.REFUSED)]
     records[1].end_s = 5.0
-    run = Run(label="a", summary=summarise(loaded(records)), records=records)
+    run = Run(label="a", summary=summarise(load(records)), records=records)
     assert run.summary.num_requests == 2
     assert run.counted == records

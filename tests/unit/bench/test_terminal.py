@@ -13,8 +13,7 @@ from baton.bench.figures.validity import invalid, warning
 from baton.bench.report.document import Run
 from baton.bench.report.sections import LATENCIES
 from baton.bench.terminal import LoadProgress, shown
-from tests.support.bench_records import Scene, report_of, scene_run
-from tests.support.load_records import load, steady
+from tests.support.bench_records import Scene, load, report_of, scene_run, steady
 
 TIMES_S = (0.0, 0.0, 10.0, 20.0)  # made, begun, shown, shown
 SHORT = Scene(duration_s=5.0)
