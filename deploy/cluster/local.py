@@ -18,9 +18,9 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import (
     check_machine,
     chosen,
+    on_this_machine,
     places_by_name,
     routers_urls,
-    with_cpus,
 )
 from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
@@ -61,8 +61,9 @@ class LocalPlatform:
         return files
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = with_cpus(self.own(plan), str(folder / "cpus"))
+        specs = self.own(plan)
         check_machine(plan, specs)
+        specs = on_this_machine(specs, str(folder / "cpus"))
         logs = plan.description.logs or str(folder / "logs")
         write_private(folder / ORDERS, msgspec.json.encode(Orders(specs, logs)))
         (folder / STATUS).unlink(missing_ok=True)

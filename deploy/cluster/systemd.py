@@ -17,9 +17,9 @@ from baton.deploy.cluster.description import Description, SystemdScope
 from baton.deploy.cluster.hosts import (
     check_machine,
     chosen,
+    on_this_machine,
     places_by_name,
     routers_urls,
-    with_cpus,
 )
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessRole, ProcessSpec
@@ -62,8 +62,9 @@ class SystemdPlatform:
         return written
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = with_cpus(self.own(plan))
+        specs = self.own(plan)
         check_machine(plan, specs)
+        specs = on_this_machine(specs)
         description = plan.description
         scope = description.systemd.scope
         units, settings = _folders(scope, description.name)
