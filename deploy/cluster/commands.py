@@ -51,7 +51,7 @@ def render(words: Words) -> int:
     folder = Path(words.out or f"{plan.description.name}-{words.platform}")
     if (problem := pairing_problem(plan.description)) is not None:
         print(f"baton: warning: {words.file}: {problem}", file=sys.stderr)
-    make_private(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in platform.render(plan, folder):
         print(path)
     return 0

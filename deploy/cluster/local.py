@@ -30,7 +30,7 @@ from baton.protocol.errors import NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX
 
-KEEPER = "keeper.json"
+KEEPER, COMPLAINTS, SHARED_CPUS = "keeper.json", "keeper.err", "cpus"
 MODULE = "baton.deploy.cluster.keeper"
 # Beyond the grace of the processes: the time that the keeper itself takes.
 EXTRA_STOP_S = 10.0
@@ -63,7 +63,7 @@ class LocalPlatform:
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         specs = self.own(plan)
         check_machine(plan, specs)
-        specs = on_this_machine(specs, str(folder / "cpus"))
+        specs = on_this_machine(specs, str(folder / SHARED_CPUS))
         logs = plan.description.logs or str(folder / "logs")
         write_private(folder / ORDERS, msgspec.json.encode(Orders(specs, logs)))
         (folder / STATUS).unlink(missing_ok=True)
@@ -86,11 +86,15 @@ class LocalPlatform:
                 keeper.wait(EXTRA_STOP_S)
         if isinstance(self._keeper, Child):
             self._keeper.poll()
+        for name in (ORDERS, STATUS, KEEPER, COMPLAINTS, SHARED_CPUS):
+            (folder / name).unlink(missing_ok=True)
 
     def status(self, folder: Path) -> list[ProcessStatus]:
         keeper = _keeper_of(folder)
         if keeper is not None and keeper.is_alive and (folder / STATUS).exists():
             return msgspec.json.decode((folder / STATUS).read_bytes(), type=list[ProcessStatus])
+        if not (folder / ORDERS).exists():
+            return []
         state: ProcessState = "waiting"
         last_end = ""
         if keeper is None or not keeper.is_alive:
@@ -114,7 +118,7 @@ def _detached(folder: Path) -> "subprocess.Popen[bytes]":
             env={**env, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=(folder / "keeper.err").open("wb"),
+            stderr=(folder / COMPLAINTS).open("wb"),
             start_new_session=True,
         )
     except OSError as error:

@@ -56,7 +56,7 @@ class SystemdPlatform:
         written = []
         for host in dict.fromkeys(spec.host for spec in plan.processes):
             specs = [spec for spec in plan.processes if spec.host == host]
-            make_private(folder / host)
+            (folder / host).mkdir(exist_ok=True)
             for name, text in files_of(plan, specs, program_of(plan.description)).items():
                 written.append(_write(folder / host / name, text))
         return written

@@ -236,7 +236,9 @@ def test_one_description_serves_on_five_hosts_through_the_loss_of_some(five: Fiv
         five.wait_for_state(router, "decode-0", is_ready=True)
     assert five.complete(ROUTERS[1]) == text
 
-    five.up.pop(ROUTERS[0]).kill()
+    killed = five.up.pop(ROUTERS[0])
+    killed.kill()
+    killed.wait()
     assert five.complete(ROUTERS[1]) == text
     done = five.baton(ROUTERS[0], "down", *five.state(ROUTERS[0]))
     assert done.returncode == 0, done.stderr
