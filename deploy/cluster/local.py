@@ -30,7 +30,7 @@ from baton.protocol.errors import NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX
 
-KEEPER, COMPLAINTS, SHARED_CPUS = "keeper.json", "keeper.err", "cpus"
+KEEPER, KEEPER_LOG, SHARED_CPUS = "keeper.json", "keeper.log", "cpus"
 MODULE = "baton.deploy.cluster.keeper"
 # Beyond the grace of the processes: the time that the keeper itself takes.
 EXTRA_STOP_S = 10.0
@@ -86,7 +86,7 @@ class LocalPlatform:
                 keeper.wait(EXTRA_STOP_S)
         if isinstance(self._keeper, Child):
             self._keeper.poll()
-        for name in (ORDERS, STATUS, KEEPER, COMPLAINTS, SHARED_CPUS):
+        for name in (ORDERS, STATUS, KEEPER, SHARED_CPUS):
             (folder / name).unlink(missing_ok=True)
 
     def status(self, folder: Path) -> list[ProcessStatus]:
@@ -98,7 +98,7 @@ class LocalPlatform:
         state: ProcessState = "waiting"
         last_end = ""
         if keeper is None or not keeper.is_alive:
-            state, last_end = "ended", "its keeper has ended"
+            state, last_end = "ended", f"its keeper has ended: see {folder / KEEPER_LOG}"
         orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
         return [
             ProcessStatus(spec.name, spec.role, spec.host, state, "", last_end)
@@ -118,7 +118,7 @@ def _detached(folder: Path) -> "subprocess.Popen[bytes]":
             env={**env, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=(folder / COMPLAINTS).open("wb"),
+            stderr=(folder / KEEPER_LOG).open("wb"),
             start_new_session=True,
         )
     except OSError as error:
