@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from baton.runtime.process import labelled
+from baton.runtime.log import is_json, logger, relayed
+
+log = logger("serve")
 
 
 class StartProgress:
@@ -23,7 +25,7 @@ class StartProgress:
         self._status: Status | None = None
         self._lock = threading.Lock()
         self._shown: dict[str, str] = {}
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not is_json():
             self._status = self._console.status("starting")
             self._status.start()
 
@@ -39,10 +41,13 @@ class StartProgress:
                 words = phase.rstrip("0123456789/ ")
                 if self._shown.get(name) != words:
                     self._shown[name] = words
-                    print(f"{name}: {words}", file=sys.stderr, flush=True)
+                    if is_json():
+                        log.info("starting", node=name, phase=words)
+                    else:
+                        print(f"{name}: {words}", file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
-        self.line(labelled(name, line))
+        self.line(relayed(name, line))
 
     def line(self, text: str) -> None:
         """Print one line on stderr."""

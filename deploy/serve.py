@@ -19,7 +19,7 @@ from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
-from baton.runtime.log import logger
+from baton.runtime.log import is_json, logger
 from baton.runtime.port_pipe import PortPipe
 from baton.runtime.process import Command, Exit, Supervisor
 from baton.runtime.settings import to_yaml
@@ -46,14 +46,19 @@ def serve(config: ClusterConfig) -> int:
         try:
             server.start()
             if server.wait_until_ready(interrupts):
-                print(
-                    greeting(server.url, config.model.name, wants_key=config.router.wants_key),
-                    flush=True,
-                )
+                _greet(server.url, config)
                 server.watch(interrupts)
         finally:
             server.stop(is_hurried=interrupts.is_hurried)
     return 0
+
+
+def _greet(url: str, config: ClusterConfig) -> None:
+    if is_json():
+        log.info("ready", model=config.model.name, url=f"{url}/v1")
+    else:
+        text = greeting(url, config.model.name, wants_key=config.router.wants_key)
+        print(text, flush=True)
 
 
 class LocalServer:

@@ -6,7 +6,6 @@ never load torch.
 
 import asyncio
 import gc
-import sys
 from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
@@ -17,7 +16,7 @@ from baton.router.http.metrics import StatsLine
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process, tell_failure
 from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED = 1
@@ -33,13 +32,13 @@ def run(config: ClusterConfig) -> int:
     SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
     ends the process at once.
     """
-    setup(config.log, "router")
+    own_process(config.log, "router")
     raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
     except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_FAILED
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import relayed
 
 DEATH_FD_VARIABLE = "BATON_DEATH_FD"
 DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
@@ -67,14 +68,9 @@ def _watch(descriptor: int) -> None:
 
 
 def to_stderr(name: str, line: str) -> None:
-    """Write a child's line to stderr."""
-    sys.stderr.write(labelled(name, line) + "\n")
+    """Write a child's line to stderr; a line that does not name its process gets its name."""
+    sys.stderr.write(relayed(name, line) + "\n")
     sys.stderr.flush()
-
-
-def labelled(name: str, line: str) -> str:
-    """Return a child's line, with a prefix if it does not name its process."""
-    return line if line.startswith("{") or f" {name}: " in line else f"{name} | {line}"
 
 
 class Child:

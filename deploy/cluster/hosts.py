@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, Places, ProcessSpec
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.deploy.cluster.reading import is_loopback
 from baton.deploy.health import url_of
 from baton.deploy.model_folder import with_model
@@ -28,10 +28,10 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def places_by_name(description: Description) -> Places:
+def places_by_name(description: Description) -> ProcessPlaces:
     """Return the places of processes that run where the description says, or else all here."""
     routers = tuple(router.host or HERE for router in description.routers)
-    return Places(routers, HERE, host=HERE)
+    return ProcessPlaces(routers, HERE, host=HERE)
 
 
 def chosen(plan: ClusterPlan, hosts: Sequence[str]) -> tuple[ProcessSpec, ...]:

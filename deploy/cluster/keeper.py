@@ -18,8 +18,8 @@ from baton.deploy.cluster.running import write_private
 from baton.protocol.config import LogConfig
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
-from baton.runtime.process import Command, Exit, Supervisor, die_with_parent, labelled
+from baton.runtime.log import logger, relayed, setup
+from baton.runtime.process import Command, Exit, Supervisor, die_with_parent
 
 WATCH_S = 0.1
 HURRIED_S = 2.5
@@ -114,7 +114,7 @@ class Keeper:
 
     def _relay(self, name: str, line: str) -> None:
         """Pass on a line of a process; its reader thread calls this."""
-        text = labelled(name, line)
+        text = relayed(name, line)
         self._files[name].write(f"{text}\n")
         print(text, flush=True)
 

@@ -24,7 +24,7 @@ from baton.deploy.cluster.hosts import (
 )
 from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
-from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessSpec
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.deploy.cluster.running import ProcessId, write_private
 from baton.protocol.errors import NodeError
 from baton.runtime.process import Child, Command
@@ -44,7 +44,7 @@ class LocalPlatform:
         # Held so that it is reaped: the keeper that this process has started.
         self._keeper: Child | subprocess.Popen[bytes] | None = None
 
-    def places(self, description: Description) -> Places:
+    def places(self, description: Description) -> ProcessPlaces:
         return places_by_name(description)
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:

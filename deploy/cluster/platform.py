@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessRole, ProcessSpec
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
 from baton.protocol.errors import ConfigError
 
 ProcessState = Literal["waiting", "running", "ended", "unknown"]
@@ -42,7 +42,7 @@ class Platform(Protocol):
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
         """Return the processes that `start` starts: all of them, or those of the chosen hosts."""
 
-    def places(self, description: Description) -> Places:
+    def places(self, description: Description) -> ProcessPlaces:
         """Return what the platform knows of the machines. Raises `ConfigError`."""
 
     def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ ROUTERS = "router"  # the name of the routers, as if they were a pool
 EXTRA_GRACE_S = 10.0
 
 
-class Places(msgspec.Struct, frozen=True):
+class ProcessPlaces(msgspec.Struct, frozen=True):
     """What a platform knows of the machines, as text that goes into commands as it stands.
 
     An address that is known only where the process runs may be a variable that the platform fills
@@ -96,7 +96,7 @@ class ClusterPlan(msgspec.Struct, frozen=True):
         return max(config_of(self.description, p.settings).node.start_timeout_s for p in pools)
 
 
-def plan_of(description: Description, places: Places) -> ClusterPlan:
+def plan_of(description: Description, places: ProcessPlaces) -> ClusterPlan:
     """Return the plan; raises `ConfigError` where processes would reach other hosts keyless."""
     keys = config_of(description, {}).keys
     if not (description.key or keys.insecure or all(map(is_loopback, places.routers))):
@@ -107,7 +107,7 @@ def plan_of(description: Description, places: Places) -> ClusterPlan:
     return ClusterPlan(description, processes_of(description, places))
 
 
-def processes_of(description: Description, places: Places) -> tuple[ProcessSpec, ...]:
+def processes_of(description: Description, places: ProcessPlaces) -> tuple[ProcessSpec, ...]:
     """Return every process: the routers, then the nodes pool by pool."""
     assert len(places.routers) == len(description.routers)
     processes = [
@@ -142,7 +142,7 @@ class _Seat(msgspec.Struct, frozen=True):
 
 
 def _router(
-    description: Description, places: Places, index: int, router: RouterPlace
+    description: Description, places: ProcessPlaces, index: int, router: RouterPlace
 ) -> ProcessSpec:
     settings = {**_common(description, places), **router.settings}
     listen = places.listen or places.routers[index]
@@ -178,7 +178,9 @@ def _router(
     )
 
 
-def _node(description: Description, places: Places, seat: _Seat, first_gpu: int) -> ProcessSpec:
+def _node(
+    description: Description, places: ProcessPlaces, seat: _Seat, first_gpu: int
+) -> ProcessSpec:
     pool = seat.pool
     config = config_of(description, pool.settings)
     port = pool.peer_port + seat.nth if pool.peer_port else 0
@@ -225,7 +227,7 @@ def _node(description: Description, places: Places, seat: _Seat, first_gpu: int)
     )
 
 
-def _common(description: Description, places: Places) -> Settings:
+def _common(description: Description, places: ProcessPlaces) -> Settings:
     """Return the settings that all processes share."""
     settings: Settings = {}
     if description.model:

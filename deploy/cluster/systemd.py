@@ -22,7 +22,7 @@ from baton.deploy.cluster.hosts import (
     routers_urls,
 )
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
-from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessRole, ProcessSpec
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
 from baton.deploy.cluster.running import make_private, write_private
 from baton.deploy.cluster.units import files_of, target_of, unit_of
 from baton.protocol.errors import ConfigError, NodeError
@@ -46,7 +46,7 @@ class SystemdPlatform:
     def __init__(self, options: PlatformOptions) -> None:
         self._options = options
 
-    def places(self, description: Description) -> Places:
+    def places(self, description: Description) -> ProcessPlaces:
         return places_by_name(description)
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:

@@ -15,7 +15,7 @@ from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
-from baton.runtime.log import setup
+from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
 
@@ -88,10 +88,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(list(arguments))
     except ConfigError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_MISUSED
     except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_FAILED
     except BrokenPipeError:
         # The reader of our output left, so the flush of stdout at exit would fail.
@@ -138,7 +138,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.model_folder import with_model
     from baton.deploy.ports import check_reach, check_router_ports
 
-    setup(config.log, config.node.id or name)
+    own_process(config.log, config.node.id or name)
     config = with_model(config, needs_weights=name != "router")
     if name == "serve":
         from baton.deploy.serve import serve

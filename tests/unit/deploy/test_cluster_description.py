@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from baton.deploy.cluster.hosts import check_machine, on_this_machine
-from baton.deploy.cluster.processes import ClusterPlan, Places, Probe, ProcessSpec, plan_of
+from baton.deploy.cluster.processes import ClusterPlan, Probe, ProcessPlaces, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -21,7 +21,7 @@ SMALL: dict[str, object] = {
     "name": "small",
     "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
 }
-HERE = Places(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
+HERE = ProcessPlaces(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
 
 
 def written(folder: Path, **changes: object) -> Path:
@@ -36,7 +36,7 @@ def pools(**changes: object) -> dict[str, object]:
     return {"prefill": {"role": "prefill"}, "decode": {"role": "decode", **changes}}
 
 
-def planned(path: Path, places: Places = HERE) -> ClusterPlan:
+def planned(path: Path, places: ProcessPlaces = HERE) -> ClusterPlan:
     return plan_of(read_description(path), places)
 
 
@@ -54,7 +54,7 @@ def test_an_example_becomes_processes_that_understand_their_commands(
     description = read_description(Path(shutil.copy(example, tmp_path)))
     address = "10.9.0.1" if description.key else "127.0.0.1"
     routers = tuple(router.host or address for router in description.routers)
-    plan = plan_of(description, Places(routers, address))
+    plan = plan_of(description, ProcessPlaces(routers, address))
     assert len({process.name for process in plan.processes}) == len(plan.processes)
     for process in plan.processes:
         config = settings_of(process)
@@ -101,7 +101,7 @@ def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> 
             "decode": {"role": "decode", "gpus": 1, "replicas": 4, "hosts": hosts["b"]},
         },
     )
-    plan = planned(path, Places(("10.0.0.9",), ""))
+    plan = planned(path, ProcessPlaces(("10.0.0.9",), ""))
     assert [(one.host, one.gpu_ids) for one in plan.processes if one.gpus] == [
         ("10.0.0.1", (0, 1)),
         ("10.0.0.1", (2,)),
@@ -241,4 +241,4 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> N
 
 def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="baton keygen"):
-        planned(written(tmp_path), Places(("baton-router-0.baton",), ""))
+        planned(written(tmp_path), ProcessPlaces(("baton-router-0.baton",), ""))
