@@ -42,6 +42,13 @@ class RankAddress(msgspec.Struct, frozen=True):
     metadata: dict[str, bytes]
 
 
+class StepLimits(msgspec.Struct, frozen=True, array_like=True):
+    """The work of one step, by which a router knows how much to give at once. 0: not known."""
+
+    num_seats: Count = 0  # sequences
+    num_tokens: Count = 0  # of prompts
+
+
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a ready node publishes about itself. The router passes it on to its peers."""
 
@@ -60,6 +67,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     compute: str = ""  # equal for nodes that compute the same bits
     # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
     reaches: tuple[str, ...] = ()
+    step: StepLimits = StepLimits()
 
 
 # --- router to node ---------------------------------------------------------------------------
