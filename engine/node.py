@@ -37,7 +37,16 @@ from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import PROTOCOL_VERSION, Beat, Crashed, Hello, Load, NodeInfo, Role
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Crashed,
+    Hello,
+    Load,
+    NodeInfo,
+    Role,
+    StepLimits,
+)
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
@@ -214,6 +223,7 @@ class EngineNode:
             role=self.role,
             control_endpoint=endpoint,
             reaches=reaches_of(info.ranks, self.config.transfer),
+            step=StepLimits(self.config.engine.max_num_seqs, self.config.engine.chunk_tokens),
             **{name: getattr(info, name) for name in info.__struct_fields__},
         )
         pool = BlockPool(

@@ -49,6 +49,7 @@ from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.health import Health
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
+from baton.router.placing import Placing
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.reattaching import Accept, Claim, Early, Reattaching
 from baton.router.registry import Charge, Registry
@@ -101,6 +102,7 @@ class RouterCore:
         self._announcer = Announcer(self.registry, self._send)
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
+        self._placing = Placing(self.registry, self._policy, self._admission)
         self._active: dict[RequestId, Active] = {}
         self._reattaching = Reattaching(clock(), self._send, self._adopt)
         self._num_requests = 0
@@ -374,10 +376,12 @@ class RouterCore:
             case TriedAgain():
                 active.tries_again(self._now_s, command)
             case Outcome(failure=failure):
+                if failure is None:
+                    self._policy.learn(active.stream.tokens_per_choice)
                 active.stream.finish(None if failure is None else from_failure(failure))
             case Closed():
                 del self._active[active.request_id]
-                self._admission.ended(self._now_s, active.request_id)
+                self._admission.ended(active.request_id)
             case _:
                 assert_never(command)
 
@@ -390,19 +394,18 @@ class RouterCore:
     # --- placing and time -----------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
-        while (place := self._admission.head(self.registry.version)) is not None:
-            decision = self._policy.choose(self._now_s, self.registry, place)
-            if decision is not None:
-                self._place(place, decision)
-            elif (failure := self._admission.set_aside(place.key)) is not None:
-                self._turn_away(place.key, failure)
+        for place, found in self._placing.take(self._now_s):
+            if isinstance(found, Failure):
+                self._turn_away(place.key, found)
+            else:
+                self._place(place, found)
 
     def _turn_away(self, key: Key, failure: Failure) -> None:
         self._feed(self._active[key.request_id], NotPlaced(key, failure))
 
     def _place(self, place: Place, decision: Decision) -> None:
         active = self._active[place.key.request_id]
-        self._admission.placed(place.key)
+        self._admission.placed(self._now_s, place.key)
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
         self.registry.note_pair(decision.placed)

@@ -31,6 +31,7 @@ PURE = (
     "protocol/blocks.py",
     "engine/by_request.py",
     "router/admission.py",
+    "router/placing.py",
     "router/changes.py",
     "router/cluster_state.py",
     "router/pairs.py",
