@@ -163,6 +163,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             repeated=True,
         ),
     ] = ()
+    otlp_traces: Annotated[
+        str,
+        says(
+            "URL to which traces of requests are sent, such as http://host:4318/v1/traces; empty "
+            "sends none; needs the extra otel"
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],
         says("host names that requests may name in the header Host; none allows all"),

@@ -37,7 +37,7 @@ PACKAGES = {
     "engine": {"aiohttp", "msgspec", "zmq", "numpy", "torch", "safetensors"},
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
-    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers"},
+    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "opentelemetry", "tokenizers"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
 # Door of `src/baton` -> rooms that it may import. `LLM` starts nodes as processes of their own, so
