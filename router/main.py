@@ -14,7 +14,7 @@ from baton.protocol.errors import BatonError, ConfigError
 from baton.router.http.app import DISTRIBUTION, App, Server
 from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
 from baton.router.http.metrics import StatsLine
-from baton.router.http.tracing import Tracer, load
+from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
@@ -77,7 +77,7 @@ def _tracer(config: ClusterConfig) -> Tracer | None:
     if not config.router.otlp_traces:
         return None
     version = importlib.metadata.version(DISTRIBUTION)
-    return Tracer(load(config.router.otlp_traces), config.model.shown_name, version)
+    return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, version)
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:

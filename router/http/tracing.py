@@ -25,7 +25,7 @@ CLOSE_S = 1.0
 CARRIED = ("traceparent", "tracestate")
 
 
-def load(endpoint: str) -> "SpanExporter":
+def exporter_to(endpoint: str) -> "SpanExporter":
     """Return what sends spans to an OTLP collector; raises `ConfigError` without the extra."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -13,8 +13,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,10 +29,15 @@ from baton.protocol.config import (
     NodeConfig,
     RouterConfig,
 )
+from baton.router.http.metric_families import ROUTER_FAMILIES
 from tests.support.checkpoints import model_folder
 from tests.support.cluster import Cluster
 from tests.support.oracle import prompt
+from tests.support.promql import named
+from tests.support.sources import REPOSITORY
 
+GRAFANA = REPOSITORY / "deploy" / "grafana"
+OF_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it scrapes
 BLOCK = 16
 WAIT_S = 60.0
 PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1), 8
@@ -181,6 +188,34 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
     assert in_spans_ns / 1e9 == pytest.approx(timeline["e2e_s"], abs=1e-3)
 
 
+def test_every_query_of_the_board_and_of_the_alerts_finds_what_it_names(cluster: Cluster) -> None:
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page(cluster)):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    found = dict(labels)
+    for family in ROUTER_FAMILIES:  # some have no sample until something goes wrong
+        found.setdefault(family.full_name, {*family.labels, "model_name"})
+    missing = set()
+    for query in queries():
+        metrics, groups = named(query)
+        assert metrics.keys() <= found.keys(), query
+        for metric, matched in metrics.items():
+            assert matched <= found[metric] | OF_PROMETHEUS, query
+        assert groups <= set().union(*(found[metric] for metric in metrics)), query
+        missing |= metrics.keys() - labels.keys()
+    assert missing <= {"baton_refusals_total", "baton_retries_total", "baton_resumes_total"}
+
+
+def test_every_alert_says_what_to_do_and_names_labels_that_it_has() -> None:
+    for rule in rules():
+        _, groups = named(rule["expr"])
+        notes = rule["annotations"]
+        assert set(notes) == {"summary", "action"}
+        shown = re.findall(r"\$labels\.(\w+)", notes["summary"] + notes["action"])
+        assert set(shown) <= groups, rule["alert"]
+
+
 def test_with_log_json_serve_prints_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "baton", "serve", "--port", "0", "--log-json"]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -196,6 +231,22 @@ def test_with_log_json_serve_prints_nothing_else(tmp_path: Path) -> None:
     processes = {line["process"] for line in lines}
     assert processes == {"serve", "router", "prefill-0", "decode-0"}
     assert process.returncode == 0, lines
+
+
+def rules() -> list[Any]:
+    (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def queries() -> list[str]:
+    """All expressions of the board and of the alerts, and what the board's variables ask for."""
+    board = json.loads((GRAFANA / "board.json").read_text())
+    shown = [target["expr"] for one in board["panels"] for target in one["targets"]]
+    variables = [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    asked = [re.fullmatch(r"label_values\((\w+), (\w+)\)", query) for query in variables]
+    values = [f'{found[1]}{{{found[2]}="x"}}' for found in asked if found]
+    assert len(values) == len(variables)
+    return [*shown, *values, *(rule["expr"] for rule in rules())]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
