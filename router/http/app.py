@@ -24,11 +24,12 @@ from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
 from baton.router.http.handlers import Engine, Handlers, request_id_of
-from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
+from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import RUNNING, RequestLog
 from baton.router.http.sse import SILENCE_S
 from baton.router.http.tracing import Tracer
 from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.exposition import CONTENT_TYPE
 from baton.runtime.log import ROOT, clip, logger
 
 BACKLOG = 4096
