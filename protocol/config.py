@@ -181,6 +181,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "it changes"
         ),
     ] = ""
+    otlp_traces: Annotated[
+        str,
+        says(
+            "URL to which traces of requests are sent, such as http://host:4318/v1/traces; empty "
+            "sends none; needs the extra otel"
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],
         says("host names that requests may name in the header Host; none allows all"),

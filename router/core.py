@@ -362,9 +362,9 @@ class RouterCore:
             case Send(node=node, message=message):
                 assert self._sockets is not None
                 self._sockets.send(node, message)
-            case Place(key=key):
+            case Place():
                 self._admission.wait(self._now_s, command)
-                active.asks(self._now_s, key)
+                active.asks(self._now_s, command)
             case Unplace(key=key):
                 self._admission.leave(key)
             case Release(node=node, key=key):

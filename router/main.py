@@ -6,13 +6,15 @@ never load torch.
 
 import asyncio
 import gc
+import importlib.metadata
 from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.http.app import App, Server
+from baton.router.http.app import DISTRIBUTION, App, Server
 from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
 from baton.router.http.metrics import StatsLine
+from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
@@ -48,7 +50,8 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     loop.add_reader(interrupts.fileno(), asked_to_end.set)
     loop.set_exception_handler(AcceptErrors(loop))
     router = TextRouter.from_config(config)
-    app = App(router, config, _chat_template(config.model))
+    tracer = _tracer(config)
+    app = App(router, config, _chat_template(config.model), tracer=tracer)
     server = Server(app, config.router)
     stats = _Stats(app, router, config.log.stats_s)
     try:
@@ -70,8 +73,17 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         # This fails the answers that are under way while their clients can still be told.
         router.close()
         await server.stop()
+        if tracer is not None:
+            tracer.close()
         loop.remove_reader(interrupts.fileno())
     return 0
+
+
+def _tracer(config: ClusterConfig) -> Tracer | None:
+    if not config.router.otlp_traces:
+        return None
+    version = importlib.metadata.version(DISTRIBUTION)
+    return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, version)
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:

@@ -26,10 +26,12 @@ from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
 from baton.router.http.engine import Engine
 from baton.router.http.handlers import Handlers, request_id_of
-from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
-from baton.router.http.request_log import RequestLog
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.request_log import RUNNING, RequestLog
 from baton.router.http.sse import SILENCE_S
+from baton.router.http.tracing import Tracer
 from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.exposition import CONTENT_TYPE
 from baton.runtime.log import ROOT, clip, logger
 
 BACKLOG = 4096
@@ -56,7 +58,9 @@ class App:
         config: ClusterConfig,
         chat_template: ChatTemplate | None = None,
         silence_s: float = SILENCE_S,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._baton_version = importlib.metadata.version(DISTRIBUTION)
         self.metrics = HttpMetrics(config.model.shown_name, self._baton_version)
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
@@ -172,10 +176,14 @@ class App:
         finally:
             connection.ended()
             self.metrics.answered(_route(request), status)
-            self._request_log.answered(request, status, name, time.monotonic() - began_s)
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+            took_s = time.monotonic() - began_s
+            self._request_log.answered(request, status, name, took_s)
+            if self._tracer is not None and (running := request.get(RUNNING)) is not None:
+                running.request_id = running.request_id or name
+                self._tracer.record(request.headers, _route(request), status, took_s, running)
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:

@@ -11,10 +11,8 @@ from baton.router.health import Health, NodeHealth, ServedModel
 from baton.router.http import metric_families as families
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
-from baton.runtime.exposition import CONTENT_TYPE, Histogram, Page
+from baton.runtime.exposition import Histogram, Page
 from baton.runtime.node_metrics import NodeSample, add_nodes
-
-__all__ = ["CONTENT_TYPE", "HttpMetrics", "StatsLine"]
 
 # From a prompt of a few tokens up to a long one that waits in a queue.
 LATENCY_BUCKETS_S = (

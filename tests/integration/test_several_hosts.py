@@ -228,10 +228,10 @@ def test_one_description_serves_on_five_hosts_through_the_loss_of_some(five: Fiv
     assert "decode-0 on 10.0.0.5: router-0 has a node of this id already" in line
     assert set(five.states(ROUTERS[0])) == {"prefill-0", "decode-0", "decode-1"}
 
-    five.on.cut(DECODE[0])
+    five.on.plug(DECODE[0], is_in=False)
     five.wait_for_state(ROUTERS[0], "decode-0", is_ready=False)
     assert [five.complete(router) for router in ROUTERS] == [text, text]
-    five.on.heal(DECODE[0])
+    five.on.plug(DECODE[0], is_in=True)
     for router in ROUTERS:
         five.wait_for_state(router, "decode-0", is_ready=True)
     assert five.complete(ROUTERS[1]) == text
