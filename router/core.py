@@ -180,7 +180,7 @@ class RouterCore:
             if choice.process is not None and not choice.has_ended:
                 num_tokens = len(request.token_ids) + len(choice.token_ids)
                 self.registry.charge(choice.process[0], choice.key, Charge(num_tokens, 1))
-                self._admission.placed(choice.key)
+                self._admission.placed(self._now_s, choice.key)
         self._begin(request, stream, Adopted(choices))
         for node, message in early:
             self._said(node, claim.request_id, message)
