@@ -223,7 +223,8 @@ class RouterCore:
         """Leave the streams that another router can take up to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
         for active in list(self._active.values()):
-            if active.lifecycle.request.kept is not None:
+            has_begun = active.stream.metrics.time_to_first_token_s is not None
+            if has_begun and active.lifecycle.request.kept is not None:
                 active.stream.finish(Overloaded(text, code="shutting_down"))
                 del self._active[active.request_id]
 

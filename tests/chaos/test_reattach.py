@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -89,6 +90,15 @@ class Client:
         self._thread.join(DEADLINE_S)
         assert self.is_done, self.error
         return self
+
+    def persist(self) -> "Client":
+        """Come back as often as it takes until the answer is complete."""
+        while not self.is_done:
+            self._thread.join(DEADLINE_S)
+            if not self.is_done:
+                assert self.error is None or self.error["code"] == "shutting_down", self.error
+                self.come_back(by_get=True)
+        return self.finish()
 
     def result(self) -> object:
         return dict(self.texts), dict(self.tokens), self.ends, self.usage
@@ -178,6 +188,64 @@ def test_streams_outlive_a_router_that_is_killed(
         results = {name: client.finish().result() for name, client in clients.items()}
         print("longest gaps in s:", sorted(round(c.gap_s, 2) for c in clients.values()))
         assert results == expected
+
+
+class Load:
+    """Clients that ask for one stream after the other, until they are stopped."""
+
+    def __init__(self, cluster: Cluster, expected: dict[str, object]) -> None:
+        self.num_answers = 0
+        self.longest_gap_s = 0.0
+        self._cluster = cluster
+        self._expected = expected
+        self._is_over = False
+        self._pool = ThreadPoolExecutor(len(expected))
+        self._workers = [self._pool.submit(self._work, name) for name in expected]
+
+    def stop(self) -> None:
+        self._is_over = True
+        for worker in self._workers:
+            worker.result(DEADLINE_S)
+        self._pool.shutdown()
+
+    def wait_for_answers(self, num_answers: int) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.num_answers < num_answers and not any(one.done() for one in self._workers):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+    def _work(self, name: str) -> None:
+        while not self._is_over:
+            client = Client(self._cluster, {**ASKS[name], "max_tokens": 300}).persist()
+            assert client.result() == self._expected[name]
+            self.longest_gap_s = max(self.longest_gap_s, client.gap_s)
+            self.num_answers += 1
+
+
+def test_a_restart_of_every_process_under_load_loses_nothing(tmp_path: Path) -> None:
+    config = settings(prefill=2, decode=2)
+    router = msgspec.structs.replace(config.router, drain_s=0.5)
+    node = msgspec.structs.replace(config.node, drain_s=1.0)
+    config = msgspec.structs.replace(config, router=router, node=node)
+    with Cluster(tmp_path, config) as cluster:
+        asks = {name: {**ask, "max_tokens": 300} for name, ask in ASKS.items()}
+        expected = {name: Client(cluster, ask).finish().result() for name, ask in asks.items()}
+        load = Load(cluster, expected)
+        for name in ("prefill-0", "decode-0", "router", "prefill-1", "decode-1"):
+            load.wait_for_answers(load.num_answers + 1)
+            child = cluster.children[name]
+            child.terminate()
+            assert child.wait(time.monotonic() + DEADLINE_S)
+            assert child.exit_code == 0, child.tail
+            if name == "router":
+                cluster.start_router()
+            else:
+                role, index = name.split("-")
+                cluster.start_node("prefill" if role == "prefill" else "decode", int(index))
+            cluster.wait_until_healthy()
+        load.wait_for_answers(load.num_answers + len(asks))
+        load.stop()
+        print(f"{load.num_answers} answers, longest gap {load.longest_gap_s:.2f} s")
 
 
 def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:
