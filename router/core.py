@@ -161,7 +161,7 @@ class RouterCore:
             raise from_failure(self._failure)
         if claim.request_id in self._active:
             raise in_use()
-        nodes = [node.node_id for node in self.registry.in_service("decode")]
+        nodes = self.registry.joined("decode")
         return await self._reattaching.take(self._clock(), claim, nodes, accept)
 
     def _adopt(
