@@ -107,7 +107,7 @@ class Handlers:
                 raise RequestError(
                     "this event is not of the stream that the URL names", param=HEADER
                 )
-        return await self._until_closed(lambda running: self._again(request, running, place))
+        return await self._counted_in(lambda running: self._again(request, running, place))
 
     def close(self) -> None:
         self._large.close()
@@ -119,10 +119,8 @@ class Handlers:
             with self._bodies.room() as room:  # the form of the answer is known, so it is not used
                 await self._bodies.read(request, room, self._max_body_mib << 20)
             connection_of(request).began()
-            return await self._until_closed(lambda running: self._again(request, running, place))
-        return await self._until_closed(
-            lambda running: self._new(request, running, is_chat=is_chat)
-        )
+            return await self._counted_in(lambda running: self._again(request, running, place))
+        return await self._counted_in(lambda running: self._new(request, running, is_chat=is_chat))
 
     async def _new(
         self, request: web.Request, running: Running, *, is_chat: bool
@@ -158,7 +156,7 @@ class Handlers:
         relay.goes_on(place)
         return await self._relay(events, relay, running)
 
-    async def _until_closed(self, answer: Answering) -> web.StreamResponse:
+    async def _counted_in(self, answer: Answering) -> web.StreamResponse:
         """Answer a request. All that it submitted is closed and counted in the end."""
         running = Running([])
         try:

@@ -26,6 +26,7 @@ from tests.support.cluster import Cluster
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 NUM_TOKENS = 1_000
+MANY_TOKENS = 8_000  # far more than it gets to before its router dies
 DEADLINE_S = 120.0
 KEYS = ("one", "two")
 
@@ -73,7 +74,7 @@ class Client:
 
     def come_back(self, *, by_get: bool) -> None:
         """Ask until the router answers, then read on a thread."""
-        self._thread.join(DEADLINE_S)
+        self.join()
         self.error = None
         name = self.event_id.partition(":")[0]
         path = f"/v1/streams/{name}" if by_get else "/v1/completions"
@@ -86,15 +87,20 @@ class Client:
             )
         assert moved, "the stream stands still"
 
-    def finish(self) -> "Client":
+    def join(self) -> None:
+        """Wait until the connection has ended."""
         self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    def finish(self) -> "Client":
+        self.join()
         assert self.is_done, self.error
         return self
 
     def persist(self) -> "Client":
         """Come back as often as it takes until the answer is complete."""
         while not self.is_done:
-            self._thread.join(DEADLINE_S)
+            self.join()
             if not self.is_done:
                 assert self.error is None or self.error["code"] == "shutting_down", self.error
                 self.come_back(by_get=True)
@@ -250,40 +256,38 @@ def test_a_restart_of_every_process_under_load_loses_nothing(tmp_path: Path) -> 
 
 def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings()) as cluster:
-        client = Client(cluster, ASKS["sampled"])
-        client.wait_for(5)
         stranger = Client(cluster, ASKS["short"], KEYS[1]).finish()
-        stranger.event_id = client.event_id
-        for event_id, code in (
-            (client.event_id, "stream_in_use"),  # the router itself has it
-            ("cmpl-" + 24 * "0" + ":3", "stream_gone"),
-            ("cmpl-7:x", "invalid_request"),
-        ):
+
+        def refusal_of(event_id: str) -> object:
             stranger.event_id = event_id
             stranger.come_back(by_get=False)
-            stranger._thread.join(DEADLINE_S)
+            stranger.join()
             assert stranger.error is not None
-            assert stranger.error["code"] == code
+            return stranger.error["code"]
+
+        client = Client(cluster, {**ASKS["sampled"], "max_tokens": MANY_TOKENS})
+        client.wait_for(5)
+        assert refusal_of(client.event_id) == "stream_in_use"  # the router itself has it
         cluster.kill("router")
+        client.join()
         cluster.start_router()
-        stranger.event_id = client.event_id
-        stranger.come_back(by_get=True)
-        stranger._thread.join(DEADLINE_S)
-        assert stranger.error["code"] == "stream_gone"  # it has another key
+        assert refusal_of(client.event_id) == "stream_gone"  # it is not the stranger's
+        assert refusal_of("cmpl-" + 24 * "0" + ":3") == "stream_gone"
+        assert refusal_of("cmpl-7:x") == "invalid_request"
         client.come_back(by_get=True)
-        assert len(client.finish().tokens[0]) == NUM_TOKENS
+        assert len(client.finish().tokens[0]) == MANY_TOKENS
 
 
 def test_a_stream_that_no_client_comes_for_ends_and_gives_its_blocks_back(tmp_path: Path) -> None:
     config = msgspec.structs.replace(settings(), node=NodeConfig(detached_s=0.5))
     with Cluster(tmp_path, config) as cluster:
-        client = Client(cluster, {"max_tokens": 10_000, "temperature": 0})
+        client = Client(cluster, {"max_tokens": MANY_TOKENS, "temperature": 0})
         client.wait_for(5)
         cluster.kill("router")
         cluster.start_router()
         cluster.wait_until_healthy()
         cluster.wait_until_unused()
         client.come_back(by_get=True)
-        client._thread.join(DEADLINE_S)
+        client.join()
         assert client.error is not None
         assert client.error["code"] == "stream_gone"
