@@ -100,13 +100,9 @@ class Handlers:
 
     async def stream_again(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: go on with a stream that broke, after the event `Last-Event-ID`."""
-        place = start_of(request.match_info["id"])
+        place = start_of(request.match_info["id"], request.headers.get(HEADER))
         if HEADER in request.headers:
-            name, place = place.answer_id, place_of(request.headers[HEADER])
-            if place.answer_id != name:
-                raise RequestError(
-                    "this event is not of the stream that the URL names", param=HEADER
-                )
+            place = place_of(request.headers[HEADER])
         return await self._counted_in(lambda running: self._again(request, running, place))
 
     def close(self) -> None:
