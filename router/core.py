@@ -164,7 +164,7 @@ class RouterCore:
             raise from_failure(self._failure)
         if claim.request_id in self._active:
             raise in_use()
-        nodes = [node.node_id for node in self.registry.in_service("decode")]
+        nodes = self.registry.joined("decode")
         return await self._reattaching.take(self._clock(), claim, nodes, accept)
 
     def _adopt(
@@ -226,7 +226,8 @@ class RouterCore:
         """Leave the streams that another router can take up to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
         for active in list(self._active.values()):
-            if active.lifecycle.request.kept is not None:
+            has_begun = active.stream.metrics.time_to_first_token_s is not None
+            if has_begun and active.lifecycle.request.kept is not None:
                 active.stream.finish(Overloaded(text, code="shutting_down"))
                 del self._active[active.request_id]
 
