@@ -51,8 +51,9 @@ class Server(msgspec.Struct, frozen=True):
             "running usage": self.target.continuous_usage,
         }
         found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
-        name = " ".join(part for part in (self.probed.server, self.probed.version) if part)
-        return f"{self.target.url}: {name or 'a server'} with {self.target.model}, giving {found}"
+        told = {"version": self.probed.version, "server": self.probed.server}
+        names = [f"{what} {name}" for what, name in told.items() if name]
+        return f"{', '.join([f'{self.target.url}: {self.target.model}', *names])}, giving {found}"
 
 
 class Experiment:

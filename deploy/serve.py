@@ -6,7 +6,6 @@ a router on the same port. Several routers may share the port: the system spread
 them, and every node dials them all.
 """
 
-import http.client
 import json
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.deploy.health import HealthReply, ask_health, url_of
 from baton.deploy.ports import ReservedPort, check_reach
 from baton.deploy.progress import StartProgress
 from baton.protocol.config import ClusterConfig, RouterConfig
@@ -22,13 +22,12 @@ from baton.runtime.channels.endpoint import bindable
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
-from baton.runtime.log import logger
+from baton.runtime.log import is_json, logger
 from baton.runtime.process import Command, Exit, Supervisor
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
 ROUTER_GRACE_S = 2.0  # beyond the time that it may take to drain
-HEALTH_TIMEOUT_S = 1.0
 # Added to the nodes' own deadline: the time for the interpreter and the router to start.
 EXTRA_START_S = 20.0
 
@@ -48,14 +47,19 @@ def serve(config: ClusterConfig) -> int:
         try:
             server.start()
             if server.wait_until_ready(interrupts):
-                print(
-                    greeting(server.url, config.model.name, wants_key=config.router.wants_key),
-                    flush=True,
-                )
+                _greet(server.url, config)
                 server.watch(interrupts)
         finally:
             server.stop(is_hurried=interrupts.is_hurried)
     return 0
+
+
+def _greet(url: str, config: ClusterConfig) -> None:
+    if is_json():
+        log.info("ready", model=config.model.name, url=f"{url}/v1")
+    else:
+        text = greeting(url, config.model.name, wants_key=config.router.wants_key)
+        print(text, flush=True)
 
 
 class LocalServer:
@@ -81,7 +85,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        return f"http://{_dialled(self._config.router.host)}:{self._port.port}"
+        return url_of(self._config.router.host, self._port.port)
 
     def start(self) -> None:
         """Spawn the routers and the nodes."""
@@ -155,45 +159,11 @@ class LocalServer:
 
     def _ask_health(self) -> dict[str, str]:
         """Return the phase of each node as a router reports it, and note a router that is ready."""
-        connection = http.client.HTTPConnection(
-            _dialled(self._config.router.host).strip("[]"),
-            self._port.port,
-            timeout=HEALTH_TIMEOUT_S,
-        )
-        try:
-            connection.request("GET", "/health")
-            reply = connection.getresponse()
-            health = msgspec.json.decode(reply.read(), type=_HealthReply)
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError):
-            return {}
-        finally:
-            connection.close()
-        num_ready = sum(node.state == "ready" for node in health.nodes)
+        health = ask_health(self.url) or HealthReply()
         wanted = self._config.prefill + self._config.decode
-        if reply.status == 200 and num_ready >= wanted:
+        if health.can_serve and len(health.ready_ids) >= wanted:
             self._ready_routers.add(health.router)
         return {node.node_id: node.doing for node in health.nodes}
-
-
-class _NodeReply(msgspec.Struct):
-    node_id: str
-    state: str
-    phase: str = ""
-    done: int = 0
-    total: int = 0
-
-    @property
-    def doing(self) -> str:
-        if self.state != "starting":
-            return self.state
-        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
-
-
-class _HealthReply(msgspec.Struct):
-    """The part of GET /health that start-up needs."""
-
-    router: str = ""
-    nodes: list[_NodeReply] = []
 
 
 def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
@@ -246,12 +216,3 @@ def _nth(control: str, index: int) -> str:
     if not address.port:
         raise ConfigError("router.control needs a port when there are several router processes")
     return str(msgspec.structs.replace(address, port=address.port + index))
-
-
-def _dialled(host: str) -> str:
-    """Return the address by which a client on this host reaches a server bound to `host`."""
-    if host in ("0.0.0.0", "*", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host

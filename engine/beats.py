@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from baton.engine.router_watch import RouterWatch
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter, Totals
@@ -108,6 +109,7 @@ class BeatThread:
         self._keys = keys
         self._stopping = threading.Event()
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
+        self._watch = RouterWatch()
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
@@ -162,6 +164,7 @@ class BeatThread:
                     # Beats of the past are worthless, so none is queued for an absent router.
                     if dialer.connected and (everyone or not was_connected):
                         dialer.send(beat)
+                    self._watch.look(now_s, dialer)
         finally:
             for dialer in self._dialers:
                 dialer.close()

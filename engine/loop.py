@@ -28,6 +28,7 @@ from baton.kv_transfer.interfaces import (
 from baton.protocol.codec import Unreadable
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import (
+    Attach,
     Cancel,
     Decode,
     Drain,
@@ -180,6 +181,8 @@ class EngineLoop:
                 self.scheduler.cancel(origin, keys)
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
+            case Attach():
+                self.scheduler.attach(now_s, origin, message)
             case Drain():
                 self.is_told_to_drain = True
             case DrainState():  # not for nodes

@@ -42,7 +42,7 @@ from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process
 from baton.runtime.network_devices import devices_for, reaches_out
 from baton.runtime.process import die_with_parent
 
@@ -152,7 +152,7 @@ class EngineNode:
     def run(self) -> int:
         """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
-        setup(self.config.log, str(self.node_id))
+        own_process(self.config.log, str(self.node_id))
         try:
             with Interrupts(on_first=self.drain) as self._interrupts:
                 self.serve()
@@ -206,7 +206,7 @@ class EngineNode:
         return http
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = _with_features(self._start(executor, sockets), self.config)
+        info = _with_facts(self._start(executor, sockets), self.config)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
             node_id=self.node_id,
@@ -225,6 +225,7 @@ class EngineNode:
             info.max_model_len,
             info.eos_token_ids,
             info.vocab_size,
+            self.config.node.detached_s,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),
@@ -313,15 +314,16 @@ class EngineNode:
         os._exit(1)
 
 
-def _with_features(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
-    """Add what is switched on here to the facts that the node publishes."""
+def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
+    """Add the model's name and what is switched on here to the facts that the node publishes."""
     found = {
         "batch_invariant": info.batch_invariant,
         "prefix_caching": config.cache.prefix,
         "verify_kv": config.transfer.verify_kv,
     }
     features = tuple(name for name, is_on in found.items() if is_on)
-    facts = msgspec.structs.replace(info.facts, features=features)
+    name = config.model.shown_name
+    facts = msgspec.structs.replace(info.facts, features=features, model_name=name)
     return msgspec.structs.replace(info, facts=facts)
 
 

@@ -1,11 +1,10 @@
 """How many threads a step computes with: this node's share of the host, or more while others idle.
 
-The compute thread of a rank on a CPU enters it around each step. The number cannot change a bit:
-kernels never share a sum between threads, and row rules hold for every number that is used.
+The thread that computes on a CPU calls `begin` and `end` around each step. The number cannot change
+a bit: kernels never share a sum between threads, and row rules hold for every number that is used.
 """
 
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -13,25 +12,21 @@ from baton.protocol.config import EngineConfig
 from baton.runtime.cpus import thread_counts
 from baton.runtime.shared_cpus import SharedCpus
 
+# Fewer tokens are computed as fast by one thread, and leave the other CPUs to the router.
+MIN_TOKENS = 64
+
 
 class StepCpus:
-    """A context around each step. Make it in the thread that computes."""
-
     def __init__(self, engine: EngineConfig) -> None:
-        """Set the threads of this thread; raises `ConfigError` for a file that cannot be used."""
-        share, *more = thread_counts(engine)
-        self._shared = SharedCpus(Path(engine.shared_cpus), share, more[0]) if more else None
-        torch.set_num_threads(share)  # each thread of a process has its own number
+        """Raises `ConfigError` for a file (`engine.shared_cpus`) that cannot be used."""
+        self.share, *more = thread_counts(engine)
+        self._shared = SharedCpus(Path(engine.shared_cpus), self.share, more[0]) if more else None
 
-    def __enter__(self) -> None:
+    def begin(self, num_tokens: int) -> None:
+        """A step of `num_tokens` begins in the calling thread."""
         if self._shared is not None:
-            torch.set_num_threads(self._shared.take())
+            torch.set_num_threads(self._shared.take(may_borrow=num_tokens >= MIN_TOKENS))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def end(self) -> None:
         if self._shared is not None:
             self._shared.give_back()

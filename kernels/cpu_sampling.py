@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton.kernels.cpu_shapes import LOG2_E, ROW_INTS, ROW_REALS, SUMS, WIDTH
+from baton.kernels import draws
+from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS, SUMS, WIDTH
 from baton.kernels.cpu_vectors import (
     FLOAT,
     FLOATS,
@@ -46,31 +47,24 @@ from baton.kernels.cpu_vectors import (
 from baton.kernels.draws import (
     GOLDEN,
     LARGEST_UNIFORM,
+    LN_2_HIGH,
+    LN_2_LOW,
+    LOG,
     MIN_TEMPERATURE,
     MIX_1,
     MIX_2,
+    ROOT_HALF,
     WEIGHT_SCALE,
 )
 
 ZERO, HIDDEN = np.float32(0), np.float32("-inf")
-LOWEST = np.float32(-200)  # exp of it is 0
-# log2(e) in two floats, and ln(2).
-LOG2_E_HIGH = np.float32(LOG2_E)
-LOG2_E_LOW, LN_2 = np.float32(LOG2_E - float(LOG2_E_HIGH)), np.float32(1 / LOG2_E)
-SCALE = np.float32(WEIGHT_SCALE)
-TINY = np.float32(2.0**-126)
+LOG2_E_HIGH, LOG2_E_LOW = np.float32(draws.LOG2_E_HIGH), np.float32(draws.LOG2_E_LOW)
+LN_2, LOWEST = np.float32(draws.LN_2), np.float32(draws.LOWEST)
+SCALE, TINY = np.float32(WEIGHT_SCALE), np.float32(draws.TINY)
 MAGNITUDE = 0x7FFFFFFF
 STEP, FIRST_FACTOR, SECOND_FACTOR = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 
 LONG = ir.VectorType(INT64, WIDTH)
-ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)
-# log(1 + f) is f - f**2 / 2 + f**3 * polynomial for 1 + f from sqrt(1/2) to sqrt(2), within an
-# unit in the last place (Moshier's Cephes library, logf.c); the highest power comes first.
-LOG = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
-LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440e-4
 
 
 @kernel

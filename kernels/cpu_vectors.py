@@ -28,6 +28,7 @@ from numba.types import CPointer as Int64s
 from numba.types import CPointer as Numbers
 
 from baton.kernels.cpu_shapes import WIDTH
+from baton.kernels.draws import EXP2, ROUNDER
 
 __all__ = ["Doubles", "Floats", "Int32s", "Int64s", "Numbers"]
 
@@ -35,12 +36,6 @@ FLOAT, HALF, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.I
 FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))
 POINTER = ir.PointerType()
 NOTHING = ir.Constant(POINTER, None)
-# 2**x is 1 + x * polynomial for |x| <= 1/2, within 1e-8; the highest power comes first.
-EXP2 = (
-    0.00015453163359779865, 0.0013390863314270973, 0.009618083015084267, 0.055503569543361664,
-    0.24022650718688965, 0.6931471824645996,
-)  # fmt: skip
-ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 FEATURES = llvm.get_host_cpu_features()
 
 kernel = numba.njit(error_model="numpy")

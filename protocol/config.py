@@ -238,6 +238,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "empty serves none; nodes that are started together count up from the port"
         ),
     ] = ""
+    detached_s: Annotated[
+        float,
+        says(
+            "how long a stream whose router is gone is kept for a client that comes back; 0 keeps "
+            "none",
+            "s",
+            ge=0,
+        ),
+    ] = 30.0
     start_timeout_s: Annotated[
         float, says("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0
@@ -266,6 +275,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Annotated[LogLevel, says("least severe level that is logged")] = "info"
     json: Annotated[bool, says("log one JSON object per line")] = False
+    access: Annotated[bool, says("log a line for every HTTP request that was answered")] = False
     stats_s: Annotated[float, says("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
     prompts: Annotated[bool, says("log prompts, cut to 200 characters")] = False
     records: Annotated[

@@ -5,11 +5,13 @@ defaults. No absolute foreign clocks: deadlines travel as seconds that remain. A
 absolute index of a token in its sequence, prompt included.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from baton.protocol.bounds import (
+    MAX_FORM_BYTES,
     BlockCount,
     BlockId,
     Checksum,
@@ -19,7 +21,7 @@ from baton.protocol.bounds import (
     Total,
 )
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 1
@@ -56,6 +58,7 @@ class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str = ""  # of weights and KV blocks
     device: str = ""
     features: tuple[str, ...] = ()  # that are switched on
+    model_name: str = ""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,6 +80,14 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
     reaches: tuple[str, ...] = ()
     facts: NodeFacts = NodeFacts()
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What another router needs to go on with a request. A node keeps it and does not read it."""
+
+    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # of the answer that its client gets
+    owner: Annotated[bytes, Meta(max_length=64)]  # whose request it is; only they may attach
+    num_choices: Count  # of the whole request
 
 
 # --- router to node ---------------------------------------------------------------------------
@@ -115,6 +126,7 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     prefill_node: NodeId | None = None
+    kept: Kept | None = None  # of a stream that its client can take up again
 
 
 class Cancel(Message, frozen=True):
@@ -137,6 +149,13 @@ class Drain(Message, frozen=True):
     """Take no new legs, finish within `node.drain_s`, and end."""
 
 
+class Attach(Message, frozen=True):
+    """Give this router a request whose router is gone. `Attached` or `NotAttached` answers."""
+
+    request_id: RequestId
+    owner: bytes
+
+
 class DrainState(Message, frozen=True):
     """The answer to `DrainNode`, for the operator who asked."""
 
@@ -146,7 +165,7 @@ class DrainState(Message, frozen=True):
     problem: str = ""  # why nothing is drained
 
 
-ToNode = Peers | Prefill | Decode | Cancel | Refused | Drain | DrainState
+ToNode = Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -290,6 +309,36 @@ class Crashed(Message, frozen=True):
     failure: Failure
 
 
+class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
+    """One choice of a request and all of its output so far."""
+
+    key: Key
+    token_ids: list[Count]
+    finish_reason: FinishReason | None = None
+    is_running: bool = False  # more tokens follow to the router that attached
+
+
+class Attached(Message, frozen=True):
+    """What this node holds of a request, which belongs to the router that asked from now on.
+
+    A choice that neither runs nor has a finish reason can be continued from its tokens.
+    """
+
+    request_id: RequestId
+    form: bytes
+    num_choices: Count  # of the whole request; other nodes may hold the others
+    prompt_token_ids: list[Count]
+    sampling: Sampling
+    choices: tuple[HeldChoice, ...]
+
+
+class NotAttached(Message, frozen=True):
+    """This node holds nothing of that request for its owner, or another router has it."""
+
+    request_id: RequestId
+    is_in_use: bool = False
+
+
 class DrainNode(Message, frozen=True):
     """Drain this node. An operator's command sends it, and sends it again until the node is gone.
 
@@ -301,7 +350,7 @@ class DrainNode(Message, frozen=True):
 
 ToRouter = (
     Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed | DrainNode
+    | Crashed | Attached | NotAttached | DrainNode
 )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ A node hears which nodes of the other role there are, or why it is refused. It d
 from collections.abc import Callable
 from typing import assert_never
 
-from baton.protocol.ids import NodeId
-from baton.protocol.messages import Drain, DrainState, Peers, Refused, Role
+from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import Cancel, Drain, DrainState, Peers, Refused, Role, ToNode
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.drains import drained
 from baton.router.membership import Replaced
@@ -17,7 +17,9 @@ from baton.router.request.events import HandoffEnded
 from baton.router.request.leg import DRAINING
 from baton.runtime.log import logger
 
-Tell = Callable[[NodeId, Peers | Refused | Drain], object]
+Tell = Callable[[NodeId, Peers | Refused | Drain | Cancel], object]
+# Of how many nodes the cancels are kept that they could not be told.
+MAX_UNHEARD = 64
 
 log = logger("router")
 
@@ -26,6 +28,7 @@ class Announcer:
     def __init__(self, registry: Registry, tell: Tell) -> None:
         self._registry = registry
         self._tell = tell
+        self._unheard: dict[NodeId, set[Key]] = {}
 
     def announce(self, change: Change) -> None:
         match change:
@@ -39,6 +42,8 @@ class Announcer:
                 log.info("node in service", node=info.node_id, role=info.role)
                 self._introduce(info.role)
                 self._tell(info.node_id, Peers(self._registry.peers_of(info.role)))
+                if keys := self._unheard.pop(info.node_id, None):
+                    self._tell(info.node_id, Cancel(tuple(keys), "node lost"))
             case Differs(node=node, other=other):
                 log.warning(change.message, node=node, other=other)
             case Unpaired(node=node, other=other, reason=reason):
@@ -50,6 +55,18 @@ class Announcer:
                 self._introduce(role)
             case _:
                 assert_never(change)
+
+    def unsent(self, node: NodeId, message: ToNode) -> None:
+        """Keep a cancel for a node that cannot be told now; other messages are lost.
+
+        The node may have lost only its channel. Then it keeps these sequences for their clients,
+        who have them from elsewhere.
+        """
+        if not isinstance(message, Cancel):
+            return
+        self._unheard.setdefault(node, set()).update(message.keys)
+        if len(self._unheard) > MAX_UNHEARD:
+            del self._unheard[next(iter(self._unheard))]
 
     def drain(self, node_id: NodeId) -> DrainState:
         """Tell a node to drain, again if need be, and return how far it is."""

@@ -19,6 +19,8 @@ from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
+    Attach,
+    Attached,
     Beat,
     Cancel,
     CancelDone,
@@ -28,6 +30,8 @@ from baton.protocol.messages import (
     Failed,
     FirstTokens,
     Hello,
+    Kept,
+    NotAttached,
     Peers,
     Ready,
     Refused,
@@ -38,16 +42,19 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
+from baton.router.adoption import adopted
 from baton.router.announcer import Announcer
-from baton.router.changes import Change, Left
+from baton.router.changes import Change, Entered, Left
 from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.health import Health
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Registry
+from baton.router.reattaching import Accept, Claim, Early, Reattaching
+from baton.router.registry import Charge, Registry
 from baton.router.request.active import Active
 from baton.router.request.events import (
+    Adopted,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -70,6 +77,7 @@ from baton.router.request.events import (
 )
 from baton.router.request.leg import DRAINING, Request
 from baton.router.request.lifecycle import NO_NODE, Lifecycle
+from baton.router.request.search import FoundRequest, in_use
 from baton.router.stream import RequestStream
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
@@ -94,6 +102,7 @@ class RouterCore:
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
         self._active: dict[RequestId, Active] = {}
+        self._reattaching = Reattaching(clock(), self._send, self._adopt)
         self._num_requests = 0
         self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
@@ -110,28 +119,69 @@ class RouterCore:
         keys = load_keys(self._keys)
         self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._sockets.drain_asked = self._announcer.drain
+        self._sockets.unsent = self._announcer.unsent
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
-    def submit(self, stream: RequestStream) -> RequestId:
-        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
+    def submit(self, stream: RequestStream, kept: Kept | None = None) -> RequestId:
+        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed.
+
+        With `kept`, a client can take the stream up again at any router, by the stream's own id,
+        which must be unique and impossible to guess.
+        """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         could_place = can_serve(self.registry, self._config.local_prefill)
         self._admission.check_room(len(prompt), could_place=could_place)
         self._num_requests += 1
-        request_id = RequestId(f"{self.epoch}-{self._num_requests:x}")
+        minted = f"{self.epoch}-{self._num_requests:x}"
+        request_id = RequestId(minted if kept is None else stream.request_id)
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sampling = sampling_of(params, seed, max_tokens)
-        request = Request(request_id, list(prompt), sampling, params.n, self._config.max_attempts)
-        self._now_s = self._clock()
-        active = Active(request_id, Lifecycle(request), stream, self._now_s)
-        self._active[request_id] = active
-        stream.on_close(lambda: self.cancel(request_id))
-        self._feed(active, Begun())
-        self._place_waiting()
+        request = Request(
+            request_id, list(prompt), sampling, params.n, self._config.max_attempts, kept
+        )
+        self._begin(request, stream, Begun())
         return request_id
+
+    def _begin(self, request: Request, stream: RequestStream, event: Begun | Adopted) -> None:
+        self._now_s = self._clock()
+        active = Active(request.request_id, Lifecycle(request), stream, self._now_s)
+        self._active[active.request_id] = active
+        stream.on_close(lambda: self.cancel(active.request_id))
+        self._feed(active, event)
+        self._place_waiting()
+
+    async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
+        """Take over a request whose router is gone, and return the stream that `accept` makes.
+
+        Raises `RequestError` if no node holds it or another router has it.
+        """
+        if self._failure is not None:
+            raise from_failure(self._failure)
+        if claim.request_id in self._active:
+            raise in_use()
+        nodes = [node.node_id for node in self.registry.in_service("decode")]
+        return await self._reattaching.take(self._clock(), claim, nodes, accept)
+
+    def _adopt(
+        self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
+    ) -> None:
+        attached, choices = found.attached, adopted(claim, found, stream, self.registry)
+        kept = Kept(attached.form, claim.owner, attached.num_choices)
+        request = Request(
+            claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
+            self._config.max_attempts, kept,
+        )  # fmt: skip
+        for choice in choices:
+            if choice.process is not None and not choice.has_ended:
+                num_tokens = len(request.token_ids) + len(choice.token_ids)
+                self.registry.charge(choice.process[0], choice.key, Charge(num_tokens, 1))
+                self._admission.placed(choice.key)
+        self._begin(request, stream, Adopted(choices))
+        for node, message in early:
+            self._said(node, claim.request_id, message)
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
         """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
@@ -170,6 +220,14 @@ class RouterCore:
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
 
+    def _detach_all(self) -> None:
+        """Leave the streams that another router can take up to their nodes."""
+        text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
+        for active in list(self._active.values()):
+            if active.lifecycle.request.kept is not None:
+                active.stream.finish(Overloaded(text, code="shutting_down"))
+                del self._active[active.request_id]
+
     @property
     def num_active(self) -> int:
         """The number of requests whose nodes have not all confirmed their end."""
@@ -182,6 +240,7 @@ class RouterCore:
     def close(self) -> None:
         """End every request and the connections to all nodes. Calling it again does nothing."""
         if self._failure is None:
+            self._detach_all()
             text = "the router is shutting down"
             self.fail(Overloaded(text, code="shutting_down").to_failure())
         if self._timer is not None:
@@ -217,6 +276,8 @@ class RouterCore:
                 self._apply(self.registry.hello(now_s, node, message))
             case Ready():
                 self._apply(self.registry.ready(now_s, node, message))
+            case Attached() | NotAttached():
+                self._reattaching.heard(now_s, node, message)
             case DrainNode():  # an operator's word, not a node's
                 pass
             case _:
@@ -226,6 +287,8 @@ class RouterCore:
         active = self._active.get(request_id)
         if active is not None:
             self._feed(active, message, node)
+        elif self._reattaching.holds_back(node, request_id, message):
+            pass
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
@@ -239,12 +302,15 @@ class RouterCore:
             self._announcer.announce(change)
             if isinstance(change, Replaced):
                 self._end_all(change.failure)
+            elif isinstance(change, Entered) and change.info.role == "decode":
+                self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
+                self._reattaching.left(change.node)
                 for active in list(self._active.values()):
                     self._feed(active, NodeLost(change.node, change.failure))
         self._changed.set()
 
-    def _send(self, node: NodeId, message: Peers | Refused | Cancel | Drain) -> None:
+    def _send(self, node: NodeId, message: Peers | Refused | Cancel | Drain | Attach) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 
@@ -350,6 +416,7 @@ class RouterCore:
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
+        self._reattaching.tick(now_s)
         for key, failure in self._admission.take_overdue(now_s):
             if key.request_id in self._active:
                 self._turn_away(key, failure)

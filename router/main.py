@@ -6,7 +6,6 @@ never load torch.
 
 import asyncio
 import gc
-import sys
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
@@ -16,7 +15,7 @@ from baton.router.http.metrics import StatsLine
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process, tell_failure
 
 EXIT_FAILED = 1
 HURRIED_S = 1.0  # for the answers under way when the user waits for the end
@@ -31,13 +30,13 @@ def run(config: ClusterConfig) -> int:
     SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
     ends the process at once.
     """
-    setup(config.log, config.router.name)
+    own_process(config.log, config.router.name)
     raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
     except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_FAILED
 
 

@@ -26,6 +26,7 @@ BATCH = 512
 
 Heard = Callable[[NodeId, ToRouter], None]
 Gone = Callable[[NodeId], None]
+Unsent = Callable[[NodeId, ToNode], None]
 DrainAsked = Callable[[NodeId], DrainState]
 
 log = logger("router")
@@ -52,6 +53,7 @@ class NodeListener:
         self._refusals_to_tell = 1
         self._heard, self._gone, self._idle = heard, gone, idle
         self.drain_asked: DrainAsked | None = None  # answers operators
+        self.unsent: Unsent | None = None  # hears of messages for nodes that are gone or too slow
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._listener = Listener[ToNode, ToRouter](
@@ -63,7 +65,7 @@ class NodeListener:
         self._sessions: dict[NodeId, NodeSession] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
-        self._outgoing: list[tuple[bytes, ToNode]] = []
+        self._outgoing: list[tuple[NodeId, bytes, ToNode]] = []
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self.drain)
 
@@ -72,16 +74,17 @@ class NodeListener:
         return self._listener.endpoint
 
     def send(self, node: NodeId, message: ToNode) -> None:
-        """Send a message with the others of this turn of the loop; `gone` tells if it is lost.
+        """Send a message with the others of this turn of the loop; `unsent` tells if it is lost.
 
         Messages that follow one another at once wake libzmq's thread only once.
         """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
+            self._lose(node, message)
             return
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((session.peer, message))
+        self._outgoing.append((node, session.peer, message))
 
     def drain(self) -> None:
         """Read all messages that have come, up to one batch."""
@@ -110,8 +113,13 @@ class NodeListener:
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        for peer, message in outgoing:
-            self._listener.send(peer, message)
+        for node, peer, message in outgoing:
+            if not self._listener.send(peer, message):
+                self._lose(node, message)
+
+    def _lose(self, node: NodeId, message: ToNode) -> None:
+        if self.unsent is not None:
+            self.unsent(node, message)
 
     def _tell_refusals(self) -> None:
         # A refused peer keeps trying, so only the 1st, 2nd, 4th, 8th, ... refusal gets a line.

@@ -126,6 +126,12 @@ class RequestStream:
         """Call `callback` when the caller gives up."""
         self._on_close = callback
 
+    def replay(self, choice: int, token_ids: list[int]) -> bool:
+        """Take tokens that the caller has already; True when a stop string ended the choice."""
+        delta = self._detokenizers[choice].push(token_ids) if token_ids else None
+        self.metrics.num_output_tokens += len(token_ids)
+        return delta is not None and delta.finish_reason is not None
+
     def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
         """Pass new tokens on; True when a stop string ends the choice before the engine does."""
         if self.finished:

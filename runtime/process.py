@@ -22,6 +22,7 @@ import msgspec
 
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import relayed
 
 DEATH_FD_VARIABLE = "BATON_DEATH_FD"
 DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
@@ -67,9 +68,8 @@ def _watch(descriptor: int) -> None:
 
 
 def to_stderr(name: str, line: str) -> None:
-    """Write a child's line to stderr; a line that does not name its process gets a prefix."""
-    named = line.startswith("{") or f" {name}: " in line
-    sys.stderr.write(line + "\n" if named else f"{name} | {line}\n")
+    """Write a child's line to stderr; a line that does not name its process gets its name."""
+    sys.stderr.write(relayed(name, line) + "\n")
     sys.stderr.flush()
 
 

@@ -41,11 +41,11 @@ class SharedCpus:
                 f"cannot use {path} (engine.shared_cpus): {error.strerror}"
             ) from error
 
-    def take(self) -> int:
-        """Return how many threads the step that begins may use."""
+    def take(self, *, may_borrow: bool = True) -> int:
+        """Return how many threads the step that begins uses."""
         self._numbers[self._own + _THREADS] = 0
-        busy = sum(self._numbers[_THREADS::_WIDTH])
-        threads = self._share if busy else self._total
+        is_alone = may_borrow and not any(self._numbers[_THREADS::_WIDTH])
+        threads = self._total if is_alone else self._share
         self._numbers[self._own + _THREADS] = threads
         return threads
 

@@ -43,7 +43,8 @@ class Pool(msgspec.Struct, frozen=True):
 
     `gpus` is the number of GPUs of each node and its tensor-parallel degree; 0 computes on CPUs.
     `hosts` are addresses that take the nodes in turn; without them the platform places the nodes.
-    The nodes of a host listen on `peer_port` and the ports after it; 0 takes free ones.
+    The nodes of a host listen on `peer_port` and the ports after it; 0 takes free ones. They serve
+    their metrics on `http_port` and the ports after it; 0 serves none.
     """
 
     role: Role
@@ -51,6 +52,7 @@ class Pool(msgspec.Struct, frozen=True):
     gpus: Gpus = 0
     hosts: tuple[str, ...] = ()
     peer_port: PortOrFree = 0
+    http_port: PortOrFree = 0
     cpus: Count = 0  # of each node; 0 sets no limit
     memory_mib: Annotated[int, Meta(ge=0)] = 0  # of each node; 0 sets no limit
     node_selector: dict[str, str] = {}  # labels or features that a node's machine must have

@@ -21,10 +21,9 @@ ProcessRole = Role | Literal["router"]
 ROUTERS = "router"  # the name of the routers, as if they were a pool
 # From SIGTERM to a forced end, beyond the time in which requests may finish.
 EXTRA_GRACE_S = 10.0
-ROUTER_GRACE_S = 15.0
 
 
-class Places(msgspec.Struct, frozen=True):
+class ProcessPlaces(msgspec.Struct, frozen=True):
     """What a platform knows of the machines, as text that goes into commands as it stands.
 
     An address that is known only where the process runs may be a variable that the platform fills
@@ -33,7 +32,7 @@ class Places(msgspec.Struct, frozen=True):
 
     routers: tuple[str, ...]  # the address of each router, which nodes and clients dial
     node: str  # the address of a node without a host of its own, which other nodes dial
-    listen: str = ""  # the address that routers bind; empty is the one that is dialled
+    listen: str = ""  # what routers, and the HTTP of nodes, bind; empty is what is dialled
     host: str = ""  # the host of every process without one; empty: the platform chooses
     # Where a described model and key file lie there; empty is where the description says.
     model: str = ""
@@ -70,7 +69,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     node_selector: dict[str, str]
     resources: dict[str, str]
     ports: tuple[NamedPort, ...]
-    live: Probe | None  # nodes have no HTTP: their router knows how they are
+    live: Probe | None  # None for a node without http_port: its routers know how it is
     ready: Probe | None
     grace_s: float  # from SIGTERM to a forced end
 
@@ -85,8 +84,10 @@ class ClusterPlan(msgspec.Struct, frozen=True):
         return tuple(process for process in self.processes if process.pool == name)
 
     @property
-    def node_ids(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.processes if one.role != "router")
+    def control_endpoints(self) -> tuple[str, ...]:
+        """What nodes dial: one endpoint per router."""
+        node = next(process for process in self.processes if process.role != "router")
+        return tuple(node.env["BATON_NODE_ROUTERS"].split(","))
 
     @property
     def start_timeout_s(self) -> float:
@@ -95,7 +96,7 @@ class ClusterPlan(msgspec.Struct, frozen=True):
         return max(config_of(self.description, p.settings).node.start_timeout_s for p in pools)
 
 
-def plan_of(description: Description, places: Places) -> ClusterPlan:
+def plan_of(description: Description, places: ProcessPlaces) -> ClusterPlan:
     """Return the plan; raises `ConfigError` where processes would reach other hosts keyless."""
     keys = config_of(description, {}).keys
     if not (description.key or keys.insecure or all(map(is_loopback, places.routers))):
@@ -106,7 +107,7 @@ def plan_of(description: Description, places: Places) -> ClusterPlan:
     return ClusterPlan(description, processes_of(description, places))
 
 
-def processes_of(description: Description, places: Places) -> tuple[ProcessSpec, ...]:
+def processes_of(description: Description, places: ProcessPlaces) -> tuple[ProcessSpec, ...]:
     """Return every process: the routers, then the nodes pool by pool."""
     assert len(places.routers) == len(description.routers)
     processes = [
@@ -141,7 +142,7 @@ class _Seat(msgspec.Struct, frozen=True):
 
 
 def _router(
-    description: Description, places: Places, index: int, router: RouterPlace
+    description: Description, places: ProcessPlaces, index: int, router: RouterPlace
 ) -> ProcessSpec:
     settings = {**_common(description, places), **router.settings}
     listen = places.listen or places.routers[index]
@@ -173,11 +174,11 @@ def _router(
         ports=(NamedPort("http", router.port), NamedPort("control", router.control_port)),
         live=Probe("/live", router.port),
         ready=Probe("/health", router.port),
-        grace_s=ROUTER_GRACE_S,
+        grace_s=config_of(description, router.settings).router.drain_s + EXTRA_GRACE_S,
     )
 
 
-def _node(description: Description, places: Places, seat: _Seat, first_gpu: int) -> ProcessSpec:
+def _node(description: Description, places: ProcessPlaces, seat: _Seat, first_gpu: int) -> ProcessSpec:
     pool = seat.pool
     config = config_of(description, pool.settings)
     port = pool.peer_port + seat.nth if pool.peer_port else 0
@@ -192,6 +193,9 @@ def _node(description: Description, places: Places, seat: _Seat, first_gpu: int)
         "BATON_NODE_ROUTERS": ",".join(routers),
         "BATON_NODE_BIND": f"tcp://{_bracketed(seat.address)}" + (f":{port}" if port else ""),
     }
+    http = pool.http_port + seat.nth if pool.http_port else 0
+    if http:
+        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or seat.address)}:{http}"
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if seat.host else ()
     if gpu_ids:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
@@ -211,14 +215,17 @@ def _node(description: Description, places: Places, seat: _Seat, first_gpu: int)
         memory_mib=pool.memory_mib,
         node_selector=pool.node_selector,
         resources=pool.resources,
-        ports=(NamedPort("peers", port),) if port else (),
-        live=None,
-        ready=None,
+        ports=(
+            *([NamedPort("peers", port)] if port else []),
+            *([NamedPort("http", http)] if http else []),
+        ),
+        live=Probe("/live", http) if http else None,
+        ready=Probe("/ready", http) if http else None,
         grace_s=config.node.drain_s + EXTRA_GRACE_S,
     )
 
 
-def _common(description: Description, places: Places) -> Settings:
+def _common(description: Description, places: ProcessPlaces) -> Settings:
     """Return the settings that all processes share."""
     settings: Settings = {}
     if description.model:

@@ -16,6 +16,7 @@ from baton.deploy.cluster.description import Description, Pool
 from baton.deploy.cluster.document import Settings, read_document, struct_of
 from baton.protocol.config import ClusterConfig, KeysConfig
 from baton.protocol.errors import ConfigError
+from baton.protocol.pairs import degrees_problem
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.fields import with_values
 from baton.runtime.settings import VARIABLE_PREFIX, checked
@@ -30,6 +31,7 @@ DECIDED = {
     "node.id": "the name of the pool",
     "node.routers": "routers",
     "node.bind": "pools.NAME.hosts and pools.NAME.peer_port",
+    "node.http": "pools.NAME.http_port",
     "keys.file": "key",
 }
 # Sections that the processes of one pool, or one router, may have of their own.
@@ -68,6 +70,19 @@ def config_of(description: Description, own: Settings) -> ClusterConfig:
 
 def tensor_parallel(description: Description, pool: Pool) -> int:
     return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel
+
+
+def pairing_problem(description: Description) -> str | None:
+    """Return why prefill and decode nodes of this baton could not work together, or None.
+
+    A later one may let other degrees exchange blocks, so this is no error of the file.
+    """
+    for name, pool in description.pools_of("prefill").items():
+        for other, partner in description.pools_of("decode").items():
+            ours, theirs = (tensor_parallel(description, one) for one in (pool, partner))
+            if (problem := degrees_problem(ours, theirs)) is not None:
+                return f"pools.{name} and pools.{other}: {problem}"
+    return None
 
 
 def placed_hosts(pool: Pool) -> list[str]:
@@ -225,9 +240,10 @@ def _ports(description: Description) -> Iterator[tuple[str, str, int]]:
     for name, pool in description.pools.items():
         on_host: Counter[str] = Counter()
         for i, host in enumerate(placed_hosts(pool)):
-            if pool.peer_port:
-                yield f"pools.{name}.peer_port (node {i})", host, pool.peer_port + on_host[host]
-                on_host[host] += 1
+            for key, port in (("peer_port", pool.peer_port), ("http_port", pool.http_port)):
+                if port:
+                    yield f"pools.{name}.{key} (node {i})", host, port + on_host[host]
+            on_host[host] += 1
 
 
 def _gpu_problems(description: Description) -> Iterator[str]:

@@ -23,8 +23,10 @@ from baton.router.health import ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
-from baton.router.http.handlers import Engine, Handlers, request_id_of
+from baton.router.http.engine import Engine
+from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
+from baton.router.http.request_log import RequestLog
 from baton.router.http.sse import SILENCE_S
 from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import ROOT, clip, logger
@@ -62,6 +64,7 @@ class App:
             self._name if config.router.shares_port else "",
         )
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
+        self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
         self._engine = engine
         self._created = int(time.time())
@@ -73,6 +76,7 @@ class App:
             [
                 web.post("/v1/completions", self._handlers.completions),
                 web.post("/v1/chat/completions", self._handlers.chat),
+                web.get("/v1/streams/{id}", self._handlers.stream_again),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.get("/health", self._health),
@@ -156,7 +160,7 @@ class App:
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._num_open += 1
         self._idle.clear()
-        status = CLIENT_GONE
+        status, began_s, name = CLIENT_GONE, time.monotonic(), request_id_of(request)
         connection = connection_of(request)
         if request.content.is_eof():
             connection.began()
@@ -166,12 +170,13 @@ class App:
             if connection.is_spare or self._handlers.is_draining:
                 response.force_close()
             if not response.prepared and "X-Request-Id" not in response.headers:
-                name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
-                response.headers["X-Request-Id"] = name
+                response.headers["X-Request-Id"] = name or f"req-{secrets.token_hex(12)}"
+            name = response.headers["X-Request-Id"]
             return response
         finally:
             connection.ended()
             self.metrics.answered(_route(request), status)
+            self._request_log.answered(request, status, name, time.monotonic() - began_s)
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()

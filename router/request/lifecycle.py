@@ -12,7 +12,7 @@ unfinished choice resumes from its tokens. Only losses without progress use up a
 from collections.abc import Sequence
 from typing import assert_never
 
-from baton.protocol.errors import Cancelled, Failure
+from baton.protocol.errors import Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     Accepted,
@@ -26,6 +26,8 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.router.request.events import (
+    Adopted,
+    AdoptedChoice,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -62,6 +64,9 @@ SILENCE_DEADLINE_S = 600.0
 # How many processes may die of an error in a step of a request before it is refused.
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
+
+# Of a choice that no node kept for a client who came back.
+NOT_KEPT = NodeError("no node has this choice any more").to_failure()
 
 
 class Lifecycle:
@@ -100,6 +105,8 @@ class Lifecycle:
                 self._on_crashed(node, keys)
             case Begun():
                 self._open_leg(self._choices)
+            case Adopted(choices=choices):
+                self._on_adopted(choices)
             case Placed():
                 self._on_placed(event)
             case NotPlaced(key=key, failure=failure):
@@ -126,6 +133,33 @@ class Lifecycle:
     @property
     def is_leaving(self) -> bool:  # a node has yet to confirm a cancel
         return any(leg.state is LegState.LEAVING for leg in self._legs)
+
+    def _on_adopted(self, choices: Sequence[AdoptedChoice]) -> None:
+        """Deliver what the caller lacks, and go on where the other router left off."""
+        self._has_delivered = True
+        lost: list[tuple[Choice, Key]] = []
+        for one in choices:
+            choice = self._choices[one.key.choice]
+            choice.attempt, choice.output = one.key.attempt, one.token_ids
+            if one.process is not None and one.has_ended:
+                self._out.append(Send(one.process[0], Cancel((one.key,), "ended")))
+            elif one.process is not None:
+                num_tokens = len(self.request.token_ids) + len(one.token_ids)
+                choice.leg = Leg.running(self._now_s, one.key, num_tokens, one.process)
+                self._legs.append(choice.leg)
+            fresh, reason = one.token_ids[one.num_received :], one.finish_reason
+            if not one.has_ended and (fresh or reason is not None):
+                self._out.append(Deliver(choice.index, fresh, reason))
+            if one.has_ended or reason is not None:
+                self._num_open -= 1
+            elif one.process is None:
+                lost.append((choice, one.key))
+        for choice, key in lost:
+            choice.attempt += 1
+            self._out.append(TriedAgain(key, NOT_KEPT, is_resume=True))
+            self._open_leg([choice])
+        if self._num_open == 0:
+            self._conclude(None)
 
     # --- what nodes say -------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """The command line: `baton serve`, `router`, `prefill`, `decode`, and the commands around them.
 
 Every setting of a cluster and its flag comes from `protocol.config` through `runtime.settings`;
-`bench` has a command line of its own. A subcommand's code is imported when it is chosen, so that a
-router or `--help` never loads torch. A user's mistake prints one line on stderr and exits with
-code 2; a failure prints one line and exits with code 1.
+`bench`, and the commands that take a cluster.yaml, have command lines of their own. A subcommand's
+code is imported when it is chosen, so that a router or `--help` never loads torch. A user's mistake
+prints one line on stderr and exits with code 2; a failure prints one line and exits with code 1.
 """
 
 import os
@@ -15,7 +15,7 @@ from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
-from baton.runtime.log import setup
+from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
 
@@ -38,6 +38,12 @@ COMMANDS = {
         Subcommand("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
         Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
+}
+CLUSTER_HELP = {
+    "up": "Start the cluster that a cluster.yaml describes, and wait until it serves.",
+    "down": "End a cluster that `up` has started.",
+    "status": "Show the processes of a cluster that `up` has started.",
+    "render": "Write the files by which a platform runs a cluster, and start nothing.",
 }
 DRAIN = "drain"
 DRAIN_HELP = "Take a node out of a running cluster and wait until it is gone."
@@ -82,10 +88,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(list(arguments))
     except ConfigError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_MISUSED
     except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_FAILED
     except BrokenPipeError:
         # The reader of our output left, so the flush of stdout at exit would fail.
@@ -109,6 +115,10 @@ def _run(words: list[str]) -> int:
         return _demo_model(rest)
     if name == KEYGEN:
         return _keygen(rest)
+    if name in CLUSTER_HELP:
+        from baton.deploy.cluster.commands import main as cluster
+
+        return cluster(name, CLUSTER_HELP[name], rest)
     if name == API_KEY:
         return _api_key(rest)
     if name == CHAT:
@@ -118,7 +128,7 @@ def _run(words: list[str]) -> int:
     if name == DRAIN:
         return _drain(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, *CLUSTER_HELP, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -128,7 +138,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.model_folder import with_model
     from baton.deploy.ports import check_reach, check_router_ports
 
-    setup(config.log, config.node.id or name)
+    own_process(config.log, config.node.id or name)
     config = with_model(config, needs_weights=name != "router")
     if name == "serve":
         from baton.deploy.serve import serve
@@ -212,6 +222,7 @@ def _drain(rest: list[str]) -> int:
 
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries |= CLUSTER_HELP
     summaries[CHAT] = CHAT_HELP
     summaries[DRAIN] = DRAIN_HELP
     summaries[BENCH] = BENCH_HELP

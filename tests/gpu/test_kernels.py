@@ -86,6 +86,15 @@ def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: 
     cases.check_block_copy(numel, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 9.0])
+@pytest.mark.parametrize("vocab", [1, 301, 50_257, 151_936])
+def test_sampling_draws_the_tokens_that_a_cpu_draws(
+    vocab: int, spread: float, dtype: torch.dtype
+) -> None:
+    cases.check_sampling(vocab, spread, dtype, "cuda", 1)
+
+
 def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:
     from baton.kernels.decode_attention import paged_decode_attention
 

@@ -22,7 +22,8 @@ OPEN_MATCHES = {
 # Where every error is caught and kept, by room and function. All others must raise it again.
 BOUNDARIES = {
     # The top of a thread or a process: the node is told, and ends.
-    "engine:InProcessExecutor._work",
+    "engine:StepThreads._launch",
+    "engine:StepThreads._collect",
     "engine:PortPump._run",
     "engine:Worker.run",
     "kv_transfer:TransferAgent._run",
@@ -32,7 +33,7 @@ BOUNDARIES = {
     "kernels:_work",
     # One request's error hurts no other request.
     "router:App._answered",
-    "router:Handlers._stream",
+    "router:Handlers._relay",
     "router:RouterCore._step",
     "router:ChatTemplate.render",  # a template can raise whatever Python can
 }

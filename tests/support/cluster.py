@@ -103,6 +103,11 @@ class Cluster:
             assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
             time.sleep(0.05)
 
+    def start_router(self) -> None:
+        """Start the router again, on the port that it had."""
+        router = msgspec.structs.replace(self.config.router, port=self.port)
+        self.start("router", msgspec.structs.replace(self.config, router=router))
+
     def stop(self) -> None:
         for child in self.children.values():
             if child.poll() is None:
@@ -160,6 +165,17 @@ class Cluster:
             self._check_alive()
             time.sleep(0.05)
 
+    def wait_until_unused(self) -> None:
+        """Until every node has told the router that all of its blocks are free."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            nodes = json.loads(self.get("/health")[1])["nodes"]
+            blocks = [(n["load"]["free_blocks"], n["load"]["total_blocks"]) for n in nodes]
+            if blocks and all(0 < total == free for free, total in blocks):
+                return
+            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
+            time.sleep(0.05)
+
     # --- what it did ---------------------------------------------------------------------------
 
     def records(self, name: str) -> list[Record]:
@@ -182,7 +198,10 @@ class Cluster:
         return urllib.request.urlopen(request, timeout=60.0)  # type: ignore[no-any-return]
 
     def _num_ready(self) -> int:
-        nodes = json.loads(self.get("/health")[1])["nodes"]
+        try:
+            nodes = json.loads(self.get("/health")[1])["nodes"]
+        except OSError:
+            return 0  # the router is starting again
         return sum(node["state"] == "ready" for node in nodes)
 
     def _wait_for_port(self) -> None:

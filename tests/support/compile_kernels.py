@@ -24,6 +24,7 @@ Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
@@ -130,6 +131,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "norm bf16": _norm,
         "silu bf16": _silu,
         "blocks": _blocks,
+        "sampling bf16": lambda: _sampling(bf16, 151_936),
+        "sampling fp32": lambda: _sampling(fp32, 128_256),
     }
 
 
@@ -186,6 +189,16 @@ def _blocks() -> None:
     ids = torch.zeros(2, dtype=torch.int32)
     gather_blocks(pool, ids, pool)
     scatter_blocks(pool, ids, pool)
+
+
+def _sampling(dtype: torch.dtype, vocab: int) -> object:
+    from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS
+    from baton.kernels.device_sampling import sample_tokens
+
+    ints = torch.zeros(4, ROW_INTS, dtype=torch.int64)
+    reals = torch.zeros(4, ROW_REALS, dtype=torch.float64)
+    held_back = torch.full((4, 16), -1, dtype=torch.int32)
+    return sample_tokens(torch.empty(4, vocab, dtype=dtype), ints, reals, held_back)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.deploy.cluster.processes import ClusterPlan, Places, ProcessSpec, plan_of
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, Probe, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -19,7 +19,7 @@ SMALL: dict[str, object] = {
     "name": "small",
     "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
 }
-HERE = Places(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
+HERE = ProcessPlaces(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
 
 
 def written(folder: Path, **changes: object) -> Path:
@@ -34,7 +34,7 @@ def pools(**changes: object) -> dict[str, object]:
     return {"prefill": {"role": "prefill"}, "decode": {"role": "decode", **changes}}
 
 
-def planned(path: Path, places: Places = HERE) -> ClusterPlan:
+def planned(path: Path, places: ProcessPlaces = HERE) -> ClusterPlan:
     return plan_of(read_description(path), places)
 
 
@@ -52,7 +52,7 @@ def test_an_example_becomes_processes_that_understand_their_commands(
     description = read_description(Path(shutil.copy(example, tmp_path)))
     address = "10.9.0.1" if description.key else "127.0.0.1"
     routers = tuple(router.host or address for router in description.routers)
-    plan = plan_of(description, Places(routers, address))
+    plan = plan_of(description, ProcessPlaces(routers, address))
     assert len({process.name for process in plan.processes}) == len(plan.processes)
     for process in plan.processes:
         config = settings_of(process)
@@ -68,7 +68,10 @@ def test_an_example_becomes_processes_that_understand_their_commands(
 
 def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Path) -> None:
     path = written(
-        tmp_path, pools=pools(replicas=3, peer_port=6000, settings={"engine": {"threads": 2}})
+        tmp_path,
+        pools=pools(
+            replicas=3, peer_port=6000, http_port=6100, settings={"engine": {"threads": 2}}
+        ),
     )
     first, *others = planned(path).pool("decode")
     assert first.argv[:2] == ("baton", "decode")
@@ -76,7 +79,11 @@ def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Pat
     assert [one.env["BATON_NODE_ID"] for one in (first, *others)] == [
         "decode-0", "decode-1", "decode-2",
     ]  # fmt: skip
-    assert [one.ports[0].port for one in (first, *others)] == [6000, 6001, 6002]
+    assert [[port.port for port in one.ports] for one in (first, *others)] == [
+        [6000, 6100], [6001, 6101], [6002, 6102],
+    ]  # fmt: skip
+    assert first.ready == Probe("/ready", 6100)
+    assert settings_of(first).node.http == "127.0.0.1:6100"
     assert {one.argv for one in others} == {first.argv}
 
 
@@ -92,7 +99,7 @@ def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> 
             "decode": {"role": "decode", "gpus": 1, "replicas": 4, "hosts": hosts["b"]},
         },
     )
-    plan = planned(path, Places(("10.0.0.9",), ""))
+    plan = planned(path, ProcessPlaces(("10.0.0.9",), ""))
     assert [(one.host, one.gpu_ids) for one in plan.processes if one.gpus] == [
         ("10.0.0.1", (0, 1)),
         ("10.0.0.1", (2,)),
@@ -132,6 +139,7 @@ REMOTE: dict[str, object] = {
         ({"routers": [{"port": 5570}]}, "routers[0].control_port", "choose another"),
         ({"routers": [{}, {"control_port": 5571}]}, "routers[1].port", "routers[0].port"),
         ({"pools": pools(peer_port=8000)}, "pools.decode.peer_port (node 0)", "routers[0].port"),
+        ({"pools": pools(http_port=7000, peer_port=7000)}, "pools.decode.http_port", "peer_port"),
         ({"pools": pools(peer_port=65535, replicas=2)}, "pools.decode.peer_port", "lower"),
         ({"settings": {"cahe": {}}}, "settings: cahe", "did you mean cache?"),
         ({"settings": {"cache": {"sise": 1}}}, "settings: cache.sise", "did you mean"),
@@ -214,4 +222,4 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> N
 
 def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="baton keygen"):
-        planned(written(tmp_path), Places(("baton-router-0.baton",), ""))
+        planned(written(tmp_path), ProcessPlaces(("baton-router-0.baton",), ""))

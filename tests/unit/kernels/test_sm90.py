@@ -31,7 +31,7 @@ def test_every_kernel_of_the_room_is_compiled(reports: Reports) -> None:
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.endswith("_kernel(")
     }
-    assert len(written) == 7
+    assert len(written) == 10
     assert {report["kernel"] for report in reports} == written
 
 
@@ -57,4 +57,6 @@ def test_fp32_attention_never_rounds_to_tf32(reports: Reports) -> None:
 
 
 def test_every_kernel_moves_memory_sixteen_bytes_at_a_time(reports: Reports) -> None:
-    assert [r for r in reports if r["wide_loads"] == 0] == []
+    """All but the one that reads a few tokens from everywhere."""
+    narrow = {str(r["kernel"]) for r in reports if r["wide_loads"] == 0}
+    assert narrow == {"_choose_kernel"}

@@ -1,0 +1,212 @@
+"""Find the edges of top-k and top-p in one row of logits, and draw above them: device functions.
+
+A lower bound of an edge follows from the maxima and sums of a row's tiles alone: so many maxima
+reach it that the tokens above must satisfy the filter. The few tokens that reach the bound are
+gathered, and the exact edge is found among them bit by bit: a histogram would need atomic adds. If
+there are too many, which takes a flat distribution, the row itself is searched: slower, with the
+same result. Called by `device_sampling`.
+"""
+
+# ruff: noqa: N803, PLR0913, PLR0917
+# Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton.kernels import draws
+from baton.kernels.device_draws import exponential, noise
+
+WIDTH = tl.constexpr(64)  # logits of a tile, which has one maximum and one sum
+CANDIDATES = tl.constexpr(4096)  # tokens that are gathered; more are read from the row
+STEP = tl.constexpr(1024)  # tokens at a time where a program walks over many
+SCALE, TINY = tl.constexpr(draws.WEIGHT_SCALE), tl.constexpr(draws.TINY)
+NONE = tl.constexpr(2**31 - 1)  # more than any token id
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_FARTHEST = tl.constexpr(0x43480000)  # the bits of 200: exp of -200 is 0
+_CLOSEST = tl.constexpr(0x3A800000)  # the bits of 2**-10
+_COARSE_STEPS, _SLACK = tl.constexpr(15), tl.constexpr(2 << 16)  # a bound leaves 16 bits open
+
+
+@triton.jit
+def bound(
+    tile_tops: tl.tensor,
+    tile_sums: tl.tensor,
+    tiles: tl.tensor,
+    heat: tl.tensor,
+    highest: tl.tensor,
+    lowest: tl.tensor,
+    has_top_k: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    TILES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return how far below the top the kept tokens may lie, and the weight that top-p wants.
+
+    Distances are the bits of floats, integers in their order. As many maxima as top-k wants lie
+    within the distance, or tiles that hold the weight that top-p wants: of a tile, tokens within a
+    distance weigh as much as its maximum at least, and as all of it less the others at most.
+    """
+    tile = tl.arange(0, TILES)
+    scaled = tl.div_rn(
+        tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf")), heat
+    ) - highest  # fmt: skip
+    distance = scaled.to(tl.int32, bitcast=True) & _MAGNITUDE
+    heaviest = (weight_of(scaled, lowest) * SCALE).to(tl.int64)
+    uses_sums = (tile < tiles) & (has_top_k == 0)
+    sums = tl.load(tile_sums + tile, mask=uses_sums, other=0)
+    share = tl.maximum((tl.sum(sums, 0).to(tl.float64) * top_p).to(tl.int64), 1)
+    wanted = tl.where(has_top_k, top_k, share)
+    limit = tl.full((), 0, tl.int32)
+    for step in range(_COARSE_STEPS):
+        bit = 1 << (30 - step)
+        within = distance <= limit + (bit - 1)
+        farthest = (limit + (bit - 1)).to(tl.float32, bitcast=True)
+        # An exponential may be a unit too small, so the bound has some more.
+        most = (exponential(-farthest) * SCALE).to(tl.int64)
+        most += (most >> 18) + 1
+        held = tl.maximum(heaviest, sums - (WIDTH - 1) * most)
+        held = tl.where(has_top_k, tl.full((TILES,), 1, tl.int64), held)
+        limit += tl.where(tl.sum(tl.where(within, held, 0), 0) < wanted, bit, 0)
+    # One more step and a least distance, so that no token outside has the weight of one inside.
+    limit = tl.minimum(limit, _FARTHEST) + _SLACK
+    return tl.minimum(tl.maximum(limit, _CLOSEST), _FARTHEST), share
+
+
+@triton.jit
+def gather(
+    own: tl.tensor,
+    tile_tops: tl.tensor,
+    places: tl.tensor,
+    kept: tl.tensor,
+    kept_ids: tl.tensor,
+    vocab: tl.tensor,
+    tiles: tl.tensor,
+    heat: tl.tensor,
+    highest: tl.tensor,
+    limit: tl.tensor,
+    TILES: tl.constexpr,
+) -> tl.tensor:
+    """Store logits and ids of the tokens within a distance, ids ascending; return their number."""
+    tile = tl.arange(0, TILES)
+    tops = tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf"))
+    within = _distance(tops, heat, highest) <= limit
+    tl.store(places + tl.cumsum(within.to(tl.int32), 0) - 1, tile, mask=within)
+    num_lanes = tl.sum(within.to(tl.int32), 0) * WIDTH
+    tl.debug_barrier()  # other threads load the places
+    count = tl.full((), 0, tl.int32)
+    for start in range(0, num_lanes, STEP):
+        lane = start + tl.arange(0, STEP)
+        place = tl.load(places + lane // WIDTH, mask=lane < num_lanes, other=0)
+        token = place * WIDTH + lane % WIDTH
+        is_live = (lane < num_lanes) & (token < vocab)
+        x = tl.load(own + token, mask=is_live, other=float("-inf")).to(tl.float32)
+        taken = _distance(x, heat, highest) <= limit
+        target = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(kept + target, x, mask=taken & (target < CANDIDATES))
+        tl.store(kept_ids + target, token, mask=taken & (target < CANDIDATES))
+        count += tl.sum(taken.to(tl.int32), 0)
+    tl.debug_barrier()  # other threads load what is kept
+    return count
+
+
+@triton.jit
+def draw(
+    own: tl.tensor,
+    kept: tl.tensor,
+    kept_ids: tl.tensor,
+    count: tl.tensor,
+    vocab: tl.tensor,
+    heat: tl.tensor,
+    highest: tl.tensor,
+    lowest: tl.tensor,
+    has_top_k: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    wanted: tl.tensor,
+    key: tl.tensor,
+) -> tl.tensor:
+    """Find the exact edges among what was gathered, or in the whole row, and draw above them."""
+    is_row = count > CANDIDATES
+    count = tl.where(is_row, vocab, count)
+    if has_top_k:
+        edge = tl.full((), 0, tl.int32)
+        for step in range(31):
+            bit = 1 << (30 - step)
+            found = tl.full((), 0, tl.int32)
+            for start in range(0, count, STEP):
+                x = _logits(own, kept, start, count, is_row)
+                within = _distance(x, heat, highest) <= edge + (bit - 1)
+                found += tl.sum(within.to(tl.int32), 0)
+            edge += tl.where(found < top_k, bit, 0)
+        lowest = tl.maximum(lowest, -tl.minimum(edge, _FARTHEST).to(tl.float32, bitcast=True))
+    least = tl.full((), TINY, tl.float32)
+    if top_p < 1.0:
+        if has_top_k:
+            total = tl.full((), 0, tl.int64)
+            for start in range(0, count, STEP):
+                x = _logits(own, kept, start, count, is_row)
+                weight = weight_of(tl.div_rn(x, heat) - highest, lowest)
+                total += tl.sum((weight * SCALE).to(tl.int64), 0)
+            wanted = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
+        edge = tl.full((), 0, tl.int32)
+        for step in range(1, 31):  # no weight is above 1
+            trial = edge + (1 << (30 - step))
+            above = tl.full((), 0, tl.int64)
+            for start in range(0, count, STEP):
+                x = _logits(own, kept, start, count, is_row)
+                weight = weight_of(tl.div_rn(x, heat) - highest, lowest)
+                reaches = weight.to(tl.int32, bitcast=True) >= trial
+                above += tl.sum(tl.where(reaches, (weight * SCALE).to(tl.int64), 0), 0)
+            edge = tl.where(above >= wanted, trial, edge)
+        least = tl.maximum(least, edge.to(tl.float32, bitcast=True))
+    best = tl.zeros((STEP,), tl.float32)
+    best_id = tl.zeros((STEP,), tl.int32)
+    for start in range(0, count, STEP):
+        lane = start + tl.arange(0, STEP)
+        x = _logits(own, kept, start, count, is_row)
+        weight = weight_of(tl.div_rn(x, heat) - highest, lowest)
+        known = tl.load(kept_ids + lane, mask=(lane < count) & (is_row == 0), other=0)
+        best, best_id = race(best, best_id, weight, least, key, tl.where(is_row, lane, known))
+    won = tl.max(best, 0)
+    return tl.min(tl.where(best == won, best_id, NONE), 0)
+
+
+@triton.jit
+def _logits(
+    own: tl.tensor, kept: tl.tensor, start: tl.tensor, count: tl.tensor, is_row: tl.tensor
+) -> tl.tensor:
+    lane = start + tl.arange(0, STEP)
+    is_live = lane < count
+    from_row = tl.load(own + lane, mask=is_live & is_row, other=float("-inf")).to(tl.float32)
+    gathered = tl.load(kept + lane, mask=is_live & (is_row == 0), other=float("-inf"))
+    return tl.where(is_row, from_row, gathered)
+
+
+@triton.jit
+def race(
+    best: tl.tensor,
+    best_id: tl.tensor,
+    weight: tl.tensor,
+    least: tl.tensor,
+    key: tl.tensor,
+    token: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Divide weights from `least` on by noise; keep the larger quotient of each lane, and its id.
+
+    Lanes meet their tokens in ascending order, so the lowest id among equals stays.
+    """
+    ratio = tl.where(weight >= least, tl.div_rn(weight, noise(key, token)), 0.0)
+    return tl.where(ratio > best, ratio, best), tl.where(ratio > best, token, best_id)
+
+
+@triton.jit
+def weight_of(scaled: tl.tensor, lowest: tl.tensor) -> tl.tensor:
+    return tl.where(scaled >= lowest, exponential(scaled), 0.0)
+
+
+@triton.jit
+def _distance(x: tl.tensor, heat: tl.tensor, highest: tl.tensor) -> tl.tensor:
+    """Return the bits of how far scaled logits are below the top; those of NaN are largest."""
+    return (tl.div_rn(x, heat) - highest).to(tl.int32, bitcast=True) & _MAGNITUDE
