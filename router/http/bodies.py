@@ -108,7 +108,9 @@ class Bodies:
     def _overtake(self, room: Room, num_bytes: int) -> bool:
         """Free so many bytes at the cost of the bodies that have stalled longest, if they do."""
         now_s = monotonic()
-        stalled = [one for one in self._rooms if one.stalled_s(now_s) > STALLED_S and one is not room]
+        stalled = [
+            one for one in self._rooms if one.stalled_s(now_s) > STALLED_S and one is not room
+        ]
         if sum(one.num_bytes for one in stalled) < num_bytes:
             return False
         for one in sorted(stalled, key=lambda one: -one.stalled_s(now_s)):
