@@ -114,6 +114,27 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, says("address that the HTTP server binds")] = "127.0.0.1"
     port: Annotated[int, says("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = 8000
+    shares_port: Annotated[
+        bool,
+        says("let other routers of this user listen on the port too; each gets some connections"),
+    ] = False
+    own_port: Annotated[
+        int,
+        says(
+            "another port of this router alone, for metrics where routers share a port; 0 is none; "
+            "of several routers that serve starts, each takes the next one",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    name: Annotated[
+        str,
+        Meta(
+            max_length=128,
+            pattern="^[!-.0-~]+$",  # ASCII without spaces and slashes, as the ids of nodes
+            description="name of this router in /health, /metrics and the log",
+        ),
+    ] = "router"
     control: Annotated[
         str | None,
         says(
@@ -283,6 +304,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill: Annotated[int, says("number of prefill nodes that `serve` starts", ge=0)] = 1
     decode: Annotated[int, says("number of decode nodes that `serve` starts", ge=1)] = 1
+    router_processes: Annotated[
+        int, says("number of router processes that `serve` starts; they share the port", ge=1)
+    ] = 1
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()

@@ -29,14 +29,21 @@ LONGEST_NAME = "/peers-decode-9999"
 
 
 class LocalCluster:
-    """`config.prefill` and `config.decode` nodes that dial the router at `control_endpoint`."""
+    """`config.prefill` and `config.decode` nodes that dial the routers."""
 
     def __init__(
-        self, config: ClusterConfig, control_endpoint: str, relay: Relay = to_stderr
+        self,
+        config: ClusterConfig,
+        control_endpoint: str,
+        relay: Relay = to_stderr,
+        more_endpoints: tuple[str, ...] = (),
     ) -> None:
-        """Start nothing yet. Reader threads call `relay` with every line that a node prints."""
+        """Start nothing yet. Reader threads call `relay` with every line that a node prints.
+
+        The nodes dial the router at `control_endpoint` and those at `more_endpoints`.
+        """
         self._config = config
-        self._control = control_endpoint
+        self._routers = (control_endpoint, *more_endpoints)
         self._relay = relay
         self._folder: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -89,7 +96,7 @@ class LocalCluster:
         node = msgspec.structs.replace(
             self._config.node,
             id=name,
-            routers=(self._control,),
+            routers=self._routers,
             bind=f"ipc://{folder}/peers-{name}",
             http=_counted_up(self._config.node.http, number),
         )
