@@ -220,7 +220,8 @@ def _backend(plan: RankPlan, cache: KVCache, num_ranks: int, library: CpuLibrary
     from baton.engine.attention.cuda import CudaBackend, missing_for
 
     shape = tuple(cache.pool.shape)
-    missing = missing_for(shape, num_heads, decoder.sliding_window, plan.max_model_len)
+    missing = missing_for(shape, num_heads)
     if missing:
         raise ConfigError(missing)
-    return CudaBackend(cache.pool, num_heads, table, decoder.rms_norm_eps)
+    window = decoder.sliding_window
+    return CudaBackend(cache.pool, num_heads, table, decoder.rms_norm_eps, window)
