@@ -193,8 +193,10 @@ def _on_gpu(
     def runner_over(num_blocks: int) -> Runner:
         shape = pool_shape(plan.decoder, config.cache, 1, num_blocks)
         cache = device_cache(shape, plan.dtype, plan.device)
-        eps, table = plan.decoder.rms_norm_eps, _rope_table(plan)
-        backend = CudaBackend(cache.pool, plan.decoder.num_heads, table, eps)
+        model, table = plan.decoder, _rope_table(plan)
+        backend = CudaBackend(
+            cache.pool, model.num_heads, table, model.rms_norm_eps, model.sliding_window
+        )
         sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens)
         return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
 
@@ -263,9 +265,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: i
     # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
     from baton.engine.attention.cuda import missing_for
 
-    max_len = config.model.max_len or decoder.max_position_embeddings
     shape = pool_shape(decoder, config.cache, num_ranks, 1)
-    return missing_for(shape, decoder.num_heads, decoder.sliding_window, max_len)
+    return missing_for(shape, decoder.num_heads)
 
 
 def _name_of(device: torch.device) -> str:
