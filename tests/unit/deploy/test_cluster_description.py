@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, Probe, ProcessSpec, plan_of
+from baton.deploy.cluster.processes import ClusterPlan, Probe, ProcessPlaces, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
