@@ -104,7 +104,6 @@ class LocalCluster:
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
         if not self._config.engine.threads and engine.tensor_parallel == 1:
             engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
-        number = index if role == "prefill" else self._config.prefill + index
         gpus = () if engine.device == "cpu" else gpus_of(number)
         shared_by = nodes_on_gpu(number, num_nodes, len(gpus)) if gpus else num_nodes
         cache = msgspec.structs.replace(self._config.cache, shared_by=shared_by)
