@@ -44,6 +44,7 @@ class Runner:
         self.cache = cache
         self.sampler = sampler
         self.device = device = queue.device
+        self.overlaps = queue.overlaps
         self._queue = queue
         self._clock = clock
         self._tables = None

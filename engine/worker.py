@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from baton.engine.plan import StepResult
 from baton.engine.rank import load_rank, plan_rank
@@ -67,11 +68,11 @@ class Worker:
         return int(self._error is not None)
 
     def _serve(self, load: LoadRank) -> None:
-        rank = load_rank(load.config, load.epoch, _join(load), self._progress)
+        threads = StepThreads(StepCpus(load.config.engine), self._hear)
+        start = partial(load_rank, load.config, load.epoch, _join(load))
+        rank = threads.start(start, self._progress)
         pump = PortPump(rank.port, self._port, self._tell)
         pump.start()
-        threads = StepThreads(rank.runner, StepCpus(load.config.engine), self._hear)
-        threads.start()
         try:
             self._tell(Loaded(rank.info))
             while (message := self._steps.wait()) is not None:

@@ -18,6 +18,7 @@ from typing import assert_never
 import msgspec
 
 from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
+from baton.engine.kv_cache import host_bytes
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.worker_messages import (
     FromWorker,
@@ -55,12 +56,13 @@ class WorkerExecutor:
     def start(self, progress: Progress) -> ExecutorInfo:
         """Spawn the workers and load. Raises the error of the first rank that fails."""
         size = self._config.engine.tensor_parallel
+        config = _with_memory(self._config)
         with _meeting(size) as (memory, peers):
             for rank in range(size):
-                worker = _RankProcess(rank, self._config, (memory, *peers[rank]))
+                worker = _RankProcess(rank, config, (memory, *peers[rank]))
                 self._workers.append(worker)
                 self._epoll.register(worker.steps, select.EPOLLIN)
-                load = LoadRank(self._config, self._epoch, rank, memory, peers[rank])
+                load = LoadRank(config, self._epoch, rank, memory, peers[rank])
                 self._send(worker, load)
         deadline_s = monotonic() + self._config.node.start_timeout_s
         while not all(worker.info for worker in self._workers):
@@ -246,6 +248,15 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
         if msgspec.structs.replace(other, **shared) != info:
             raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
     return info
+
+
+def _with_memory(config: ClusterConfig) -> ClusterConfig:
+    """Settle the memory of a pool that several ranks share: each would find less of it free."""
+    cache = config.cache
+    if config.engine.tensor_parallel == 1 or cache.num_blocks or cache.memory_mib:
+        return config
+    cache = msgspec.structs.replace(cache, memory_mib=max(1, host_bytes(cache) >> 20))
+    return msgspec.structs.replace(config, cache=cache)
 
 
 def _agreed(results: Sequence[StepResult]) -> StepResult:

@@ -23,6 +23,11 @@ MODELS = {
     "group of 7": replace(PROMPTS, num_heads=28, kv_heads=4),
     "group of 16": replace(PROMPTS, num_heads=32, kv_heads=2),
     "no groups": replace(PROMPTS, num_heads=8, kv_heads=8),
+    "group of 32": replace(PROMPTS, num_heads=32, kv_heads=1),
+    "heads of 80": replace(PROMPTS, head_dim=80),
+    "heads of 112, window": replace(PROMPTS, head_dim=112, window=100),
+    "heads of 256": replace(PROMPTS, head_dim=256, num_heads=16, kv_heads=8),
+    "window": replace(PROMPTS, window=333),
     "heads of 64, blocks of 32": replace(PROMPTS, head_dim=64, block_size=32),
     "blocks of 128": replace(PROMPTS, block_size=128),
     "fp32": replace(PROMPTS, dtype=FP32, num_heads=8, kv_heads=2),
@@ -55,6 +60,14 @@ def test_prefill_agrees_with_its_twin(model: str) -> None:
 @pytest.mark.parametrize("model", ["8B", "fp32"])
 def test_a_prefill_row_has_the_same_bits_in_any_chunking(model: str) -> None:
     cases.check_prefill_chunks(MODELS[model], "cuda")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ordered_sums_give_decode_the_bits_of_prefill_in_any_chunking(model: str) -> None:
+    cases.check_decode_as_prefill(MODELS[model], "cuda", 37)
+    cases.check_prefill_chunks(MODELS[model], "cuda", ordered=True)
+    cases.check_prefill(MODELS[model], "cuda", ordered=True)
+    cases.check_decode(_decode(LENGTHS, model), "cuda", ordered=True)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
