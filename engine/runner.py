@@ -26,7 +26,7 @@ from baton.engine.sampler import Sampler
 from baton.engine.step_queue import StepQueue
 from baton.runtime.clock import Clock
 
-MAX_SEQUENCES = 512  # whose tables stay on the device; others are sent whole when they come
+MAX_SEQUENCES = 1024  # whose tables stay on the device: as many as the kernels take in one step
 
 
 class Runner:

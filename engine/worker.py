@@ -35,7 +35,7 @@ from baton.runtime.cpus import threads_per_rank
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
 
-CLOSE_S = 1.0  # for the step that runs when the executor goes
+CLOSE_S = 2.0  # for the step that runs when the executor goes
 
 log = logger("worker")
 
