@@ -24,6 +24,7 @@ BOUNDARIES = {
     # The top of a thread or a process: the node is told, and ends.
     "engine:StepThreads._launch",
     "engine:StepThreads._collect",
+    "engine:StepThreads._load_and_launch",
     "engine:PortPump._run",
     "engine:Worker.run",
     "kv_transfer:TransferAgent._run",
