@@ -68,10 +68,11 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step behind those that were launched. At most two may be uncollected."""
+        launched_s = self._clock()
         # A reader that still knows the former owner of a block must refuse it from here on.
         self.cache.write_generations(plan.generations)
         step = self._packer.pack(plan)
-        self._launched.append((plan, self._clock()))
+        self._launched.append((plan, launched_s))
         self._queue.launch(lambda: self._compute(step))
 
     def collect(self) -> StepResult:
