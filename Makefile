@@ -4,10 +4,11 @@
 #   make test                              every test that this machine can run
 #   make check                             format, lint, types, hygiene, unit tests
 #   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
+#   make soak [REQUESTS=10000 FAULTS=1000] kill and freeze processes under streams, some hours
 #   make demo-model                        train the demo model anew, an hour on two cores
 #   make bench                             benchmarks of the transports, also as JSON
 #   make fmt                               format and sort imports
-#   make docs                              write docs/config.md and docs/messages.md anew
+#   make docs                              write docs/config.md, messages.md and metrics.md anew
 #
 # pip takes the CUDA build of torch on Linux by default. For the CPU build, which is much smaller,
 # name its index: `make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu`.
@@ -20,6 +21,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 EXTRAS ?=
 SCHEDULES ?= 100000
+REQUESTS ?= 10000
+FAULTS ?= 1000
 ARGS ?=
 
 # Nothing here talks to anybody by itself.
@@ -29,13 +32,16 @@ export RAY_USAGE_STATS_ENABLED = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN = $(VENV)/bin
-SERVE_STAMP = $(VENV)/.ready-to-serve
-TEST_STAMP = $(VENV)/.ready-to-test
-INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 comma = ,
+# A stamp says what was installed: other extras, or torch from another index, install again.
+WISHES = $(if $(EXTRAS),-with-$(subst $(comma),-,$(EXTRAS)))
+SERVE_STAMP = $(VENV)/.ready-to-serve$(WISHES)
+TEST_STAMP = $(VENV)/.ready-to-test$(WISHES)
+TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(TORCH_INDEX))))
+INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fuzz demo-model bench fmt docs install install-test clean
+.PHONY: help serve test check fuzz soak demo-model bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -54,6 +60,11 @@ check: $(TEST_STAMP)
 
 fuzz: $(TEST_STAMP)
 	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m slow $(ARGS)
+
+soak: $(TEST_STAMP)
+	@mkdir -p .baton
+	$(BIN)/python -m tools.soak --requests $(REQUESTS) --faults $(FAULTS) \
+	  --json .baton/soak.json $(ARGS)
 
 demo-model: $(TEST_STAMP)
 	$(BIN)/python -m tools.demo_model.train deploy/demo_checkpoint $(ARGS)
@@ -75,20 +86,26 @@ install: $(SERVE_STAMP)
 install-test: $(TEST_STAMP)
 
 clean:
-	rm -rf "$(VENV)" build src/baton.egg-info
+	rm -rf "$(VENV)" build src/*.egg-info
 
 # The stamps make the second call instant, and a change of what is needed installs again.
-$(SERVE_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(SERVE_STAMP): pyproject.toml constraints.txt $(TORCH_STAMP) | $(BIN)/python
 	@echo "installing baton into $(VENV) (once; several minutes where torch is to be fetched)"
-	@$(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url "$(TORCH_INDEX)" torch)
 	@$(INSTALL) --editable ".$(if $(EXTRAS),[$(EXTRAS)])"
-	@touch $@
+	@touch $@ $(VENV)/.ready-to-serve
 
-$(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(TEST_STAMP): pyproject.toml constraints.txt $(TORCH_STAMP) | $(BIN)/python
 	@echo "installing baton and what its tests need into $(VENV) (once)"
-	@$(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url "$(TORCH_INDEX)" torch)
 	@$(INSTALL) --editable ".[dev,nixl$(if $(EXTRAS),$(comma)$(EXTRAS))]"
-	@touch $@ $(SERVE_STAMP)
+	@touch $@ $(SERVE_STAMP) $(VENV)/.ready-to-serve $(VENV)/.ready-to-test
+
+ifneq ($(TORCH_STAMP),)
+$(TORCH_STAMP): | $(BIN)/python
+	@echo "installing torch from $(TORCH_INDEX)"
+	@$(INSTALL) --no-deps --force-reinstall --index-url "$(TORCH_INDEX)" torch
+	@rm -f "$(VENV)"/.torch-from-*
+	@touch $@
+endif
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -76,6 +76,9 @@ COMMANDS = {
         "the report.json",
     ),
 }
+ABOUT = "Measure the latency of any OpenAI-compatible server."
+FURTHER = """`baton bench COMMAND --help` lists its flags. The definitions are in docs/bench.md
+and in every report."""
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
 # The flags of a workload that only some kinds of it read.
 SUBGROUPS = {
@@ -105,18 +108,7 @@ def main(words: Sequence[str]) -> int:
 
 def overview() -> str:
     lines = [f"  {name:<10}{command.settings.__doc__}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: baton bench COMMAND [flags]",
-            "",
-            "Measure the latency of any OpenAI-compatible server.",
-            "",
-            *lines,
-            "",
-            "`baton bench COMMAND --help` lists its flags. The definitions are in docs/bench.md",
-            "and in every report.",
-        ]
-    )
+    return "\n".join(["usage: baton bench COMMAND [flags]", "", ABOUT, "", *lines, "", FURTHER])
 
 
 def parse(settings: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:

@@ -2,7 +2,7 @@
 
 In each round every arm gets the same requests once, in an order that is drawn anew; different
 rounds have different prompts. Figures are compared within a round, so that a machine that changes
-from hour to hour changes all arms alike. The report shows how the arms were started.
+from hour to hour changes all arms alike.
 """
 
 import random
@@ -15,23 +15,16 @@ import msgspec
 from baton.bench.client.probe import pages_of
 from baton.bench.client.target import Place, Target, place_of
 from baton.bench.experiment import Experiment, Server
-from baton.bench.figures.metrics import Distribution, Summary
-from baton.bench.figures.paired import MIN_ROUNDS, paired
+from baton.bench.figures.paired import paired
 from baton.bench.parity import Facts, facts_of_flags, facts_said, parity, warnings
 from baton.bench.plan.workload import range_of
-from baton.bench.planning import arrivals_of, loop_of
-from baton.bench.records import Outcome
+from baton.bench.planning import arrivals_of
 from baton.bench.report.document import Compared, Report, Run
+from baton.bench.report.sections import figures_of, unit_of
 from baton.bench.settings import CompareSettings
 from baton.protocol.errors import ConfigError
 
 Arms = Mapping[str, Target]
-LATENCIES = (
-    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
-    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
-)  # fmt: skip
-# More is better of these figures; the others are latencies.
-UNITS = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 
 
 def compare(settings: CompareSettings, words: Sequence[str]) -> int:
@@ -39,13 +32,8 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
     arms = arms_of(words, settings.target)
     flags = flags_of(settings.flags, list(arms))
     arrivals = arrivals_of(settings.arrival, settings.workload)
-    experiment = Experiment(
-        "compare",
-        settings,
-        [arrivals] * settings.rounds,
-        concurrency=settings.arrival.concurrency,
-    )
-    with experiment:
+    loads = [arrivals] * settings.rounds
+    with Experiment("compare", settings, loads, settings.arrival) as experiment:
         report = experiment.report
         report.title = report.title or " against ".join(arms)
         servers = connect(experiment, arms)
@@ -64,7 +52,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
                 run = experiment.put(servers[name], number - 1, label, arrivals)
                 if run is not None:
                     run.arm, run.round = name, number
-    contrast(report, list(arms), loop_of(settings.arrival))
+    contrast(report, list(arms))
     # Last: a run that is whole stays in the comparison of the rounds that are.
     return experiment.finish(len(arms) * settings.rounds)
 
@@ -95,59 +83,37 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
             raise ConfigError(
                 f"--flags {given!r}: write NAME=FILE or NAME=TEXT, NAME one of {known}"
             )
-        if not (facts := facts_of_flags(_content(text))):
+        try:
+            # A text too long for the name of a file is the flags themselves.
+            is_file = len(text) < 4096 and Path(text).is_file()
+            text = Path(text).read_text() if is_file else text
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--flags: cannot read {text}: {error}") from error
+        if not (facts := facts_of_flags(text)):
             raise ConfigError(f"--flags {given!r}: there is no such file, or no setting in it")
         flags[name] |= facts
     return flags
 
 
-def _content(text: str) -> str:
-    """Return the content of the file of that name, or the text if there is none."""
-    path = Path(text)
-    try:
-        return path.read_text() if len(text) < 4096 and path.is_file() else text
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--flags: cannot read {text}: {error}") from error
-
-
 def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
-    """Return the servers of all arms, which are asked alike and so counted alike.
-
-    Each is asked only for what every one of them gives, with token ids that all of them take.
-    """
+    """Return the servers, each asked only for what every one of them gives."""
     servers = {name: experiment.connect(target) for name, target in arms.items()}
     given = frozenset.intersection(*(server.probed.gives for server in servers.values()))
     workloads = [server.workload for server in servers.values()]
     narrowest = min(workloads, key=lambda workload: range_of(workload.vocabulary)[1])
     return {
-        name: msgspec.structs.replace(
-            server,
-            target=msgspec.structs.replace(server.probed, gives=given).fit(server.target),
-            workload=narrowest,
+        name: Server(
+            msgspec.structs.replace(server.probed, gives=given).fit(server.target),
+            narrowest,
+            server.probed,
         )
         for name, server in servers.items()
     }
 
 
-def figures_of(summary: Summary) -> dict[str, float]:
-    """Return what arms are compared by; 0 where a load has no such figure."""
-    found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
-    for field, percentile in LATENCIES:
-        one: Distribution | None = getattr(summary, field)
-        shown = field if field == "gap_max" else field.upper()
-        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
-    found["goodput"] = summary.goodput
-    # Latencies are of these requests, so an arm must not look better by answering fewer.
-    found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
-    return {name: value or 0.0 for name, value in found.items()}
-
-
-def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
+def contrast(report: Report, arms: Sequence[str]) -> None:
     """Report the paired ratios of the rounds in which every arm has a valid run."""
     rounds = whole_rounds(report.runs, arms)
-    report.notes.append(
-        f"{loop}; {len(rounds)} rounds, every arm once in each, in an order drawn from the seed"
-    )
     left_out = len({run.round for run in report.runs}) - len(rounds)
     if left_out:
         report.notes.append(f"{left_out} rounds are not compared: an arm has no valid run in them")
@@ -158,8 +124,8 @@ def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
             report.comparison.append(
                 Compared(
                     name=name,
-                    unit=UNITS.get(name, "ms"),
-                    better="higher" if name in UNITS else "lower",
+                    unit=unit_of(name),
+                    better="lower" if unit_of(name) == "ms" else "higher",
                     medians={arm: statistics.median(found) for arm, found in values.items()},
                     ratios={arm: paired(values[arm], values[arms[0]]) for arm in arms[1:]},
                 )
@@ -171,13 +137,6 @@ def contrast(report: Report, arms: Sequence[str], loop: str) -> None:
             report.notes.append(
                 f"WARNING: {name} is not compared: rounds without it, or with 0: {shown}"
             )
-    if report.comparison and len(rounds) < MIN_ROUNDS:
-        report.notes.append(f"fewer than {MIN_ROUNDS} rounds cannot show a difference")
-    elif report.comparison:
-        report.notes.append(
-            f"each of the {len(report.comparison) * (len(arms) - 1)} intervals (sign test) misses "
-            "by chance in up to 5 of 100 comparisons: a difference in one figure alone may be none"
-        )
 
 
 def same_servers(arms: Arms) -> list[str]:

@@ -1,6 +1,5 @@
-"""The text that a command prints when it is done: the report's sections, and its verdict.
+"""The text that a command prints when it is done: the report's sections, and its verdict. Pure.
 
-`publish.py` prints `shown` of every report; the page that `--out` writes has the details too. Pure.
 Text that came from a server loses its control characters, which a terminal would obey.
 """
 

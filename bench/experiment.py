@@ -23,8 +23,8 @@ from baton.bench.planning import bounds_of, plan_of, reseeded
 from baton.bench.progress import LoadProgress
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import Report, Run
-from baton.bench.report.publish import Publisher, begin
-from baton.bench.settings import Settings
+from baton.bench.report.publish import begin, finish
+from baton.bench.settings import ArrivalSettings, Settings
 from baton.bench.verify import check_greedy, compare_outputs, reference
 from baton.protocol.errors import BatonError
 from baton.runtime.interrupts import Interrupts
@@ -51,8 +51,9 @@ class Server(msgspec.Struct, frozen=True):
             "running usage": self.target.continuous_usage,
         }
         found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
-        name = " ".join(part for part in (self.probed.server, self.probed.version) if part)
-        return f"{self.target.url}: {name or 'a server'} with {self.target.model}, giving {found}"
+        told = {"version": self.probed.version, "server": self.probed.server}
+        names = [f"{what} {name}" for what, name in told.items() if name]
+        return f"{', '.join([f'{self.target.url}: {self.target.model}', *names])}, giving {found}"
 
 
 class Experiment:
@@ -63,32 +64,30 @@ class Experiment:
     """
 
     report: Report
-    _publisher: Publisher
 
     def __init__(
         self,
         command: str,
         settings: Settings,
         arrivals: Sequence[ArrivalProcess | None],
-        *,
-        concurrency: int = 0,
+        arrival: ArrivalSettings | None = None,
         verify: bool = False,
     ) -> None:
         self._command, self.settings = command, settings
-        self._concurrency, self._verify = concurrency, verify
+        self._concurrency, self._verify = arrival.concurrency if arrival else 0, verify
         self._newest: tuple[Workload, ArrivalProcess | None, Plan] | None = None
         # The first load is planned last, because the newest plan is kept.
         for place in reversed(range(len(arrivals))):
             self.draft = self._plan(settings.workload, place, arrivals[place])
-        self._api_key = settled(settings.target, self.draft.requests).api_key
+        api_key = settled(settings.target, self.draft.requests).api_key
+        self._secrets = [api_key] if api_key else []
         self.progress = LoadProgress()
         self._interrupts = Interrupts(on_second=self.progress.abandon)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Experiment":
-        settings, api_key = self.settings, self._api_key
-        self._publisher = begin(self._command, settings, settings.report, api_key=api_key)
-        self.report = self._publisher.report
+        settings = self.settings
+        self.report = begin(self._command, settings, settings.report, self._secrets)
         self.report.bounds = bounds_of(settings.bounds)
         self._stack.enter_context(self._interrupts)
         self._stack.enter_context(self.progress)
@@ -142,9 +141,8 @@ class Experiment:
     ) -> Run | None:
         """Run and report load number `place`, which has prompts of its own.
 
-        Return None if Ctrl-C came before any request had ended; the report then has the earlier
-        loads. `on_start` gets the start of the schedule on the monotonic clock. Raises
-        `ConfigError` for a load that cannot be planned.
+        Return None if Ctrl-C came before any request had ended. `on_start` gets the start of the
+        schedule on the monotonic clock. Raises `ConfigError` for a load that cannot be planned.
         """
         plan = self._plan(server.workload, place, arrivals)
         try:
@@ -212,14 +210,13 @@ class Experiment:
     def finish(self, num_wanted: int = 0) -> int:
         """Write and show the report; return the exit code.
 
-        Ctrl-C between two loads spoils neither of them, but a report with fewer than `num_wanted`
-        runs is incomplete, and marked so.
+        A report with fewer than `num_wanted` runs is incomplete after Ctrl-C, and marked so.
         """
         runs = self.report.runs
         if runs and len(runs) < num_wanted and not self.report.invalid:
             text = f"interrupted: {len(runs)} of {num_wanted} loads were run"
             runs[-1].problems.insert(0, invalid(text))
-        return self._publisher.finish()
+        return finish(self.report, self.settings.report.out, self._secrets)
 
 
 class _Watch:

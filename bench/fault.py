@@ -1,8 +1,7 @@
 """`baton bench fault`: one load, and faults of given processes at given moments of it.
 
-`injector.py` carries the faults out, this file runs the load, and `figures/faults.py` judges the
-effect. Failed requests are expected, so a run is invalid only if the client was at fault, or if a
-fault was not carried out.
+Failed requests are expected, so a run is invalid only if the client was at fault, or if a fault was
+not carried out.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from baton.bench.figures.metrics import Bounds
 from baton.bench.figures.validity import invalid
 from baton.bench.injector import FaultInjector
 from baton.bench.plan.plan import Plan
-from baton.bench.planning import arrival_times, arrivals_of, loop_of
+from baton.bench.planning import arrivals_of, loop_of
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError
 
@@ -31,10 +30,7 @@ def fault(settings: FaultSettings) -> int:
         raise ConfigError(f"name a fault with --fault {FORMS}")
     specs = [parse_fault(text) for text in settings.fault]
     arrivals = arrivals_of(settings.arrival, settings.workload)
-    concurrency = settings.arrival.concurrency
-    experiment = Experiment(
-        "fault", settings, [arrivals], concurrency=concurrency, verify=settings.verify
-    )
+    experiment = Experiment("fault", settings, [arrivals], settings.arrival, settings.verify)
     refuse_late(specs, experiment.draft)
     with experiment, FaultInjector(specs) as injector:
         report = experiment.report
@@ -45,7 +41,7 @@ def fault(settings: FaultSettings) -> int:
             run.faults = injector.finish()
             missed = [invalid(text) for text in injector.left_out()]
             run.problems[:0] = missed
-            judgement = Judgement(settings.bin_s, closed_loop=bool(concurrency))
+            judgement = Judgement(settings.bin_s, closed_loop=arrivals is None)
             run.impacts = impacts(run.records, run.faults, report.bounds or Bounds(), judgement)
     if report.bounds is None:
         report.notes.append("without bounds every answered request counts as good")
@@ -54,7 +50,7 @@ def fault(settings: FaultSettings) -> int:
 
 def refuse_late(specs: Sequence[FaultSpec], plan: Plan) -> None:
     """Raise `ConfigError` for a fault after the end of a schedule that is known."""
-    if not arrival_times(plan) or plan.duration_s is None:
+    if not plan.times or plan.duration_s is None:
         return
     for spec in specs:
         if spec.at_s > plan.duration_s:

@@ -1,8 +1,8 @@
 """Carry out the faults of a run: a thread for each signals a process at given moments.
 
-`fault.py` enters the injector around a load. A descriptor holds each process from the beginning, so
-that a process that gets the same id later is never signalled. The injector continues what it
-stopped and ends what it started, also when the run fails or is interrupted.
+A descriptor holds each process from the beginning, so that a process that gets the same id later is
+never signalled. The injector continues what it stopped and ends what it started, also when the run
+fails or is interrupted.
 """
 
 import contextlib

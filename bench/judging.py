@@ -1,7 +1,6 @@
-"""From the records of a load to a `Run` of a report: its figures, and whether they may be used.
+"""Turn the records of a load into a `Run` of a report: its figures, and what is wrong with them.
 
-The experiment asks after every load. Pure: everything that a judgement needs is in the `Case` and
-the records.
+The experiment asks after every load. Pure.
 """
 
 from collections import Counter
@@ -13,14 +12,13 @@ from baton.bench.client.turns import NOT_SENT, units_of
 from baton.bench.figures.metrics import Summary, counted, summarise
 from baton.bench.figures.validity import Problem, check, invalid, warning
 from baton.bench.plan.plan import Plan
-from baton.bench.planning import bounds_of, is_new, window_of
+from baton.bench.planning import bounds_of, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Settings
 from baton.bench.verify import Mismatch, MismatchKind
 from baton.protocol.errors import BatonError
 
-ALL_FAILED = "all_failed"
 MAX_OFF_RATE = 0.1
 MAX_CACHED_SHARE = 0.1  # of prompt tokens; a chat template may be shared
 CACHED = (
@@ -43,8 +41,7 @@ class Case:
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
     """Return the figures of a load, and everything that is wrong with them.
 
-    A load without an answer is an invalid run, not an error. Raises `BatonError` for a load that
-    was stopped before any request counts.
+    Raises `BatonError` for a load that was stopped before any request counts.
     """
     if why_stopped and not counted(result.records, None):
         raise BatonError(f"nothing was measured: {why_stopped}")
@@ -78,26 +75,21 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
         ended = {record.index for record in result.records}
         planned = [one for one in planned if one.index in ended]
     limit = None if case.concurrency else asked.max_concurrency or None
-    try:
-        yield from check(result, summary, planned, max_concurrency=limit)
-    except BatonError as error:
-        if error.code != ALL_FAILED:
-            raise
-        yield invalid(error.message)
-    if (summary.cached_share or 0.0) > MAX_CACHED_SHARE and is_new(case.settings.workload):
+    yield from check(result, summary, planned, max_concurrency=limit)
+    workload = case.settings.workload
+    # No prompt of these begins like another one of the same load.
+    is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
+    if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         yield warning(CACHED)
     num_units = len(units_of([one for one in case.plan.requests if not one.warm_up]))
     if num_units < case.concurrency:
         yield warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")
-    yield from _off_rate(case.plan)
-
-
-def _off_rate(plan: Plan) -> Iterator[Problem]:
-    """Warn of drawn arrivals whose rate is far from the one that was asked for."""
-    asked, planned = plan.offered_rate, plan.planned_rate
-    if asked and planned is not None and abs(planned / asked - 1) > MAX_OFF_RATE:
-        off = f"{abs(planned / asked - 1):.0%} {'above' if planned > asked else 'below'}"
-        text = f"the arrivals were drawn at {planned:.4g}/s, {off} the {asked:g}/s asked for"
+    # Drawn arrivals may be far from the rate that was asked for.
+    plan = case.plan
+    wanted, drawn = plan.offered_rate, plan.planned_rate
+    if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
+        off = f"{abs(drawn / wanted - 1):.0%} {'above' if drawn > wanted else 'below'}"
+        text = f"the arrivals were drawn at {drawn:.4g}/s, {off} the {wanted:g}/s asked for"
         yield warning(f"{text}: a longer load comes closer")
 
 
@@ -113,20 +105,16 @@ def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
 def mark_mismatches(records: Sequence[Record], mismatches: Sequence[Mismatch]) -> list[Problem]:
     """Mark the answers whose output under load was different, and return the problems of the run.
 
-    Lost, doubled and reordered tokens are faults of any server. Different tokens may come from a
-    server that is not batch-invariant, so they are a warning, and count as failed requests.
+    Different tokens may come from a server that is not batch-invariant, so they are a warning.
     """
     marks = {mismatch.index: str(mismatch) for mismatch in mismatches}
     for record in records:
         if record.index in marks and record.outcome is Outcome.ANSWERED:
             record.outcome, record.detail = Outcome.WRONG_TOKENS, marks[record.index][:200]
-    num_compared = sum(not record.warm_up for record in records)
-    problems = []
+    num_compared, problems = sum(not record.warm_up for record in records), []
     for kind, count in Counter(mismatch.kind for mismatch in mismatches).items():
         first = next(mismatch for mismatch in mismatches if mismatch.kind is kind)
-        text = (
-            f"{count} of {num_compared} outputs differ from those of the requests alone ({kind}); "
-            f"request {first.index}: {first}"
-        )
+        told = f"{count} of {num_compared} outputs differ from those of the requests alone ({kind})"
+        text = f"{told}; request {first.index}: {first}"
         problems.append(warning(text) if kind is MismatchKind.WRONG else invalid(text))
     return problems

@@ -1,8 +1,7 @@
 """Find out whether the servers of a comparison were started alike, by flags and their own words.
 
-`compare.py` collects both for every arm. Settings are compared under the names and with the values
-that they were written with; only case, leading dashes and sections are left out of a name. A
-setting that neither a flag nor the server mentions is shown as unknown. Pure.
+Settings are compared under the names and with the values that they were written with; only case,
+leading dashes and sections are left out of a name. Pure.
 """
 
 import json
@@ -99,8 +98,7 @@ def facts_said(pages: Mapping[str, str]) -> Facts:
 def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity]:
     """Return a row per setting of each arm: what its server says, or else what its flags say.
 
-    Decisive settings come first, then the others in which arms differ. Keys are left out: some
-    servers tell them to a client that has one.
+    Decisive settings come first, then the others in which arms differ. Keys are left out.
     """
     seen = {arm: facts | said.get(arm, {}) for arm, facts in flags.items()}
     names = dict.fromkeys(name for facts in seen.values() for name in facts)
@@ -130,7 +128,5 @@ def warnings(rows: Sequence[Parity]) -> list[str]:
 
 def _decides(name: str) -> str:
     """Return the subject of a setting that a comparison depends on; empty for others."""
-    for subject, words in DECISIVE.items():
-        if any(word in name for word in words):
-            return subject
-    return ""
+    found = (subject for subject, words in DECISIVE.items() if any(map(name.__contains__, words)))
+    return next(found, "")

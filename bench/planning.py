@@ -1,7 +1,7 @@
 """From settings to plans: bounds, arrivals, the window, and the requests of every load.
 
-Pure, but for the traces and files that a plan reads. The commands ask for all of it before they
-begin. Every function raises `ConfigError` for what cannot work, in one line that names the flag.
+Pure, but for the traces and files that a plan reads. Every function raises `ConfigError` for what
+cannot work, in one line that names the flag.
 """
 
 import msgspec
@@ -40,9 +40,8 @@ def arrivals_of(settings: ArrivalSettings, workload: Workload) -> ArrivalProcess
 
 def loop_of(settings: ArrivalSettings) -> str:
     """Name the way in which requests arrive."""
-    if settings.concurrency:
-        return f"concurrency {settings.concurrency}"
-    return settings.arrivals or "trace"
+    closed = f"concurrency {settings.concurrency}" if settings.concurrency else ""
+    return closed or settings.arrivals or "trace"
 
 
 def shaped(shape: str, rate: float) -> ArrivalProcess:
@@ -64,20 +63,13 @@ def plan_of(workload: Workload, load: LoadSettings, arrivals: ArrivalProcess | N
     duration_s = None if arrivals is None else load.duration_s or None
     count = load.requests or None
     plan = make_plan(workload, arrivals, count=count, duration_s=duration_s, warm_up=load.warm_up)
-    at = arrival_times(plan)
+    at = plan.times
     if window is not None and at and not any(window.start_s <= at_s < window.end_s for at_s in at):
         raise ConfigError(
             f"no request arrives in --window {load.window}: the first one does after {at[0]:.6g} s "
             f"and the last one after {at[-1]:.6g} s"
         )
     return plan
-
-
-def arrival_times(plan: Plan) -> list[float]:
-    """Return them without the warm-up, or none if some depend on the answers to others."""
-    at = [one.at_s for one in plan.requests if not one.warm_up]
-    known = [at_s for at_s in at if at_s is not None]
-    return known if len(known) == len(at) else []
 
 
 def window_of(text: str) -> Window | None:
@@ -94,16 +86,8 @@ def window_of(text: str) -> Window | None:
 
 
 def reseeded(workload: Workload, place: int) -> Workload:
-    """Return the workload of load number `place` of an experiment; number 0 has the seed as given.
-
-    The seeds of the others are mixed of both, so that no neighbour of the seed asks the same.
-    """
+    """Return the workload of load number `place`: 0 has the seed as given, others a mix of both."""
     if place == 0:
         return workload
     mixed = np.random.SeedSequence([workload.seed, place]).generate_state(1)
     return msgspec.structs.replace(workload, seed=int(mixed[0]))
-
-
-def is_new(workload: Workload) -> bool:
-    """Return whether no prompt of the workload begins like another one of the same load."""
-    return workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix

@@ -1,7 +1,6 @@
 """The progress of a load, for a person who waits: one live line on a terminal, else plain lines.
 
-The experiments own one and hand `show` to the load. Everything goes to stderr, so that stdout holds
-results alone.
+Everything goes to stderr, so that stdout holds results alone.
 """
 
 import os
@@ -70,4 +69,4 @@ class LoadProgress:
         # Tokens are counted as requests end.
         rate = f"  {progress.tokens / elapsed_s:.0f} tokens/s" if progress.tokens else ""
         so_far = f"{self._label}: {ended}/{self._total} ended{failed}"
-        return f"{so_far}  {progress.in_flight} in flight{rate}  {elapsed_s:.0f} s"
+        return f"{so_far}  {progress.sent - progress.ended} in flight{rate}  {elapsed_s:.0f} s"

@@ -1,8 +1,7 @@
 """The records of a load: the planned requests, and the outcome of each.
 
-`plan/` makes `Planned` requests, the client fills one `Record` for each, figures and reports read
-the records. Times are seconds on one monotonic clock, from the start of the schedule: a warm-up
-request lies before zero. Counts are tokens, never text.
+Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request lies
+before zero. Counts are tokens, never text.
 """
 
 from enum import StrEnum
@@ -55,7 +54,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """The time at which bytes with tokens came, and the number of those tokens."""
+    """The time at which bytes with tokens came, and the number of those tokens, at least one."""
 
     at_s: float
     num_tokens: int

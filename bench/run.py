@@ -1,19 +1,17 @@
 """`baton bench run` and `sweep`: one load after the other, each with prompts of its own.
 
-A run is one load, or the same several times; a sweep goes through several rates, from the lowest
-up. No load profits from what an earlier one left in a prefix cache.
+No load profits from what an earlier one left in a prefix cache.
 """
 
 import statistics
 from collections.abc import Sequence
 
 from baton.bench.experiment import Experiment
-from baton.bench.figures.metrics import Distribution
 from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.planning import arrivals_of, loop_of, shaped
 from baton.bench.report.document import Run, Table
-from baton.bench.report.sections import LATENCIES
-from baton.bench.report.wording import number
+from baton.bench.report.sections import figures_of, unit_of
+from baton.bench.report.wording import quantity
 from baton.bench.settings import RunSettings, SweepSettings
 from baton.protocol.errors import ConfigError
 
@@ -21,18 +19,13 @@ from baton.protocol.errors import ConfigError
 def run(settings: RunSettings) -> int:
     """Return the exit code."""
     arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
-    experiment = Experiment(
-        "run",
-        settings,
-        [arrivals] * num_runs,
-        concurrency=settings.arrival.concurrency,
-        verify=settings.verify,
-    )
+    loads = [arrivals] * num_runs
+    experiment = Experiment("run", settings, loads, settings.arrival, settings.verify)
     label = settings.report.label or loop_of(settings.arrival)
     labels = [label]
     if num_runs > 1:
         labels = [f"{label}, run {place + 1}" for place in range(num_runs)]
-    _put_all(experiment, labels, [arrivals] * num_runs)
+    _put_all(experiment, labels, loads)
     runs = experiment.report.runs
     if len(runs) > 1:
         for place, one in enumerate(runs, start=1):
@@ -79,16 +72,11 @@ def rates_of(text: str) -> list[float]:
 
 def spread(runs: list[Run]) -> Table:
     """Return the median of the runs' figures, and how far apart they lie."""
-    rows = [_row("tokens/s", [run.summary.tokens_per_s for run in runs])]
-    for name in LATENCIES:
-        for percentile in ("p50", "p99"):
-            found: list[Distribution | None] = [getattr(run.summary, name) for run in runs]
-            values = [getattr(one, percentile) for one in found if one is not None]
-            if len(values) == len(runs):
-                rows.append(_row(f"{name} {percentile}, ms", values))
+    figures, rows = [figures_of(run.summary) for run in runs], []
+    for name in figures[0]:
+        values = [one[name] for one in figures]
+        if all(values):
+            spread_of = (statistics.median(values), min(values), max(values))
+            rows.append([name, *(quantity(value, unit_of(name)) for value in spread_of)])
     columns = ["figure", "median", "lowest", "highest"]
     return Table("Over the runs", columns, rows, f"{len(runs)} runs of the same load")
-
-
-def _row(name: str, values: list[float]) -> list[str]:
-    return [name, *(number(one) for one in (statistics.median(values), min(values), max(values)))]

@@ -3,15 +3,10 @@
 `figures/search.py` decides what to try next and what is known in the end; this file runs the loads.
 """
 
-import statistics
-from collections.abc import Sequence
-
-import msgspec
-
 from baton.bench.experiment import Experiment
 from baton.bench.figures.growth import find_growth
 from baton.bench.figures.metrics import PRESETS
-from baton.bench.figures.search import Found, Purpose, RateSearch
+from baton.bench.figures.search import Probe, RateSearch
 from baton.bench.figures.validity import MAX_WRONG_LENGTHS
 from baton.bench.planning import bounds_of, shaped
 from baton.bench.records import Outcome
@@ -54,36 +49,22 @@ def search(settings: SearchSettings) -> int:
                 raise BatonError(f"no answer has the length asked for: {outcome(run)}")
             if experiment.interrupted:
                 break
-            observe(rates, rate, run)
+            rates.observe(probe_of(rate, run))
             experiment.progress.say(f"{label}: {outcome(run)}")
-    report.search = with_offered(rates.result(), report.runs)
+    report.search = rates.result()
     return experiment.finish()
 
 
-def with_offered(found: Found, runs: Sequence[Run]) -> Found:
-    """Add what the confirming runs offered, since drawn arrivals never have quite the rate."""
-    offered = [
-        run.summary.offered_rate
-        for run, probe in zip(runs, found.probes, strict=False)  # the last may have been cut short
-        if probe.rate == found.rate and probe.purpose is Purpose.CONFIRM and probe.is_valid
-        if run.summary.offered_rate is not None
-    ]
-    if not found.confirmed or not offered:
-        return found
-    median = statistics.median(offered)
-    line = f"{found.line}; {median:.4g}/s were offered (median of the confirming runs)"
-    return msgspec.structs.replace(found, offered_rate=median, line=line)
-
-
-def observe(rates: RateSearch, rate: float, run: Run) -> None:
-    broken = run.invalid and is_servers_fault(run)
-    rates.observe(
+def probe_of(rate: float, run: Run) -> Probe:
+    is_broken, summary = run.invalid and is_servers_fault(run), run.summary
+    return Probe(
         rate,
-        run.summary.attainment or 0.0,
-        broken or not run.invalid,
-        saturated=find_growth(run.records, None) is not None,
-        broken=broken,
-        alone=run.summary.concurrency < ALONE,
+        summary.attainment or 0.0,
+        is_broken or not run.invalid,
+        is_saturated=bool(find_growth(run.records, None)),
+        is_broken=is_broken,
+        is_alone=summary.concurrency < ALONE,
+        offered_rate=summary.offered_rate,
     )
 
 

@@ -1,9 +1,7 @@
 """What a user may ask of `baton bench`: one frozen Struct per command, made of groups of flags.
 
-`cli.py` makes flags and their help of these annotations, the commands read the values, and reports
-carry them without secrets. Groups that belong to a part of the bench are stated there: `Workload`,
-`Target` and `SearchOptions`. A number of 0 and an empty text mean "not given" where the description
-says so.
+`cli.py` makes flags and their help of these annotations. A number of 0 and an empty text mean "not
+given" where the description says so.
 """
 
 from typing import Annotated, Literal
@@ -20,9 +18,7 @@ MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
 Shape = Annotated[
     str, about("distribution of the arrivals: poisson, constant, gamma,cv=N or trace")
 ]
-Verify = Annotated[
-    bool, about("after the load, ask each prompt once more alone, and compare the outputs")
-]
+Verify = Annotated[bool, about("ask each prompt alone after the load, and compare the outputs")]
 
 
 class ArrivalSettings(msgspec.Struct, frozen=True):
@@ -34,32 +30,17 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
         ),
     ] = ""
     concurrency: Annotated[
-        int,
-        about(
-            "closed loop: number of clients, each of which waits for its answer before it sends "
-            "again; 0 for an open loop",
-            ge=0,
-        ),
+        int, about("closed loop: clients that each wait for an answer; 0: an open loop", ge=0)
     ] = 0
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
-    requests: Annotated[
-        int, about("number of requests; 0 for all of --duration-s", ge=0, le=MOST_REQUESTS)
-    ] = 0
-    duration_s: Annotated[
-        float, about("time in which requests arrive; 0 for all of --requests", "s", ge=0)
-    ] = 0.0
+    requests: Annotated[int, about("number of requests; 0: no limit", ge=0, le=MOST_REQUESTS)] = 0
+    duration_s: Annotated[float, about("time in which requests arrive; 0: no end", "s", ge=0)] = 0.0
     warm_up: Annotated[
-        int,
-        about(
-            "number of requests with other prompts that go first and are not counted",
-            ge=0, le=100_000,
-        ),
-    ] = 4  # fmt: skip
-    window: Annotated[
-        str, about("FROM-TO in seconds: count only the requests that arrive then")
-    ] = ""
+        int, about("requests with other prompts that go first and do not count", ge=0, le=100_000)
+    ] = 4
+    window: Annotated[str, about("FROM-TO in seconds: count only requests that arrive then")] = ""
     max_concurrency: Annotated[
         int,
         about(
@@ -68,18 +49,14 @@ class LoadSettings(msgspec.Struct, frozen=True):
             ge=0,
         ),
     ] = 0
-    processes: Annotated[
-        int, about("number of client processes that share the load", ge=1, le=256)
-    ] = 1
+    processes: Annotated[int, about("client processes that share the load", ge=1, le=256)] = 1
     give_up_after: Annotated[
         int, about("end the load if its first N requests all failed; 0 never does", ge=0)
     ] = 16
 
 
 class BoundSettings(msgspec.Struct, frozen=True):
-    preset: Annotated[
-        Preset, about("bounds by name, of which the next flags replace single ones")
-    ] = ""
+    preset: Annotated[Preset, about("bounds by name; the next flags replace single ones")] = ""
     ttft_ms: Annotated[float, about("bound on the first token; 0 sets none", "ms", ge=0)] = 0.0
     tpot_ms: Annotated[float, about("bound on the mean time per later token", "ms", ge=0)] = 0.0
     gap_max_ms: Annotated[float, about("bound on the largest gap between tokens", "ms", ge=0)] = 0.0
@@ -104,9 +81,7 @@ class Settings(msgspec.Struct, frozen=True):
 class RunSettings(Settings, frozen=True):
     """Put one load on a server and measure it."""
 
-    runs: Annotated[
-        int, about("number of times to run the load, each with its own prompts", ge=1)
-    ] = 1
+    runs: Annotated[int, about("times to run the load, each with its own prompts", ge=1)] = 1
     verify: Verify = False
     arrival: ArrivalSettings = ArrivalSettings()
 
@@ -114,9 +89,7 @@ class RunSettings(Settings, frozen=True):
 class SweepSettings(Settings, frozen=True):
     """Measure one load after the other, at several rates."""
 
-    rates: Annotated[str, about("rates to measure in requests/s, separated by commas: 1,2,4,8")] = (
-        ""
-    )
+    rates: Annotated[str, about("rates in requests/s, separated by commas: 1,2,4,8")] = ""
     shape: Shape = "poisson"
 
 
@@ -130,9 +103,7 @@ class SearchSettings(Settings, frozen=True):
 class CompareSettings(Settings, frozen=True):
     """Measure several servers in turn with the same requests, and their ratios."""
 
-    rounds: Annotated[
-        int, about("number of rounds; each measures every arm once, in any order", ge=1)
-    ] = 6
+    rounds: Annotated[int, about("rounds, each of which measures every arm once", ge=1)] = 6
     flags: Annotated[
         tuple[str, ...],
         about(
@@ -155,9 +126,7 @@ class FaultSettings(Settings, frozen=True):
             repeated=True,
         ),
     ] = ()
-    bin_s: Annotated[
-        float, about("width of the bins in which recovery is looked for", "s", gt=0)
-    ] = 1.0
+    bin_s: Annotated[float, about("bins in which recovery is looked for", "s", gt=0)] = 1.0
     verify: Verify = False
     arrival: ArrivalSettings = ArrivalSettings()
 

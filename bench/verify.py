@@ -1,10 +1,8 @@
 """Compare the outputs under load with those of each request alone: greedy, token by token.
 
-`reference` asks the planned requests one at a time, `compare_outputs` names every output that
-differs and how. Asking warms the server's prefix cache with the very prompts, so it comes *after*
-the measured load. Text is compared, and token ids where the server returns them. The outputs of a
-server that is not batch-invariant may differ without a loss: they part once and for good (`wrong`),
-while `lost`, `doubled` and `reordered` are faults of delivery on any server.
+Asking warms the server's prefix cache with the very prompts, so it comes *after* the measured load.
+The outputs of a server that is not batch-invariant may differ without a loss: they part once and
+for good (`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery on any server.
 """
 
 import threading
@@ -67,10 +65,9 @@ def reference(
     stop: threading.Event | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[int, Record]:
-    """Return the record of each request alone on the server, by its index.
+    """Return the record of each request alone on the server, by its index, until `stop` is set.
 
-    Raises `BatonError` if the server does not answer one. Once `stop` is set, the result holds the
-    requests that were answered by then.
+    Raises `BatonError` if the server does not answer one.
     """
     load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
     records = run_load(load, on_progress=on_progress, stop=stop).records
@@ -101,8 +98,8 @@ def whole(record: Record) -> Record:
 def compare_outputs(references: Mapping[int, Record], records: Sequence[Record]) -> list[Mismatch]:
     """Return every output that differs, in the order of `records`.
 
-    The tokens of a request that failed must still be right as far as they go. Raises `BatonError`
-    for an answered request that cannot be compared, because it may not be taken as right.
+    The tokens of a request that failed must be right as far as they go. Raises `BatonError` for an
+    answered request that cannot be compared, because it may not be taken as right.
     """
     found = []
     for record in records:
@@ -134,16 +131,14 @@ def _mismatch(expected: Record, record: Record, is_whole: bool) -> Mismatch | No
     for unit, one, got in comparable:
         if got != (one if is_whole else one[: len(got)]):
             at = _first_difference(one, got)
-            shown = [_shown(part[at : at + SHOWN]) for part in (one, got)]
-            return Mismatch(record.index, classify(one, got), at, unit, *shown)
+            parts = [part[at : at + SHOWN] for part in (one, got)]
+            shown = [
+                repr(part) if isinstance(part, str) else " ".join(map(str, part)) for part in parts
+            ]
+            # An empty text stands for the end.
+            said = [one if part else "" for one, part in zip(shown, parts, strict=True)]
+            return Mismatch(record.index, classify(one, got), at, unit, *said)
     return None
-
-
-def _shown(part: Sequence[object]) -> str:
-    """Return some tokens or letters as people read them, and an empty text for none."""
-    if isinstance(part, str):
-        return repr(part) if part else ""
-    return " ".join(map(str, part))
 
 
 def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:

@@ -6,5 +6,5 @@ from baton.protocol.config import ClusterConfig
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit code."""
+    """Serve until SIGTERM or Ctrl-C and return the exit code."""
     return EngineNode(config, "decode", DecodeScheduler).run()

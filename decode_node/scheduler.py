@@ -11,6 +11,7 @@ from typing import assert_never
 
 import msgspec
 
+from baton.decode_node.detached import Detached
 from baton.decode_node.intake import Intake, PendingPrompt
 from baton.decode_node.stream import Stream, fork_prompt
 from baton.engine.block_pool import BlockPool
@@ -27,12 +28,14 @@ from baton.kv_transfer.interfaces import (
     Released,
 )
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, NodeError, TransferError
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
+    Attach,
     CancelDone,
     Decode,
     Failed,
+    FinishReason,
     FirstToken,
     Load,
     Offered,
@@ -52,6 +55,7 @@ class DecodeScheduler:
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
         self._leaving: dict[Key, Stream] = {}  # ended, but a launched step still names them
         self._copies: list[tuple[int, int]] = []
+        self._detached = Detached(limits.detached_s, self.intake, self._by_request, self._leave)
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -82,14 +86,10 @@ class DecodeScheduler:
         self.outputs.say(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
-        # For the router, which prefill may still reach, this is a lost node and not a cancel.
-        lost = NodeError("the decode node lost the channel to its router").to_failure()
-        for prompt in list(self.intake.pending.values()):
-            if prompt.origin == origin and not prompt.is_ended:
-                self.intake.end(prompt, lost)
-        for stream in list(self._running.values()):
-            if stream.origin == origin:
-                self._leave(stream)
+        self._detached.forget(origin, list(self._running.values()))
+
+    def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
+        self._detached.attach(now_s, origin, message)
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:
@@ -98,6 +98,7 @@ class DecodeScheduler:
             case Landed():
                 self._land(now_s, report)
             case LandingEnded():
+                self._detached.keep_prompt(now_s, self.intake.pending[report.key])
                 self.intake.landing_ended(report)
             case BlocksQuiet(block_ids=block_ids):
                 self.pool.readmit(block_ids)
@@ -109,6 +110,7 @@ class DecodeScheduler:
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
+        self._detached.expire(now_s)
         num_seats = self.limits.max_num_seqs
         num_growing = min(len(self._running), num_seats)
         self.intake.reserve(now_s, len(self._num_running), num_growing)
@@ -186,6 +188,7 @@ class DecodeScheduler:
             text = "preempted: no KV block is left to grow into"
             failure = Failure("preempted", text, retryable=True, http_status=503)
             self.outputs.say(youngest.origin, Failed(youngest.sequence.key, failure))
+            self.pool.counts.preemptions += 1
             self._leave(youngest)
         if stream.is_ended or self.pool.num_free == 0:
             return False
@@ -205,7 +208,7 @@ class DecodeScheduler:
             stream.times = _with_first_step(stream.times, stream.joined_s, result)
         self.outputs.emit(stream.origin, stream.entry(reason))
         if reason is not None:
-            self._leave(stream)
+            self._leave(stream, reason)
 
     def _settle_prompt(self, now_s: float, done: Slice, tokens: tuple[int, ...]) -> None:
         prompt = self.intake.pending[done.key]
@@ -227,7 +230,7 @@ class DecodeScheduler:
             first = firsts[stream.sequence.key.choice - prompt.key.choice]
             self.outputs.emit(stream.origin, stream.entry(first.finish_reason))
             if first.finish_reason is not None:
-                self._leave(stream)
+                self._leave(stream, first.finish_reason)
 
     def _land(self, now_s: float, report: Landed) -> None:
         prompt = self.intake.pending[report.key]
@@ -250,7 +253,7 @@ class DecodeScheduler:
         for stream in self._join(now_s, prompt, report.tokens, times, every=False):
             if not stream.wants_step:  # prefill may take longer sequences than this node
                 self.outputs.emit(stream.origin, stream.entry("length"))
-                self._leave(stream)
+                self._leave(stream, "length")
 
     def _fit(self, tokens: tuple[FirstToken, ...], choices: Choices) -> bool:
         """Check a peer's first tokens before they reach a step."""
@@ -273,6 +276,9 @@ class DecodeScheduler:
             for choice, first in zip(prompt.choices.every, firsts, strict=True)
             if choice in prompt.choices.live and (every or first.finish_reason is None)
         }
+        for choice, first in zip(prompt.choices.every, firsts, strict=True):
+            if choice not in live:
+                self._detached.keep_first(now_s, prompt, choice, first)
         fork = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
         self._copies.extend(fork.copies)
         streams: list[Stream] = []
@@ -280,7 +286,10 @@ class DecodeScheduler:
             limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
             limit = min(limit, self.limits.max_model_len)
             position = sequence.num_computed_tokens
-            stream = Stream(sequence, prompt.key, prompt.origin, position, limit, now_s, times)
+            stream = Stream(
+                sequence, prompt.key, prompt.origin, position, limit, now_s, times,
+                prompt.message.kept,
+            )  # fmt: skip
             self._running[sequence.key] = stream
             self._by_request.add(sequence.key, stream)
             self._num_running[prompt.key] += 1
@@ -291,9 +300,10 @@ class DecodeScheduler:
         for source, target in copies:
             self.pool.release((source, target))
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: Stream, reason: FinishReason | None = None) -> None:
         """Take a stream out of the batch. Its blocks follow when no launched step names them."""
         stream.is_ended = True
+        self._detached.keep_stream(stream, reason)
         key = stream.sequence.key
         del self._running[key]
         self._by_request.remove(key)

@@ -10,7 +10,7 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.outputs import Origin
 from baton.engine.sequence import Sequence
 from baton.protocol.ids import Key
-from baton.protocol.messages import FinishReason, StageTimes, TokenEntry
+from baton.protocol.messages import FinishReason, HeldChoice, Kept, StageTimes, TokenEntry
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +22,7 @@ class Stream:
     limit: int  # no token stands at this position or beyond
     joined_s: float
     times: StageTimes | None  # until they are sent with the first entry
+    kept: Kept | None = None  # for another router, if this one goes
     is_ended: bool = False
 
     @property
@@ -41,6 +42,13 @@ class Stream:
         self.next_position = len(tokens)
         self.times = None
         return entry
+
+    def attach(self, origin: Origin) -> HeldChoice:
+        """Send all further tokens to another router, and return those so far."""
+        sequence, self.origin = self.sequence, origin
+        self.next_position = sequence.num_tokens
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        return HeldChoice(sequence.key, output, is_running=True)
 
 
 @dataclass(slots=True)

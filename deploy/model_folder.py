@@ -3,9 +3,11 @@
 The command line calls `with_model` for every command that has a model. Without a path, the folder
 is that of the demo model that comes with baton. A name such as `Qwen/Qwen3-0.6B` that is no folder
 is one of the Hugging Face hub: its files come from the hub's cache, or from the hub where it may be
-asked. This module never loads a model.
+asked. What baton cannot compute is refused here, in one line and by the process that was started.
+This module never loads a model.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,25 +15,36 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.demo_model import CHECKPOINT
+from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
+from baton.runtime.log import logger
 
 DEMO_NAME = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What baton reads of a repository: not the weights in other formats.
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Git leaves such a file of some hundred bytes where a large file was not fetched.
+_LFS_POINTER = b"version https://git-lfs"
+
+log = logger("model")
 
 
-def with_model(config: ClusterConfig) -> ClusterConfig:
+def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterConfig:
     """Return `config` with an absolute `model.path` that can be read and a `model.name`.
 
-    Raises `ConfigError` for a folder that cannot be served.
+    Raises `ConfigError` for a folder that cannot be served. A router `needs_weights` not.
     """
     if not config.model.path:
         folder, name = CHECKPOINT, DEMO_NAME
     else:
         folder, name = _folder_of(config.model.path)
-        _check(folder)
+        decoder = _checked(folder)
+        if needs_weights:
+            _check_weights(folder)
+            if decoder.is_widened and config.model.dtype == "auto":
+                log.info("float16 weights are widened to float32; --dtype bfloat16 is faster")
     model = msgspec.structs.replace(config.model, path=str(folder), name=config.model.name or name)
     return msgspec.structs.replace(config, model=model)
 
@@ -68,9 +81,37 @@ def _from_hub(name: str) -> Path:
         raise ConfigError(f"the hub does not give model {name}: {error.server_message}") from error
 
 
-def _check(folder: Path) -> None:
+def _checked(folder: Path) -> DecoderConfig:
     config = folder / "config.json"
     if not config.is_file():
+        if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+            raise ConfigError(
+                f"model {folder} is in the GGUF format, which baton does not read: take the "
+                "model's Hugging Face folder with config.json and safetensors files"
+            )
         raise ConfigError(f"model {folder} is not a Hugging Face folder: it has no config.json")
     if not os.access(config, os.R_OK):
         raise ConfigError(f"model {folder} cannot be read: {config} is not readable by this user")
+    return read_decoder_config(folder)
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise `ConfigError` unless every file of the weights is there and is no LFS pointer."""
+    index = folder / _INDEX
+    names = {_WEIGHTS}
+    if not (folder / _WEIGHTS).is_file() and index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} does not list the files of the weights") from error
+    for file in sorted(folder / name for name in names):
+        if not file.is_file():
+            raise ConfigError(
+                f"model {folder} has no {file.name}: baton reads weights from safetensors files"
+            )
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ConfigError(
+                    f"{file} is a Git LFS pointer and not the weights: run `git lfs pull` in "
+                    f"{folder}"
+                )

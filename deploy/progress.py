@@ -1,7 +1,7 @@
 """Show people how the start of a cluster goes: a spinner on a terminal, plain lines elsewhere.
 
-Only `serve` uses it. Lines of child processes pass through it too, so that they do not tear the
-spinner apart. It decides nothing.
+`serve` and `baton up` use it. The lines of child processes pass through it too, so that they do not
+tear the spinner apart. It decides nothing.
 """
 
 import sys
@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from baton.runtime.process import to_stderr
+from baton.runtime.log import is_json, logger, relayed
+
+log = logger("serve")
 
 
 class StartProgress:
@@ -23,7 +25,7 @@ class StartProgress:
         self._status: Status | None = None
         self._lock = threading.Lock()
         self._shown: dict[str, str] = {}
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not is_json():
             self._status = self._console.status("starting")
             self._status.start()
 
@@ -39,16 +41,22 @@ class StartProgress:
                 words = phase.rstrip("0123456789/ ")
                 if self._shown.get(name) != words:
                     self._shown[name] = words
-                    print(f"{name}: {words}", file=sys.stderr, flush=True)
+                    if is_json():
+                        log.info("starting", node=name, phase=words)
+                    else:
+                        print(f"{name}: {words}", file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
+        self.line(relayed(name, line))
+
+    def line(self, text: str) -> None:
+        """Print one line on stderr."""
         with self._lock:
             if self._status is None:
-                to_stderr(name, line)
+                print(text, file=sys.stderr, flush=True)
             else:
                 # rich prints the lines that go through its console above the spinner.
-                named = line.startswith("{") or f" {name}: " in line
-                self._console.print(Text(line if named else f"{name} | {line}"), soft_wrap=True)
+                self._console.print(Text(text), soft_wrap=True)
 
     def stop(self) -> None:
         """Remove the spinner; later lines are printed as they are. Idempotent."""

@@ -5,13 +5,13 @@ watches and ends its children: it holds no model and no request. A child that di
 the router on the same port.
 """
 
-import http.client
 import json
 import shlex
 import shutil
 
 import msgspec
 
+from baton.deploy.health import HealthReply, ask_health, url_of
 from baton.deploy.ports import check_port, check_reach
 from baton.deploy.progress import StartProgress
 from baton.protocol.config import ClusterConfig
@@ -19,14 +19,13 @@ from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
-from baton.runtime.log import logger
+from baton.runtime.log import is_json, logger
 from baton.runtime.port_pipe import PortPipe
 from baton.runtime.process import Command, Exit, Supervisor
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
-ROUTER_GRACE_S = 2.0
-HEALTH_TIMEOUT_S = 1.0
+ROUTER_GRACE_S = 2.0  # beyond the time that it may take to drain
 # Added to the nodes' own deadline: the time for the interpreter and the router to start.
 EXTRA_START_S = 20.0
 
@@ -36,7 +35,8 @@ log = logger("serve")
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM and return the exit code.
 
-    Raises `ConfigError` and `NodeError`.
+    SIGTERM lets running requests finish within `router.drain_s`. A second signal ends everything
+    at once. Raises `ConfigError` and `NodeError`.
     """
     if config.router.control is not None:
         check_reach(config, "router.control", config.router.control)
@@ -46,14 +46,19 @@ def serve(config: ClusterConfig) -> int:
         try:
             server.start()
             if server.wait_until_ready(interrupts):
-                print(
-                    greeting(server.url, config.model.name, wants_key=bool(config.router.api_keys)),
-                    flush=True,
-                )
+                _greet(server.url, config)
                 server.watch(interrupts)
         finally:
-            server.stop()
+            server.stop(is_hurried=interrupts.is_hurried)
     return 0
+
+
+def _greet(url: str, config: ClusterConfig) -> None:
+    if is_json():
+        log.info("ready", model=config.model.name, url=f"{url}/v1")
+    else:
+        text = greeting(url, config.model.name, wants_key=config.router.wants_key)
+        print(text, flush=True)
 
 
 class LocalServer:
@@ -80,7 +85,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        return f"http://{_dialled(self._config.router.host)}:{self._port}"
+        return url_of(self._config.router.host, self._port)
 
     def start(self) -> None:
         """Spawn the router and the nodes."""
@@ -113,6 +118,9 @@ class LocalServer:
         """Restart processes that die until a stop is requested."""
         while not interrupts.wait(WATCH_S):
             for ended in self._poll():
+                if ended.restart_in_s is None:
+                    log.info("process was told to end and stays away", process=ended.name)
+                    continue
                 log.warning(
                     "process ended and will start again",
                     process=ended.name,
@@ -121,10 +129,14 @@ class LocalServer:
                     exits=ended.num_exits,
                 )
 
-    def stop(self) -> None:
-        """End everything within five seconds, the router first: it may finish its requests."""
+    def stop(self, *, is_hurried: bool = True) -> None:
+        """End everything, the router first, which may finish its requests.
+
+        If it is hurried, all of this takes five seconds at the most.
+        """
         self._progress.stop()
-        self._router.stop(ROUTER_GRACE_S)
+        drain_s = 0.0 if is_hurried else self._config.router.drain_s
+        self._router.stop(drain_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
         self._port_pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -147,42 +159,10 @@ class LocalServer:
                 return False, {}
             # A router that is started again listens where its clients expect it.
             self._settings.write_text(to_yaml(_with_router(self._config, port=self._port)))
-        connection = http.client.HTTPConnection(
-            _dialled(self._config.router.host).strip("[]"), self._port, timeout=HEALTH_TIMEOUT_S
-        )
-        try:
-            connection.request("GET", "/health")
-            reply = connection.getresponse()
-            health = msgspec.json.decode(reply.read(), type=_HealthReply)
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError):
-            return False, {}
-        finally:
-            connection.close()
-        num_ready = sum(node.state == "ready" for node in health.nodes)
+        health = ask_health(self.url) or HealthReply()
         wanted = self._config.prefill + self._config.decode
-        return reply.status == 200 and num_ready >= wanted, {
-            node.node_id: node.doing for node in health.nodes
-        }
-
-
-class _NodeReply(msgspec.Struct):
-    node_id: str
-    state: str
-    phase: str = ""
-    done: int = 0
-    total: int = 0
-
-    @property
-    def doing(self) -> str:
-        if self.state != "starting":
-            return self.state
-        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
-
-
-class _HealthReply(msgspec.Struct):
-    """The part of GET /health that start-up needs."""
-
-    nodes: list[_NodeReply] = []
+        is_ready = health.can_serve and len(health.ready_ids) >= wanted
+        return is_ready, {node.node_id: node.doing for node in health.nodes}
 
 
 def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
@@ -211,12 +191,3 @@ print(answer.choices[0].text)
 def _with_router(config: ClusterConfig, **changes: object) -> ClusterConfig:
     router = msgspec.structs.replace(config.router, **changes)
     return msgspec.structs.replace(config, router=router)
-
-
-def _dialled(host: str) -> str:
-    """Return the address by which a client on this host reaches a server bound to `host`."""
-    if host in ("0.0.0.0", "*", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host

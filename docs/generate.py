@@ -1,4 +1,4 @@
-"""Writes docs/config.md and docs/messages.md from the code: `python docs/generate.py [--check]`.
+"""Writes config.md, messages.md and metrics.md from the code: `python docs/generate.py [--check]`.
 
 `make docs` runs it, and a test runs it with `--check`, so the pages cannot drift from the structs.
 The pages quote docstrings and the comments beside fields; to change a page, change those.
@@ -6,10 +6,14 @@ The pages quote docstrings and the comments beside fields; to change a page, cha
 
 import ast
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from baton.protocol.config import ClusterConfig
+from baton.router.http.metric_families import ROUTER_FAMILIES
+from baton.runtime.exposition import Family
 from baton.runtime.fields import fields_of
+from baton.runtime.node_metrics import NODE_FAMILIES
 from baton.runtime.settings import flags_of
 
 HERE = Path(__file__).resolve().parent
@@ -17,7 +21,11 @@ MESSAGES = HERE.parent / "protocol" / "messages.py"
 
 
 def main(arguments: list[str]) -> int:
-    pages = {HERE / "config.md": config_page(), HERE / "messages.md": messages_page()}
+    pages = {
+        HERE / "config.md": config_page(),
+        HERE / "messages.md": messages_page(),
+        HERE / "metrics.md": metrics_page(),
+    }
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if "--check" in arguments:
         for path in stale:
@@ -52,6 +60,49 @@ def config_page() -> str:
             f"| `{field.name}` | {flags} | {field.shown_default}{unit} | {field.meaning} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def metrics_page() -> str:
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `router/http/metric_families.py` and `runtime/node_metrics.py` by",
+        "`make docs`; do not edit. [observability.md](observability.md) says how to use them.",
+        "",
+        "Every family has the label `model_name` besides those that are listed. Where vLLM has one",
+        "of the same meaning, it is named. A histogram `x` is scraped as `x_bucket`, `x_sum` and",
+        "`x_count`.",
+        "",
+        "## Router",
+        "",
+        "On `GET /metrics` of every router, about the requests that it served.",
+        "",
+        *_table(ROUTER_FAMILIES),
+        "",
+        "## Nodes",
+        "",
+        "On the page of every router about all of its nodes, as of their last beats, and on the",
+        "page of each node that serves HTTP (`node.http`) about itself. Scrape the routers or the",
+        "nodes, not both, where you add values up. Counters begin anew when a node starts.",
+        "",
+        *_table(NODE_FAMILIES),
+        "",
+        "## Process",
+        "",
+        "`process_cpu_seconds_total`, `process_resident_memory_bytes`,",
+        "`process_virtual_memory_bytes`, `process_start_time_seconds`, `process_open_fds` and",
+        "`process_max_fds` are those of the process that serves the page.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(families: Iterable[Family]) -> list[str]:
+    rows = ["| name | type | labels | meaning | vLLM |", "|---|---|---|---|---|"]
+    for one in families:
+        labels = ", ".join(f"`{label}`" for label in one.labels)
+        vllm = f"`{one.vllm}`" if one.vllm else ""
+        rows.append(f"| `{one.full_name}` | {one.kind} | {labels} | {one.meaning} | {vllm} |")
+    return rows
 
 
 def messages_page() -> str:

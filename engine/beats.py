@@ -6,14 +6,15 @@ other channels and never asks the loop for anything: a wedged loop must show, no
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
+from baton.engine.router_watch import RouterWatch
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter
+from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter, Totals
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.clock import Clock
@@ -35,6 +36,9 @@ class VitalSigns(msgspec.Struct, frozen=True):
     predicted_s: float = 0.0
     is_draining: bool = False
 
+    def step_age_s(self, now_s: float) -> float:
+        return 0.0 if self.step_started_s is None else max(0.0, now_s - self.step_started_s)
+
 
 class Vitals:
     """What the node's loop last said of itself; any thread may read it."""
@@ -43,6 +47,7 @@ class Vitals:
         # A frozen value behind one reference: replacing it is atomic, and only one thread writes.
         self._signs = VitalSigns()
         self._turned_s: float | None = None
+        self._totals: Callable[[], Totals] = Totals
 
     def read(self) -> VitalSigns:
         return self._signs
@@ -57,6 +62,13 @@ class Vitals:
     def progress(self, phase: str, done: int, total: int) -> None:
         """Start-up progress; has the form of an executor's `Progress`."""
         self._signs = msgspec.structs.replace(self._signs, phase=phase, done=done, total=total)
+
+    def count_with(self, totals: Callable[[], Totals]) -> None:
+        """Take the totals from there; any thread calls it."""
+        self._totals = totals
+
+    def totals(self) -> Totals:
+        return self._totals()
 
     def set_ready(self) -> None:
         self._signs = msgspec.structs.replace(self._signs, ready=True)
@@ -97,6 +109,7 @@ class BeatThread:
         self._keys = keys
         self._stopping = threading.Event()
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
+        self._watch = RouterWatch()
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
@@ -124,12 +137,16 @@ class BeatThread:
         signs = self._vitals.read()
         if not signs.ready:
             return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)
-        age_s = 0.0 if signs.step_started_s is None else max(0.0, now_s - signs.step_started_s)
-        loop_age_s = self._vitals.loop_age_s(now_s)
         return Beat(
-            self._node_id, self._epoch, signs.load, age_s, signs.predicted_s, loop_age_s,
+            self._node_id,
+            self._epoch,
+            signs.load,
+            signs.step_age_s(now_s),
+            signs.predicted_s,
+            self._vitals.loop_age_s(now_s),
             signs.is_draining,
-        )  # fmt: skip
+            self._vitals.totals(),
+        )
 
     def _run(self) -> None:
         due_s = 0.0
@@ -147,6 +164,7 @@ class BeatThread:
                     # Beats of the past are worthless, so none is queued for an absent router.
                     if dialer.connected and (everyone or not was_connected):
                         dialer.send(beat)
+                    self._watch.look(now_s, dialer)
         finally:
             for dialer in self._dialers:
                 dialer.close()

@@ -7,10 +7,20 @@ does not hand it out until it is readmitted.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from baton.engine.prefix_cache import PrefixCache
 from baton.protocol.blocks import BlockHash, blocks_for
 from baton.protocol.errors import InvariantBroken
+
+
+@dataclass(slots=True)
+class PoolCounts:
+    """Totals since the start, for the metrics."""
+
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0  # sequences that gave their blocks back because none was free
 
 
 class BlockPool:
@@ -20,6 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.cache = PrefixCache()
+        self.counts = PoolCounts()
         self._cache_prefixes = cache_prefixes
         self._free = deque(range(num_blocks))
         self._references = [0] * num_blocks

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import TransferPort
-from baton.protocol.messages import KVLayout, RankAddress
+from baton.protocol.messages import KVLayout, NodeFacts, RankAddress
 
 # (phase, done, total); called at least once a second during start.
 RANK_KILLED = "rank_killed"  # code of the error when a signal from outside ended a rank
@@ -34,8 +34,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
-    device: str = "cpu"
-    dtype: str = ""
+    facts: NodeFacts = NodeFacts()
     chunk_tokens: int = 512  # the most of one step
     max_num_seqs: int = 64  # of one step
 

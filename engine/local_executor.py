@@ -13,13 +13,13 @@ from functools import partial
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.rank import LoadedRank, load_rank
+from baton.engine.step_cpus import StepCpus
 from baton.engine.step_threads import StepThreads
 from baton.engine.tensor_parallel import SingleRank
 from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch
-from baton.runtime.cpus import threads_per_rank
 
 CLOSE_S = 4.0  # of the five seconds a close may take; the rest is the port's
 
@@ -37,7 +37,7 @@ class InProcessExecutor:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        self._threads = StepThreads(threads_per_rank(self._config.engine), self._hear)
+        self._threads = StepThreads(StepCpus(self._config.engine), self._hear)
         load = partial(load_rank, self._config, self._epoch, SingleRank())
         self._rank = self._threads.start(load, progress)
         return self._rank.info

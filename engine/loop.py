@@ -17,6 +17,7 @@ from baton.engine.scheduler import Scheduler
 from baton.kv_transfer.interfaces import (
     Connector,
     ConnectorEvent,
+    ConnectorReport,
     FromPeer,
     FromRank,
     PeerLost,
@@ -26,7 +27,19 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.codec import Unreadable
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
-from baton.protocol.messages import Cancel, Decode, Failed, Load, Peers, Prefill, Refused, ToNode
+from baton.protocol.messages import (
+    Attach,
+    Cancel,
+    Decode,
+    Drain,
+    DrainState,
+    Failed,
+    Load,
+    Peers,
+    Prefill,
+    Refused,
+    ToNode,
+)
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
 MAX_WAIT_S = 0.25
@@ -48,6 +61,8 @@ class LoopObserver(Protocol):
     def step_settled(self, plan: StepPlan, result: StepResult) -> None: ...
 
     def read_ended(self, rank: int, event: ReadEnded) -> None: ...
+
+    def reported(self, report: ConnectorReport) -> None: ...
 
     def set_load(self, load: Load) -> None:
         """Hear the load at the end of each turn of the loop."""
@@ -111,6 +126,7 @@ class EngineLoop:
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0
         self._is_draining = False
+        self.is_told_to_drain = False  # by a router
         links.watch(executor.fileno())
         for port in executor.ports:
             links.watch(port.fileno())
@@ -165,6 +181,12 @@ class EngineLoop:
                 self.scheduler.cancel(origin, keys)
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
+            case Attach():
+                self.scheduler.attach(now_s, origin, message)
+            case Drain():
+                self.is_told_to_drain = True
+            case DrainState():  # not for nodes
+                pass
             case Refused():  # the links ask again
                 self.scheduler.forget(origin)
             case _:
@@ -217,6 +239,7 @@ class EngineLoop:
                 else:
                     self.links.to_peer(command)
             for report in step.reports:
+                self.observer.reported(report)
                 self.scheduler.on_report(now_s, report)
             self._events.extend(self.scheduler.outputs.take_connector_events())
 

@@ -68,6 +68,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     qk_norm: bool
     sliding_window: int | None
     dtype: DecoderDtype
+    is_widened: bool  # the checkpoint's weights are float16
     eos_token_ids: tuple[int, ...]
 
 
@@ -107,6 +108,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         qk_norm=family == "qwen3",
         sliding_window=_sliding_window(file, family, raw),
         dtype=_dtype(file, raw),
+        is_widened=(raw.dtype or raw.torch_dtype) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
     )
 
@@ -129,6 +131,10 @@ class _RawRope(msgspec.Struct):
     high_freq_factor: Annotated[float, Meta(gt=0)] | None = None
     original_max_position_embeddings: Positive | None = None
     partial_rotary_factor: float = 1.0
+
+
+class _RawQuantization(msgspec.Struct):
+    quant_method: str = ""
 
 
 class _RawConfig(msgspec.Struct):
@@ -154,7 +160,7 @@ class _RawConfig(msgspec.Struct):
     sliding_window: Positive | UnsetType | None = UNSET
     max_window_layers: int = QWEN_MAX_WINDOW_LAYERS
     layer_types: tuple[str, ...] | None = None
-    quantization_config: msgspec.Raw | None = None
+    quantization_config: _RawQuantization | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -188,8 +194,12 @@ def _family(file: Path, kind: _Kind) -> Family:
 def _refuse_unknown_compute(file: Path, raw: _RawConfig) -> None:
     if raw.hidden_act != "silu":
         raise ConfigError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
-    if raw.quantization_config is not None and bytes(raw.quantization_config) != b"null":
-        raise ConfigError(f"{file}: quantization_config: quantized weights are not supported")
+    if raw.quantization_config is not None:
+        method = raw.quantization_config.quant_method or "an unnamed method"
+        raise ConfigError(
+            f"{file}: quantization_config: the weights are quantized ({method}), and baton "
+            "computes with bfloat16 and float32 weights only"
+        )
 
 
 def _head_dim(family: Family, raw: _RawConfig) -> int:

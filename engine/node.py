@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,19 +26,28 @@ from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.engine.sockets import EngineSockets
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, ReadEnded
+from baton.kv_transfer.interfaces import (
+    CORRUPT_BLOCKS,
+    LEASE_EXPIRED,
+    ConnectorReport,
+    ReadEnded,
+    Released,
+)
 from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import PROTOCOL_VERSION, Crashed, Hello, Load, NodeInfo, Role
+from baton.protocol.messages import PROTOCOL_VERSION, Beat, Crashed, Hello, Load, NodeInfo, Role
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process
 from baton.runtime.network_devices import devices_for, reaches_out
 from baton.runtime.process import die_with_parent
+
+if TYPE_CHECKING:
+    from baton.engine.node_http import NodeHttp
 
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
 MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
@@ -73,6 +83,11 @@ class NodeObserver:
         if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
             num_corrupt = self._records.counters.num_corrupt_reads
             log.error(event.failure.message, rank=rank, so_far=num_corrupt)
+
+    def reported(self, report: ConnectorReport) -> None:
+        failure = report.failure if isinstance(report, Released) else None
+        if failure is not None and failure.code == LEASE_EXPIRED:
+            self._records.counters.num_leases_expired += 1
 
     def set_load(self, load: Load) -> None:
         now_s = boottime()
@@ -131,13 +146,15 @@ class EngineNode:
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._drain_by_s: float | None = None
+        self._interrupts: Interrupts | None = None
+        self._info: NodeInfo | None = None
 
     def run(self) -> int:
-        """Serve until SIGTERM or Ctrl-C, drain, and return the exit code."""
+        """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
-        setup(self.config.log, str(self.node_id))
+        own_process(self.config.log, str(self.node_id))
         try:
-            with Interrupts(on_first=self.drain):
+            with Interrupts(on_first=self.drain) as self._interrupts:
                 self.serve()
         except BatonError as error:
             log.error(error.message, code=error.code)
@@ -159,6 +176,7 @@ class EngineNode:
         beats = BeatThread(
             self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
+        http = self._start_http()
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
@@ -168,12 +186,27 @@ class EngineNode:
             self._serve(executor, sockets, records)
         finally:
             beats.stop()
+            if http is not None:
+                http.stop()
             executor.close()
             sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
             records.close()
 
+    def _start_http(self) -> "NodeHttp | None":
+        if not self.config.node.http:
+            return None
+        # aiohttp takes memory and time that a node without HTTP need not spend.
+        from baton.engine.node_http import NodeHttp
+
+        name = self.config.model.shown_name
+        node = (str(self.node_id), self.role)
+        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info)
+        http.start(self.config.node.http)
+        log.info(f"serving /live, /ready and /metrics on {http.url}")
+        return http
+
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = self._start(executor, sockets)
+        info = _with_facts(self._start(executor, sockets), self.config)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = NodeInfo(
             node_id=self.node_id,
@@ -196,6 +229,7 @@ class EngineNode:
             info.max_model_len,
             info.eos_token_ids,
             info.vocab_size,
+            self.config.node.detached_s,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),
@@ -205,6 +239,8 @@ class EngineNode:
             NodeObserver(self._vitals, records, self.config.log.stats_s),
             boottime,
         )
+        self._info = node
+        self._vitals.count_with(lambda: records.counters.totals(pool.counts))
         self._vitals.set_ready()
         sockets.ready(node)
         self._say_ready(info)
@@ -230,8 +266,8 @@ class EngineNode:
         log.info(
             "ready",
             role=self.role,
-            device=info.device,
-            dtype=info.dtype,
+            device=info.facts.device,
+            dtype=info.facts.dtype,
             kv_tokens=kv_tokens,
             blocks=info.num_blocks,
             max_len=info.max_model_len,
@@ -243,7 +279,7 @@ class EngineNode:
 
     def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
         try:
-            while not self._stopping.is_set() and not self._has_drained(loop):
+            while not self._stopping.is_set() and not self._has_drained(loop, sockets):
                 loop.turn()
         except Exception as error:
             if loop.crashed_in is not None:
@@ -253,21 +289,25 @@ class EngineNode:
                 sockets.last_words(Crashed(keys, failure.to_failure()))
             raise
 
-    def _has_drained(self, loop: EngineLoop) -> bool:
-        if not self._draining.is_set():
+    def _has_drained(self, loop: EngineLoop, sockets: EngineSockets) -> bool:
+        if not (self._draining.is_set() or loop.is_told_to_drain):
             return False
         now_s = boottime()
         if self._drain_by_s is None:
-            self._drain_by_s = now_s + self.config.node.drain_s
+            is_hurried = self._interrupts is not None and self._interrupts.is_hurried
+            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
             loop.drain()
             self._vitals.set_draining()
+            # The next beat of the other thread may come after this process has ended.
+            load = loop.scheduler.load()
+            sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
                 log.info("draining: running sequences finish, new ones are refused")
         if loop.is_idle:
             return True
         if now_s < self._drain_by_s:
             return False
-        log.warning("not drained within node.drain_s: the rest goes on at other nodes")
+        log.warning("not drained in time: the rest goes on at other nodes")
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
@@ -289,6 +329,19 @@ class EngineNode:
     def _too_late(self, seconds: float) -> None:
         log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
         os._exit(1)
+
+
+def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
+    """Add the model's name and what is switched on here to the facts that the node publishes."""
+    found = {
+        "batch_invariant": info.batch_invariant,
+        "prefix_caching": config.cache.prefix,
+        "verify_kv": config.transfer.verify_kv,
+    }
+    features = tuple(name for name, is_on in found.items() if is_on)
+    name = config.model.shown_name
+    facts = msgspec.structs.replace(info.facts, features=features, model_name=name)
+    return msgspec.structs.replace(info, facts=facts)
 
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:

@@ -9,6 +9,8 @@ from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.protocol.messages import TokenEntry, Tokens, ToRouter
 
 Origin = int
+# Stands for a router that is gone: what is said to it is dropped.
+NO_ROUTER: Origin = -1
 
 
 @dataclass(slots=True)
@@ -18,12 +20,14 @@ class Outputs:
     _entries: dict[Origin, list[TokenEntry]] = field(default_factory=dict)
 
     def say(self, origin: Origin, message: ToRouter) -> None:
-        self.flush(origin)
-        self.to_routers.append((origin, message))
+        if origin != NO_ROUTER:
+            self.flush(origin)
+            self.to_routers.append((origin, message))
 
     def emit(self, origin: Origin, entry: TokenEntry) -> None:
         """Add tokens; those of one step leave in one message per router."""
-        self._entries.setdefault(origin, []).append(entry)
+        if origin != NO_ROUTER:
+            self._entries.setdefault(origin, []).append(entry)
 
     def flush(self, origin: Origin) -> None:
         if entries := self._entries.pop(origin, None):

@@ -249,7 +249,7 @@ class Packer:
             + 7 * num_draws + num_draws * width + len(lists.table_rows) + len(lists.lengths)
             + len(lists.starts) + 2 * len(lists.changes[0])
         )  # fmt: skip
-        into = _Words(self._allocate(numbers))
+        into = _PackedWords(self._allocate(numbers))
         inputs = StepInputs(
             into.words,
             tokens=into.put((lists.ids, lists.positions, lists.slots), 3, len(lists.ids)),
@@ -314,7 +314,7 @@ class _SampledPlaces:
         return places
 
 
-class _Words:
+class _PackedWords:
     """A piece of memory that is filled one array after the other."""
 
     def __init__(self, words: Tensor) -> None:

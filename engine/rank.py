@@ -29,7 +29,7 @@ from baton.engine.kv_cache import (
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.engine.models.decoder import Decoder
-from baton.engine.models.loading import check_split, load_decoder, local_heads
+from baton.engine.models.loading import Placement, check_split, load_decoder, local_heads
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler, compiled
 from baton.engine.step_queue import HostQueue
@@ -42,9 +42,9 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
-from baton.protocol.messages import KVLayout
+from baton.protocol.messages import KVLayout, NodeFacts
 from baton.runtime.clock import boottime
-from baton.runtime.cpus import threads_per_rank
+from baton.runtime.cpus import thread_counts
 from baton.runtime.gpus import num_gpus
 from baton.runtime.log import logger
 
@@ -94,7 +94,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     """
     plan = plan_rank(config, ranks.size)
     _keep_freed_memory()
-    torch.set_num_threads(threads_per_rank(config.engine))
+    torch.set_num_threads(thread_counts(config.engine)[0])
     if plan.device.type == "cuda":
         with one_line_errors(plan.device, "at the start"):
             runner, pool = load_runner(plan, config, ranks, progress)
@@ -103,18 +103,18 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     else:
         runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)
+    dtype = str(plan.dtype).removeprefix("torch.")
     info = ExecutorInfo(
         num_blocks=len(runner.cache.pool),
         layout=plan.layout,
         ranks=(port.address(),),
-        model=fingerprint(plan.folder, str(plan.dtype).removeprefix("torch.")),
+        model=fingerprint(plan.folder, dtype),
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
-        device=_name_of(plan.device),
-        dtype=str(plan.dtype).removeprefix("torch."),
+        facts=NodeFacts(dtype, plan.device.type),
         chunk_tokens=plan.chunk_tokens,
         max_num_seqs=plan.max_num_seqs,
     )
@@ -164,7 +164,8 @@ def load_runner(
 ) -> tuple[Runner, HostPool | PoolMemory]:
     """Weights first: they take longest, and a bad folder shows there."""
     checkpoint = Checkpoint(plan.folder)
-    decoder = load_decoder(plan.decoder, checkpoint, ranks, plan.dtype, plan.device, progress)
+    place = Placement(plan.dtype, plan.device, thread_counts(config.engine))
+    decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
         return _on_gpu(plan, config, decoder, progress)
@@ -267,7 +268,3 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: i
 
     shape = pool_shape(decoder, config.cache, num_ranks, 1)
     return missing_for(shape, decoder.num_heads)
-
-
-def _name_of(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

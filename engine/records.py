@@ -1,7 +1,7 @@
 """A node's log of its steps and reads, for tests, benchmarks and bug reports.
 
-`Records` keeps counters for the stats line and, when a folder is configured, appends one JSON line
-per settled step and per ended read. The node's shell calls it; schedulers never do.
+`Records` keeps counters for the metrics and the stats line. When a folder is configured, it appends
+one JSON line per settled step and per ended read. The node's shell calls it; schedulers never do.
 """
 
 from io import TextIOWrapper
@@ -9,9 +9,11 @@ from pathlib import Path
 
 import msgspec
 
+from baton.engine.block_pool import PoolCounts
 from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, ReadEnded
 from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import Totals
 
 
 class SliceRecord(msgspec.Struct, frozen=True):
@@ -48,8 +50,32 @@ class Counters(msgspec.Struct):
 
     num_prompt_tokens: int = 0  # computed here
     num_output_tokens: int = 0  # sampled here
+    num_steps: int = 0
+    steps_s: float = 0.0
+    num_reads: int = 0
     num_bytes_read: int = 0
+    reads_s: float = 0.0
+    num_failed_reads: int = 0
     num_corrupt_reads: int = 0  # of which a block had other bytes than were sent (verify_kv)
+    num_leases_expired: int = 0
+
+    def totals(self, pool: PoolCounts) -> Totals:
+        """Return these counts and those of the pool as they travel."""
+        return Totals(
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            steps=self.num_steps,
+            steps_s=self.steps_s,
+            prefix_queried_tokens=pool.prefix_queried_tokens,
+            prefix_hit_tokens=pool.prefix_hit_tokens,
+            preemptions=pool.preemptions,
+            leases_expired=self.num_leases_expired,
+            reads=self.num_reads,
+            read_bytes=self.num_bytes_read,
+            reads_s=self.reads_s,
+            failed_reads=self.num_failed_reads,
+            corrupt_reads=self.num_corrupt_reads,
+        )
 
 
 class Records:
@@ -64,6 +90,8 @@ class Records:
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
         counters = self.counters
+        counters.num_steps += 1
+        counters.steps_s += result.ended_s - result.started_s
         counters.num_output_tokens += sum(len(part.draws) for part in plan.slices)
         num_prompt_tokens = sum(
             max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
@@ -79,9 +107,13 @@ class Records:
             )
 
     def read(self, rank: int, event: ReadEnded) -> None:
-        self.counters.num_bytes_read += event.num_bytes
-        if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
-            self.counters.num_corrupt_reads += 1
+        counters = self.counters
+        counters.num_reads += 1
+        counters.num_bytes_read += event.num_bytes
+        counters.reads_s += event.ended_s - event.posted_s
+        if event.failure is not None:
+            counters.num_failed_reads += 1
+            counters.num_corrupt_reads += event.failure.code == CORRUPT_BLOCKS
         if self._file is not None:
             failure = event.failure.code if event.failure else None
             self._write(

@@ -31,6 +31,8 @@ def reserve(
     if num_fresh + num_kept_free > pool.num_free:
         pool.release(cached)
         return None
+    pool.counts.prefix_queried_tokens += sequence.num_tokens
+    pool.counts.prefix_hit_tokens += len(cached) * pool.block_size
     reservation = Reservation(cached, pool.allocate(num_fresh))
     sequence.block_table = [*cached, *reservation.fresh]
     return reservation

@@ -18,7 +18,7 @@ from baton.kv_transfer.interfaces import ConnectorReport
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Decode, Load, Prefill
+from baton.protocol.messages import Attach, Decode, Load, Prefill
 from baton.protocol.sampling import MAX_CHOICES
 
 
@@ -30,6 +30,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 1 << 31  # token ids are below it
+    detached_s: float = 0.0  # how long a stream whose router is gone waits for another one
 
 
 def problem_of(
@@ -85,7 +86,11 @@ class Scheduler(Protocol):
         ...
 
     def forget(self, origin: Origin) -> None:
-        """That router is gone: end everything it asked for."""
+        """That router is gone: end what it asked for, except streams that another may take up."""
+        ...
+
+    def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
+        """Give a router a request of one that is gone, or say `NotAttached`."""
         ...
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None: ...

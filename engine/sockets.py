@@ -157,6 +157,11 @@ class EngineSockets:
         # A full queue ends the session, which `receive` reports as a lost router.
         self._routers[origin].send(message)
 
+    def tell_routers(self, message: ToRouter) -> None:
+        for dialer in self._routers:
+            if dialer.connected:
+                dialer.send(message)
+
     def last_words(self, message: Crashed) -> None:
         """Tell the routers why this process ends; wait until they have heard, for a second."""
         waiting = [one for one in self._routers if one.connected and one.send(message)]

@@ -16,6 +16,7 @@ from baton.engine.executor import Progress
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.rank import LoadedRank
 from baton.engine.runner import Runner
+from baton.engine.step_cpus import StepCpus
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 
@@ -30,12 +31,12 @@ T = TypeVar("T")
 class StepThreads:
     """`hear` is called by the second thread, with nothing more after an error."""
 
-    def __init__(self, num_threads: int, hear: Hear) -> None:
-        self._num_threads = num_threads
+    def __init__(self, cpus: StepCpus, hear: Hear) -> None:
+        self._cpus = cpus
         self._hear = hear
         self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[StepPlan | NodeError | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self, load: Load, progress: Progress) -> LoadedRank:
@@ -72,7 +73,7 @@ class StepThreads:
         thread.start()
 
     def _load_and_launch(self, load: Load) -> None:
-        torch.set_num_threads(self._num_threads)  # each thread of a process has its own
+        torch.set_num_threads(self._cpus.share)  # each thread of a process has its own
         try:
             rank = load(lambda *report: self._loading.put(report))
         except BaseException as error:  # noqa: BLE001  (`start` raises it)
@@ -88,20 +89,23 @@ class StepThreads:
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
                 self._launched.put(_failure(plan.step_id, error))
                 return
-            self._launched.put(plan.step_id)
+            self._launched.put(plan)
         self._launched.put(None)
 
     def _collect(self, runner: Runner) -> None:
-        torch.set_num_threads(self._num_threads)
-        while (step := self._launched.get()) is not None:
-            if isinstance(step, NodeError):
-                self._hear(step)
+        torch.set_num_threads(self._cpus.share)
+        while (launched := self._launched.get()) is not None:
+            if isinstance(launched, NodeError):
+                self._hear(launched)
                 return
+            self._cpus.begin(sum(part.length for part in launched.slices))
             try:
                 result = runner.collect()
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
-                self._hear(_failure(step, error))
+                self._hear(_failure(launched.step_id, error))
                 return
+            finally:
+                self._cpus.end()
             self._hear(result)
 
 

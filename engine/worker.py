@@ -16,6 +16,7 @@ from functools import partial
 
 from baton.engine.plan import StepResult
 from baton.engine.rank import load_rank, plan_rank
+from baton.engine.step_cpus import StepCpus
 from baton.engine.step_threads import StepThreads
 from baton.engine.tensor_parallel import Ranks, SharedMemoryRanks, SingleRank
 from baton.engine.worker_messages import (
@@ -31,8 +32,7 @@ from baton.engine.worker_messages import (
 )
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, NodeError
-from baton.runtime.cpus import threads_per_rank
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process
 from baton.runtime.process import die_with_parent
 
 CLOSE_S = 2.0  # for the step that runs when the executor goes
@@ -56,7 +56,7 @@ class Worker:
                 return 0
             if not isinstance(first, LoadRank):
                 raise InvariantBroken("a worker's first message must load it")
-            setup(first.config.log, f"rank-{first.rank}")
+            own_process(first.config.log, f"rank-{first.rank}")
             self._serve(first)
         except Exception as error:
             if self._steps.is_closed:
@@ -68,7 +68,7 @@ class Worker:
         return int(self._error is not None)
 
     def _serve(self, load: LoadRank) -> None:
-        threads = StepThreads(threads_per_rank(load.config.engine), self._hear)
+        threads = StepThreads(StepCpus(load.config.engine), self._hear)
         start = partial(load_rank, load.config, load.epoch, _join(load))
         rank = threads.start(start, self._progress)
         pump = PortPump(rank.port, self._port, self._tell)

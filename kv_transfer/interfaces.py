@@ -27,6 +27,7 @@ from baton.protocol.messages import (
 PeerName = tuple[NodeId, Epoch]  # one process: the same node id with another epoch is another
 
 CORRUPT_BLOCKS = "corrupt_blocks"  # code of a read whose checksums are not those that were sent
+LEASE_EXPIRED = "lease_expired"  # code of a handoff that decode did not renew in time
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
 

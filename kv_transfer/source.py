@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import assert_never
 
 from baton.kv_transfer.effects import Effects
-from baton.kv_transfer.interfaces import Offer, PeerName, Released
+from baton.kv_transfer.interfaces import LEASE_EXPIRED, Offer, PeerName, Released
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.messages import (
     Declined,
@@ -105,7 +105,7 @@ class SourceHandoff:
                 self._leave(failure, out)
             case LeaseEnded():
                 text = f"decode node {self.peer[0]} let the lease of {self.lease_s:g} s end"
-                failure = TransferError(text, code="lease_expired").to_failure()
+                failure = TransferError(text, code=LEASE_EXPIRED).to_failure()
                 out.tell(self.peer, Withdrawn(self.key, failure))
                 self._release(failure, out)
             case Reconnected():

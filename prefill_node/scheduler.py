@@ -19,12 +19,14 @@ from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import Cancelled, Failure, InvariantBroken, NodeError, RequestError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
+    Attach,
     CancelDone,
     Decode,
     End,
     Failed,
     FirstTokens,
     Load,
+    NotAttached,
     Prefill,
     Span,
     StageTimes,
@@ -76,6 +78,10 @@ class PrefillScheduler:
         for handoff in known:
             if handoff.origin == origin and not handoff.is_ended:
                 self._end(handoff, lost)
+
+    def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
+        # Its requests end with their router: decode has the tokens to begin them again.
+        self.outputs.say(origin, NotAttached(message.request_id))
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         if not isinstance(report, Released):

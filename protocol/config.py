@@ -5,6 +5,7 @@ are found at run time (block counts, ports, EOS ids) have types of their own and
 back.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -59,6 +60,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, says("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
 
+    @property
+    def shown_name(self) -> str:
+        """The name of the model in the API and in metrics."""
+        return self.name or Path(self.path).resolve().name
+
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, says("size of a KV block", "tokens", ge=1)] = 16
@@ -94,6 +100,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel: Annotated[
         int, says("number of ranks over which one node splits the model", ge=1)
     ] = 1
+    shared_cpus: Annotated[
+        str,
+        says(
+            "file in which nodes of one host say when they compute; a node takes the CPUs of idle "
+            "ones, and `serve` names the file to its nodes"
+        ),
+    ] = ""
     threads: Annotated[
         int,
         says(
@@ -155,6 +168,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_prefill_tokens: Annotated[
         int, says("longest prompt that auto lets decode nodes compute", "tokens", ge=0)
     ] = 32
+    drain_s: Annotated[
+        float,
+        says("longest time in which a router that gets SIGTERM finishes its requests", "s", ge=0),
+    ] = 30.0
     max_attempts: Annotated[
         int, says("most attempts in a row that bring a request no token", ge=1)
     ] = 3
@@ -185,10 +202,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             repeated=True,
         ),
     ] = ()
+    api_key_file: Annotated[
+        str,
+        says(
+            "file with the hashes of further keys, made by `baton api-key`; it is read again when "
+            "it changes"
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],
         says("host names that requests may name in the header Host; none allows all"),
     ] = ()
+
+    @property
+    def wants_key(self) -> bool:
+        return bool(self.api_keys or self.api_key_file)
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,6 +237,22 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: Annotated[
         float,
         says("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
+    ] = 30.0
+    http: Annotated[
+        str,
+        says(
+            "host:port on which the node serves /live, /ready and /metrics, port 0 is a free one; "
+            "empty serves none; nodes that are started together count up from the port"
+        ),
+    ] = ""
+    detached_s: Annotated[
+        float,
+        says(
+            "how long a stream whose router is gone is kept for a client that comes back; 0 keeps "
+            "none",
+            "s",
+            ge=0,
+        ),
     ] = 30.0
     start_timeout_s: Annotated[
         float, says("longest time from start to ready; then the node exits", "s", gt=0)
@@ -238,6 +282,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Annotated[LogLevel, says("least severe level that is logged")] = "info"
     json: Annotated[bool, says("log one JSON object per line")] = False
+    access: Annotated[bool, says("log a line for every HTTP request that was answered")] = False
     stats_s: Annotated[float, says("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
     prompts: Annotated[bool, says("log prompts, cut to 200 characters")] = False
     records: Annotated[

@@ -5,13 +5,23 @@ defaults. No absolute foreign clocks: deadlines travel as seconds that remain. A
 absolute index of a token in its sequence, prompt included.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from baton.protocol.bounds import BlockCount, BlockId, Checksum, Count, Generation, NumBytes
+from baton.protocol.bounds import (
+    MAX_FORM_BYTES,
+    BlockCount,
+    BlockId,
+    Checksum,
+    Count,
+    Generation,
+    NumBytes,
+    Total,
+)
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 1
@@ -42,6 +52,15 @@ class RankAddress(msgspec.Struct, frozen=True):
     metadata: dict[str, bytes]
 
 
+class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node computes with, for people and metrics."""
+
+    dtype: str = ""  # of weights and KV blocks
+    device: str = ""
+    features: tuple[str, ...] = ()  # that are switched on
+    model_name: str = ""
+
+
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a ready node publishes about itself. The router passes it on to its peers."""
 
@@ -60,6 +79,15 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     compute: str = ""  # equal for nodes that compute the same bits
     # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
     reaches: tuple[str, ...] = ()
+    facts: NodeFacts = NodeFacts()
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What another router needs to go on with a request. A node keeps it and does not read it."""
+
+    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # of the answer that its client gets
+    owner: Annotated[bytes, Meta(max_length=64)]  # whose request it is; only they may attach
+    num_choices: Count  # of the whole request
 
 
 # --- router to node ---------------------------------------------------------------------------
@@ -98,6 +126,7 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     prefill_node: NodeId | None = None
+    kept: Kept | None = None  # of a stream that its client can take up again
 
 
 class Cancel(Message, frozen=True):
@@ -116,7 +145,27 @@ class Refused(Message, frozen=True):
     failure: Failure
 
 
-ToNode = Peers | Prefill | Decode | Cancel | Refused
+class Drain(Message, frozen=True):
+    """Take no new legs, finish within `node.drain_s`, and end."""
+
+
+class Attach(Message, frozen=True):
+    """Give this router a request whose router is gone. `Attached` or `NotAttached` answers."""
+
+    request_id: RequestId
+    owner: bytes
+
+
+class DrainState(Message, frozen=True):
+    """The answer to `DrainNode`, for the operator who asked."""
+
+    node_id: NodeId
+    is_known: bool = False  # the node is connected to this router
+    num_running: Count = 0  # sequences that it has yet to finish
+    problem: str = ""  # why nothing is drained
+
+
+ToNode = Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -154,6 +203,24 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     quarantined_blocks: Count = 0
 
 
+class Totals(msgspec.Struct, frozen=True, array_like=True):
+    """What a node has counted since it started, for the metrics."""
+
+    prompt_tokens: Total = 0  # computed here
+    output_tokens: Total = 0  # sampled here
+    steps: Total = 0
+    steps_s: float = 0.0
+    prefix_queried_tokens: Total = 0
+    prefix_hit_tokens: Total = 0
+    preemptions: Total = 0
+    leases_expired: Total = 0
+    reads: Total = 0  # of KV blocks
+    read_bytes: Total = 0
+    reads_s: float = 0.0  # from post to end, added up
+    failed_reads: Total = 0
+    corrupt_reads: Total = 0  # of which a block had other bytes than were sent
+
+
 class Beat(Message, frozen=True):
     """Sent every second by a thread with its own socket, however long a step takes."""
 
@@ -164,6 +231,7 @@ class Beat(Message, frozen=True):
     predicted_s: float = 0.0
     loop_age_s: float = 0.0  # since the loop last had nothing left to do; it never computes
     is_draining: bool = False  # the node takes no new legs and ends when it has none
+    totals: Totals = Totals()
 
 
 class Accepted(Message, frozen=True):
@@ -241,9 +309,48 @@ class Crashed(Message, frozen=True):
     failure: Failure
 
 
+class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
+    """One choice of a request and all of its output so far."""
+
+    key: Key
+    token_ids: list[Count]
+    finish_reason: FinishReason | None = None
+    is_running: bool = False  # more tokens follow to the router that attached
+
+
+class Attached(Message, frozen=True):
+    """What this node holds of a request, which belongs to the router that asked from now on.
+
+    A choice that neither runs nor has a finish reason can be continued from its tokens.
+    """
+
+    request_id: RequestId
+    form: bytes
+    num_choices: Count  # of the whole request; other nodes may hold the others
+    prompt_token_ids: list[Count]
+    sampling: Sampling
+    choices: tuple[HeldChoice, ...]
+
+
+class NotAttached(Message, frozen=True):
+    """This node holds nothing of that request for its owner, or another router has it."""
+
+    request_id: RequestId
+    is_in_use: bool = False
+
+
+class DrainNode(Message, frozen=True):
+    """Drain this node. An operator's command sends it, and sends it again until the node is gone.
+
+    A router ignores it from a node.
+    """
+
+    node_id: NodeId
+
+
 ToRouter = (
     Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed
+    | Crashed | Attached | NotAttached | DrainNode
 )  # fmt: skip
 
 

@@ -13,10 +13,15 @@ def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    if len(prefill.ranks) == len(decode.ranks):
+    return degrees_problem(len(prefill.ranks), len(decode.ranks))
+
+
+def degrees_problem(num_prefill: int, num_decode: int) -> str | None:
+    """Return why these numbers of ranks do not fit; a description of a cluster has no more."""
+    if num_prefill == num_decode:
         return None
     return (
-        f"prefill with {len(prefill.ranks)} ranks cannot feed decode with {len(decode.ranks)}: "
+        f"prefill with {num_prefill} ranks cannot feed decode with {num_decode}: "
         "reads of part of a block are not supported yet; give both nodes the same tensor_parallel"
     )
 

@@ -23,7 +23,17 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admiss
     if status == "ready" and failing:
         status, message = "degraded", "handoffs of some pairs fail"
     failures = tuple((*pair, count) for pair, count in pairs.num_failures.items())
-    return Health(status, nodes, line.num_inflight, line.num_queued, message, failing, failures)
+    return Health(
+        status,
+        nodes,
+        line.num_inflight,
+        line.num_queued,
+        message,
+        failing,
+        failures,
+        pairs.transfers(),
+        registry.lost_nodes(now_s),
+    )
 
 
 def limits_of(registry: Registry) -> Limits:

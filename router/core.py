@@ -19,17 +19,22 @@ from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
+    Attach,
+    Attached,
     Beat,
     Cancel,
     CancelDone,
     Crashed,
+    Drain,
+    DrainNode,
     Failed,
     FirstTokens,
     Hello,
+    Kept,
+    NotAttached,
     Peers,
     Ready,
     Refused,
-    Role,
     Starting,
     TokenEntry,
     Tokens,
@@ -37,15 +42,19 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
-from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
+from baton.router.adoption import adopted
+from baton.router.announcer import Announcer
+from baton.router.changes import Change, Entered, Left
 from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.health import Health
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Registry
+from baton.router.reattaching import Accept, Claim, Early, Reattaching
+from baton.router.registry import Charge, Registry
 from baton.router.request.active import Active
 from baton.router.request.events import (
+    Adopted,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -68,6 +77,7 @@ from baton.router.request.events import (
 )
 from baton.router.request.leg import DRAINING, Request
 from baton.router.request.lifecycle import NO_NODE, Lifecycle
+from baton.router.request.search import FoundRequest, in_use
 from baton.router.stream import RequestStream
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
@@ -88,9 +98,11 @@ class RouterCore:
         self._config = config.router
         self._keys = config.keys
         self._clock = clock
+        self._announcer = Announcer(self.registry, self._send)
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
         self._active: dict[RequestId, Active] = {}
+        self._reattaching = Reattaching(clock(), self._send, self._adopt)
         self._num_requests = 0
         self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
@@ -106,28 +118,70 @@ class RouterCore:
         """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
         keys = load_keys(self._keys)
         self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
+        self._sockets.drain_asked = self._announcer.drain
+        self._sockets.unsent = self._announcer.unsent
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
-    def submit(self, stream: RequestStream) -> RequestId:
-        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed."""
+    def submit(self, stream: RequestStream, kept: Kept | None = None) -> RequestId:
+        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed.
+
+        With `kept`, a client can take the stream up again at any router, by the stream's own id,
+        which must be unique and impossible to guess.
+        """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         could_place = can_serve(self.registry, self._config.local_prefill)
         self._admission.check_room(len(prompt), could_place=could_place)
         self._num_requests += 1
-        request_id = RequestId(f"{self.epoch}-{self._num_requests:x}")
+        minted = f"{self.epoch}-{self._num_requests:x}"
+        request_id = RequestId(minted if kept is None else stream.request_id)
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sampling = sampling_of(params, seed, max_tokens)
-        request = Request(request_id, list(prompt), sampling, params.n, self._config.max_attempts)
-        self._now_s = self._clock()
-        active = Active(request_id, Lifecycle(request), stream, self._now_s)
-        self._active[request_id] = active
-        stream.on_close(lambda: self.cancel(request_id))
-        self._feed(active, Begun())
-        self._place_waiting()
+        request = Request(
+            request_id, list(prompt), sampling, params.n, self._config.max_attempts, kept
+        )
+        self._begin(request, stream, Begun())
         return request_id
+
+    def _begin(self, request: Request, stream: RequestStream, event: Begun | Adopted) -> None:
+        self._now_s = self._clock()
+        active = Active(request.request_id, Lifecycle(request), stream, self._now_s)
+        self._active[active.request_id] = active
+        stream.on_close(lambda: self.cancel(active.request_id))
+        self._feed(active, event)
+        self._place_waiting()
+
+    async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
+        """Take over a request whose router is gone, and return the stream that `accept` makes.
+
+        Raises `RequestError` if no node holds it or another router has it.
+        """
+        if self._failure is not None:
+            raise from_failure(self._failure)
+        if claim.request_id in self._active:
+            raise in_use()
+        nodes = [node.node_id for node in self.registry.in_service("decode")]
+        return await self._reattaching.take(self._clock(), claim, nodes, accept)
+
+    def _adopt(
+        self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
+    ) -> None:
+        attached, choices = found.attached, adopted(claim, found, stream, self.registry)
+        kept = Kept(attached.form, claim.owner, attached.num_choices)
+        request = Request(
+            claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
+            self._config.max_attempts, kept,
+        )  # fmt: skip
+        for choice in choices:
+            if choice.process is not None and not choice.has_ended:
+                num_tokens = len(request.token_ids) + len(choice.token_ids)
+                self.registry.charge(choice.process[0], choice.key, Charge(num_tokens, 1))
+                self._admission.placed(choice.key)
+        self._begin(request, stream, Adopted(choices))
+        for node, message in early:
+            self._said(node, claim.request_id, message)
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
         """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
@@ -166,6 +220,14 @@ class RouterCore:
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
 
+    def _detach_all(self) -> None:
+        """Leave the streams that another router can take up to their nodes."""
+        text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
+        for active in list(self._active.values()):
+            if active.lifecycle.request.kept is not None:
+                active.stream.finish(Overloaded(text, code="shutting_down"))
+                del self._active[active.request_id]
+
     @property
     def num_active(self) -> int:
         """The number of requests whose nodes have not all confirmed their end."""
@@ -178,6 +240,7 @@ class RouterCore:
     def close(self) -> None:
         """End every request and the connections to all nodes. Calling it again does nothing."""
         if self._failure is None:
+            self._detach_all()
             text = "the router is shutting down"
             self.fail(Overloaded(text, code="shutting_down").to_failure())
         if self._timer is not None:
@@ -213,6 +276,10 @@ class RouterCore:
                 self._apply(self.registry.hello(now_s, node, message))
             case Ready():
                 self._apply(self.registry.ready(now_s, node, message))
+            case Attached() | NotAttached():
+                self._reattaching.heard(now_s, node, message)
+            case DrainNode():  # an operator's word, not a node's
+                pass
             case _:
                 assert_never(message)
 
@@ -220,6 +287,8 @@ class RouterCore:
         active = self._active.get(request_id)
         if active is not None:
             self._feed(active, message, node)
+        elif self._reattaching.holds_back(node, request_id, message):
+            pass
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
@@ -230,39 +299,18 @@ class RouterCore:
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
-            match change:
-                case Refuse(node=node, failure=failure, is_new=is_new):
-                    if is_new:
-                        log.warning("node refused", node=node, reason=failure.message)
-                    self._send(node, Refused(failure))
-                case Replaced():
-                    self._end_all(change.failure)
-                case Entered(info=info):
-                    log.info("node in service", node=info.node_id, role=info.role)
-                    self._introduce(info.role)
-                    self._send(info.node_id, Peers(self.registry.peers_of(info.role)))
-                case Differs(node=node, other=other):
-                    log.warning(change.message, node=node, other=other)
-                case Unpaired(node=node, other=other, reason=reason):
-                    text = "two nodes can never exchange KV blocks and are not paired"
-                    log.warning(text, node=node, other=other, reason=reason)
-                case Left(node=node, role=role, failure=failure):
-                    log.warning("node out of service", node=node, reason=failure.message)
-                    self._introduce(role)
-                    for active in list(self._active.values()):
-                        self._feed(active, NodeLost(node, failure))
-                case _:
-                    assert_never(change)
+            self._announcer.announce(change)
+            if isinstance(change, Replaced):
+                self._end_all(change.failure)
+            elif isinstance(change, Entered) and change.info.role == "decode":
+                self._reattaching.entered(change.info.node_id)
+            elif isinstance(change, Left):
+                self._reattaching.left(change.node)
+                for active in list(self._active.values()):
+                    self._feed(active, NodeLost(change.node, change.failure))
         self._changed.set()
 
-    def _introduce(self, role: Role) -> None:
-        """Tell all nodes of the other role that the set of nodes with this role has changed."""
-        other: Role = "decode" if role == "prefill" else "prefill"
-        peers = Peers(self.registry.peers_of(other))
-        for node in self.registry.in_service(other):
-            self._send(node.node_id, peers)
-
-    def _send(self, node: NodeId, message: Peers | Refused | Cancel) -> None:
+    def _send(self, node: NodeId, message: Peers | Refused | Cancel | Drain | Attach) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 
@@ -312,21 +360,19 @@ class RouterCore:
             case Send(node=node, message=message):
                 assert self._sockets is not None
                 self._sockets.send(node, message)
-            case Place():
+            case Place(key=key):
                 self._admission.wait(self._now_s, command)
+                active.asks(self._now_s, key)
             case Unplace(key=key):
                 self._admission.leave(key)
             case Release(node=node, key=key):
                 self.registry.release(node, key)
-            case Timed(times=times, of_prompt=of_prompt):
-                active.stream.metrics.add_stages(times, of_prompt=of_prompt)
+            case Timed():
+                active.timed(self._now_s, command, self.registry.pairs)
             case HandoffEnded():
-                self._judge(command)
-            case TriedAgain(is_resume=is_resume):
-                metrics = active.stream.metrics
-                metrics.num_retries += not is_resume
-                metrics.num_resumes += is_resume
-                metrics.resumed = metrics.resumed or is_resume
+                self._announcer.judge(self._now_s, command)
+            case TriedAgain():
+                active.tries_again(self._now_s, command)
             case Outcome(failure=failure):
                 active.stream.finish(None if failure is None else from_failure(failure))
             case Closed():
@@ -334,17 +380,6 @@ class RouterCore:
                 self._admission.ended(self._now_s, active.request_id)
             case _:
                 assert_never(command)
-
-    def _judge(self, ended: HandoffEnded) -> None:
-        """Note what a handoff shows of its pair. A change for the better or worse gets a line."""
-        pairs, failure = self.registry.pairs, ended.failure
-        names = {"prefill": ended.prefill[0], "decode": ended.decode[0]}
-        if failure is None:
-            if pairs.worked(ended.prefill, ended.decode):
-                log.info("a pair of nodes works again", **names)
-        elif pairs.failed(self._now_s, ended.prefill, ended.decode, failure):
-            log.warning("a pair of nodes is avoided: a handoff failed", **names,
-                        code=failure.code, reason=failure.message)  # fmt: skip
 
     def limits(self) -> Limits:
         """Return what a request must fit; raises if no request can be served."""
@@ -371,12 +406,7 @@ class RouterCore:
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
         self.registry.note_pair(decision.placed)
-        metrics = active.stream.metrics
-        if metrics.num_attempts == 0:
-            metrics.router_queue_s = self._clock() - active.began_s
-        metrics.num_attempts = max(metrics.num_attempts, place.key.attempt + 1)
-        metrics.path = decision.path
-        metrics.local_fallback = decision.is_fallback
+        active.placed(self._clock(), place.key, decision)
         self._feed(active, decision.placed)
 
     def _tick(self) -> None:
@@ -386,6 +416,7 @@ class RouterCore:
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
+        self._reattaching.tick(now_s)
         for key, failure in self._admission.take_overdue(now_s):
             if key.request_id in self._active:
                 self._turn_away(key, failure)

@@ -8,13 +8,14 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import Load, Role
-from baton.router.pairs import PairHealth
+from baton.protocol.messages import Load, Role, Totals
+from baton.router.pairs import PairHealth, PairTransfers
 
 # A `degraded` node is ready, but no node of the other role can work with it.
 # A `draining` one gets no new work and ends when it has none.
 NodeState = Literal["starting", "ready", "degraded", "draining", "silent", "stuck"]
-Status = Literal["starting", "ready", "degraded", "failed"]
+# A `draining` router finishes its requests and takes no new ones.
+Status = Literal["starting", "ready", "degraded", "draining", "failed"]
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -28,6 +29,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     vocab_size: int
     block_size: int
     eos_token_ids: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 class NodeHealth(msgspec.Struct, frozen=True):
@@ -45,6 +47,20 @@ class NodeHealth(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     reason: str = ""  # why it is degraded
+    totals: Totals = Totals()  # as of the last beat
+    dtype: str = ""
+    device: str = ""
+    transports: str = ""
+    tensor_parallel: int = 0  # 0: not known yet
+    features: tuple[str, ...] = ()
+
+
+class LostNode(msgspec.Struct, frozen=True):
+    """A node that was in service and is gone. It is remembered for an hour, or until it is back."""
+
+    node_id: NodeId
+    role: Role
+    lost_s: float  # since it was last heard
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -57,6 +73,8 @@ class Health(msgspec.Struct, frozen=True):
     message: str = ""
     pairs: tuple[PairHealth, ...] = ()  # those whose handoffs fail
     transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
+    transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
+    lost: tuple[LostNode, ...] = ()
 
     @property
     def can_serve(self) -> bool:

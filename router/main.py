@@ -6,7 +6,6 @@ never load torch.
 
 import asyncio
 import gc
-import sys
 from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
@@ -17,24 +16,29 @@ from baton.router.http.metrics import StatsLine
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, own_process, tell_failure
 from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED = 1
+HURRIED_S = 1.0  # for the answers under way when the user waits for the end
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logger("router")
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit code. A second signal ends it at once."""
-    setup(config.log, "router")
+    """Serve until a signal and return the exit code.
+
+    SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
+    ends the process at once.
+    """
+    own_process(config.log, "router")
     raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
     except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_FAILED
 
 
@@ -58,8 +62,9 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         _warn_if_open(config.router)
         stats.start()
         await asked_to_end.wait()
-        log.info("ending")
-        await server.drain()
+        grace_s = HURRIED_S if interrupts.is_hurried else config.router.drain_s
+        log.info("draining: running requests finish, new ones get 503", within_s=grace_s)
+        await server.drain(grace_s)
     finally:
         stats.stop()
         # This fails the answers that are under way while their clients can still be told.
@@ -81,7 +86,7 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
 
 
 def _warn_if_open(router: RouterConfig) -> None:
-    if not router.api_keys and router.host not in LOOPBACK:
+    if not router.wants_key and router.host not in LOOPBACK:
         log.warning(
             "anyone who can reach this address can use the model: ask for keys with --api-key",
             host=router.host,

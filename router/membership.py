@@ -95,7 +95,7 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     """Return the fields in which two nodes must not differ and do: a code and a phrase each."""
     found: dict[str, str] = {}
     if info.model != model.model:
-        found["model_mismatch"] = "it serves another model (config.json, weights or dtype)"
+        found["model_mismatch"] = _other_model(info, model)
     if info.layout.fingerprint != model.layout.fingerprint:
         found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
     limits = [
@@ -106,3 +106,15 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     if limits:
         found["limits_mismatch"] = ", ".join(limits)
     return found
+
+
+def _other_model(info: NodeInfo, model: NodeInfo) -> str:
+    ours, theirs = _named(info), _named(model)
+    if ours and theirs and ours != theirs:
+        return f"it serves {ours}, they serve {theirs}"
+    called = f" that is called {ours} too" if ours else ""
+    return f"it serves another model{called} (config.json, weights or dtype)"
+
+
+def _named(info: NodeInfo) -> str:
+    return " in ".join(word for word in (info.facts.model_name, info.facts.dtype) if word)

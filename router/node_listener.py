@@ -14,8 +14,8 @@ import zmq
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import Hello, Refused, ToNode, ToRouter
-from baton.runtime.channels.identity import name_of
+from baton.protocol.messages import DrainNode, DrainState, Hello, Refused, ToNode, ToRouter
+from baton.runtime.channels.identity import OPERATOR, name_of
 from baton.runtime.channels.keys import Keys
 from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.log import logger
@@ -26,6 +26,8 @@ BATCH = 512
 
 Heard = Callable[[NodeId, ToRouter], None]
 Gone = Callable[[NodeId], None]
+Unsent = Callable[[NodeId, ToNode], None]
+DrainAsked = Callable[[NodeId], DrainState]
 
 log = logger("router")
 
@@ -50,6 +52,8 @@ class NodeListener:
         """Bind the endpoint; raises `ConfigError`. Needs a running event loop."""
         self._refusals_to_tell = 1
         self._heard, self._gone, self._idle = heard, gone, idle
+        self.drain_asked: DrainAsked | None = None  # answers operators
+        self.unsent: Unsent | None = None  # hears of messages for nodes that are gone or too slow
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._listener = Listener[ToNode, ToRouter](
@@ -61,6 +65,7 @@ class NodeListener:
         self._sessions: dict[NodeId, NodeSession] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
+        self._outgoing: list[tuple[NodeId, bytes, ToNode]] = []
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self.drain)
 
@@ -68,12 +73,18 @@ class NodeListener:
     def endpoint(self) -> str:
         return self._listener.endpoint
 
-    def send(self, node: NodeId, message: ToNode) -> bool:
-        """Send a message. False means that the node is gone or too slow, as `gone` will report."""
+    def send(self, node: NodeId, message: ToNode) -> None:
+        """Send a message with the others of this turn of the loop; `unsent` tells if it is lost.
+
+        Messages that follow one another at once wake libzmq's thread only once.
+        """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
-            return False
-        return self._listener.send(session.peer, message)
+            self._lose(node, message)
+            return
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append((node, session.peer, message))
 
     def drain(self) -> None:
         """Read all messages that have come, up to one batch."""
@@ -92,12 +103,23 @@ class NodeListener:
 
     def close(self) -> None:
         if self._is_open:
+            self._flush()
             self._is_open = False
             if self._again is not None:
                 self._again.cancel()
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
             self._context.term()
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for node, peer, message in outgoing:
+            if not self._listener.send(peer, message):
+                self._lose(node, message)
+
+    def _lose(self, node: NodeId, message: ToNode) -> None:
+        if self.unsent is not None:
+            self.unsent(node, message)
 
     def _tell_refusals(self) -> None:
         # A refused peer keeps trying, so only the 1st, 2nd, 4th, 8th, ... refusal gets a line.
@@ -110,6 +132,10 @@ class NodeListener:
 
     def _pass_on(self, received: Received[ToRouter]) -> None:
         name = name_of(received.peer)
+        if name == OPERATOR:
+            if isinstance(received.message, DrainNode) and self.drain_asked is not None:
+                self._listener.send(received.peer, self.drain_asked(received.message.node_id))
+            return
         try:
             node = NodeId(name.removeprefix(BEATS).decode())
         except UnicodeDecodeError:

@@ -9,12 +9,16 @@ from typing import Literal
 
 import msgspec
 
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import FinishReason, StageTimes
 
 # How a request was served: by a pair of nodes, by decode alone (it computed the prompt itself),
 # or by prefill alone (one token was wanted).
 Path = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
+# A stream may move on any number of times; the first attempt and the last ones are kept.
+MAX_ATTEMPTS_KEPT = 256
 
 
 class CompletionOutput(msgspec.Struct):
@@ -38,6 +42,46 @@ class CompletionOutput(msgspec.Struct):
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt at a request, or at one choice of it. Seconds count from the request's arrival.
+
+    The router's clock measured `..._at_s`, the nodes' clocks the durations.
+    """
+
+    choice: int  # the first that it is for
+    number: int  # 0 is the first attempt
+    asked_at_s: float  # when nodes were asked for
+    placed_at_s: float | None = None
+    prefill_node: NodeId | None = None
+    decode_node: NodeId | None = None
+    prefilled_at_s: float | None = None  # when the prefill node's first tokens came
+    decoding_at_s: float | None = None  # when the decode node's first tokens came
+    lost_at_s: float | None = None
+    failure: str = ""  # the code with which it was lost
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    decode_queue_s: float = 0.0
+    first_step_s: float = 0.0
+
+    def is_of(self, key: Key) -> bool:
+        return (self.choice, self.number) == (key.choice, key.attempt)
+
+    def timed(self, now_s: float, times: StageTimes, *, of_prompt: bool) -> None:
+        """Take over what one of its nodes measured; that node's tokens came at `now_s`."""
+        if of_prompt:
+            self.queue_s, self.prefill_s = times.queue_s, times.prefill_s
+        if of_prompt and self.prefill_node is not None:
+            self.prefilled_at_s = now_s
+            return
+        if not of_prompt or times.prefill_s:  # else decode has only accepted
+            self.decoding_at_s = now_s
+        self.transfer_s, self.exposed_s = times.transfer_s, times.exposed_s
+        self.decode_queue_s, self.first_step_s = times.decode_queue_s, times.first_step_s
 
 
 @dataclass(slots=True)
@@ -65,6 +109,27 @@ class RequestMetrics:
     num_resumes: int = 0  # attempts after a loss later on, each of one choice
     resumed: bool = False  # some choice went on elsewhere after its first token
     max_tokens_clamped: int | None = None  # the tokens that had room, if max_tokens was more
+    retry_codes: dict[str, int] = field(default_factory=dict)  # retries by the code of the loss
+    resume_codes: dict[str, int] = field(default_factory=dict)
+    finish_reasons: list[FinishReason] = field(default_factory=list)  # of the choices that ended
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def try_again(self, failure: Failure, *, is_resume: bool) -> None:
+        """Count another attempt after a loss."""
+        codes = self.resume_codes if is_resume else self.retry_codes
+        codes[failure.code] = codes.get(failure.code, 0) + 1
+        self.num_retries += not is_resume
+        self.num_resumes += is_resume
+        self.resumed = self.resumed or is_resume
+
+    def begin_attempt(self, key: Key, now_s: float) -> None:
+        self.attempts.append(Attempt(key.choice, key.attempt, now_s))
+        if len(self.attempts) > MAX_ATTEMPTS_KEPT:
+            del self.attempts[1]
+
+    def attempt_of(self, key: Key) -> Attempt | None:
+        """Return the attempt that the leg with this key is, None if it is no longer kept."""
+        return next((one for one in reversed(self.attempts) if one.is_of(key)), None)
 
     def add_stages(self, times: StageTimes, *, of_prompt: bool) -> None:
         """Add what one node measured. After a resume, the stages add up over all attempts."""

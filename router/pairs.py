@@ -16,7 +16,7 @@ from baton.router.request.events import NodeProcess
 
 FIRST_AVOID_S = 5.0
 MAX_AVOID_S = 60.0
-# How many pairs have their failures counted; the one that failed longest ago makes room.
+# How many pairs have their handoffs counted; the one that is known longest makes room.
 MAX_COUNTED = 4096
 
 
@@ -30,6 +30,17 @@ class PairHealth(msgspec.Struct, frozen=True):
     avoided_s: float  # for how much longer; 0: one leg at a time may try it
 
 
+class PairTransfers(msgspec.Struct, frozen=True):
+    """The handoffs from one node to another since the router started."""
+
+    prefill_node: NodeId
+    decode_node: NodeId
+    num_handoffs: int  # that succeeded
+    num_failures: int
+    num_bytes: int
+    transfer_s: float  # added up over all handoffs
+
+
 @dataclass(slots=True)
 class _Trouble:
     failure: Failure
@@ -38,20 +49,25 @@ class _Trouble:
     probe: Key | None = None  # the leg that tries it again
 
 
+@dataclass(slots=True)
+class _Count:
+    num_handoffs: int = 0
+    num_failures: int = 0
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+
+
 class Pairs:
     def __init__(self) -> None:
         self._trouble: dict[tuple[NodeProcess, NodeProcess], _Trouble] = {}
         self._probes: dict[Key, tuple[NodeProcess, NodeProcess]] = {}
-        self._counts: dict[tuple[NodeId, NodeId], int] = {}
+        self._counts: dict[tuple[NodeId, NodeId], _Count] = {}
 
     def failed(
         self, now_s: float, prefill: NodeProcess, decode: NodeProcess, failure: Failure
     ) -> bool:
         """Note a handoff that failed. Return whether the pair was in good order before."""
-        name = prefill[0], decode[0]
-        self._counts[name] = self._counts.pop(name, 0) + 1
-        if len(self._counts) > MAX_COUNTED:
-            del self._counts[next(iter(self._counts))]
+        self._count(prefill[0], decode[0]).num_failures += 1
         trouble = self._trouble.get((prefill, decode))
         if trouble is None:
             self._trouble[prefill, decode] = _Trouble(failure, 1, now_s + FIRST_AVOID_S)
@@ -66,6 +82,7 @@ class Pairs:
 
     def worked(self, prefill: NodeProcess, decode: NodeProcess) -> bool:
         """Note a handoff that succeeded. Return whether the pair was in trouble before."""
+        self._count(prefill[0], decode[0]).num_handoffs += 1
         trouble = self._trouble.pop((prefill, decode), None)
         if trouble is not None and trouble.probe is not None:
             del self._probes[trouble.probe]
@@ -110,7 +127,27 @@ class Pairs:
             for (prefill, decode), trouble in sorted(self._trouble.items(), key=lambda one: one[0])
         )  # fmt: skip
 
+    def moved(self, prefill: NodeId, decode: NodeId, num_bytes: int, transfer_s: float) -> None:
+        """Note what a handoff moved."""
+        count = self._count(prefill, decode)
+        count.num_bytes += num_bytes
+        count.transfer_s += transfer_s
+
+    def transfers(self) -> tuple[PairTransfers, ...]:
+        return tuple(
+            PairTransfers(*pair, one.num_handoffs, one.num_failures, one.num_bytes, one.transfer_s)
+            for pair, one in self._counts.items()
+        )
+
     @property
     def num_failures(self) -> dict[tuple[NodeId, NodeId], int]:
         """How many handoffs of each pair of node ids have failed since the router started."""
-        return self._counts
+        return {pair: one.num_failures for pair, one in self._counts.items() if one.num_failures}
+
+    def _count(self, prefill: NodeId, decode: NodeId) -> _Count:
+        found = self._counts.get((prefill, decode))
+        if found is None:
+            found = self._counts[prefill, decode] = _Count()
+            if len(self._counts) > MAX_COUNTED:
+                del self._counts[next(iter(self._counts))]
+        return found

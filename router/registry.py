@@ -21,20 +21,27 @@ from baton.protocol.messages import (
     Ready,
     Role,
     Starting,
+    Totals,
 )
 from baton.protocol.pairs import pair_problem
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
-from baton.router.health import NodeHealth, NodeState
+from baton.router.health import LostNode, NodeHealth, NodeState
 from baton.router.membership import Membership, Replaced
 from baton.router.pairs import Pairs
 from baton.router.request.events import NodeProcess, Placed
+from baton.router.request.leg import DRAINING
+from baton.runtime.node_metrics import transports_of
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
 MAX_REFUSED = 256  # nodes of which the router remembers what it told them
+# How long a node that was lost is shown as lost, and how many are.
+LOST_KEPT_S = 3600.0
+MAX_LOST = 256
 NO_LOAD = Load()
+NO_TOTALS = Totals()
 
 
 class Charge(msgspec.Struct, frozen=True):
@@ -56,6 +63,7 @@ class Node:
     total: int = 0
     info: NodeInfo | None = None
     load: Load = NO_LOAD
+    totals: Totals = NO_TOTALS
     step_age_s: float = 0.0
     state: NodeState = "starting"
     charges: dict[Key, Charge] = field(default_factory=dict)
@@ -75,6 +83,7 @@ class Registry:
         self._nodes: dict[NodeId, Node] = {}
         self._membership = Membership()
         self._refused: dict[NodeId, Failure] = {}  # what each was told last; they ask again
+        self._lost: dict[NodeId, Node] = {}  # those that left without a word, oldest first
         self.pairs = Pairs()
         self.version = 0  # grows whenever a leg that no node could take may find one
         # Every request asks for these, so they are kept until the state of a node changes.
@@ -92,6 +101,7 @@ class Registry:
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         changes = self.gone(peer, "a new process took its place")
         self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
+        self._lost.pop(peer, None)
         return changes
 
     def starting(self, now_s: float, message: Starting) -> None:
@@ -132,6 +142,7 @@ class Registry:
         if node is None:
             return []
         node.heard_s, node.load, node.step_age_s = now_s, message.load, message.step_age_s
+        node.totals = message.totals
         if node.info is None:
             return []
         was = node.state
@@ -167,7 +178,14 @@ class Registry:
         if node is None or node.info is None:
             return []
         # A node that was not `ready` has left before, but may have been sent a cancel since.
-        return [Left(peer, node.role, _lost(f"{peer} is lost: {why}"))]
+        if node.state == "draining":
+            failure = NodeError(f"{peer} has left: it was told to end", code=DRAINING).to_failure()
+        else:
+            self._lost[peer] = node
+            if len(self._lost) > MAX_LOST:
+                del self._lost[next(iter(self._lost))]
+            failure = _lost(f"{peer} is lost: {why}")
+        return [Left(peer, node.role, failure)]
 
     def tick(self, now_s: float) -> list[Change]:
         changes: list[Change] = []
@@ -188,6 +206,13 @@ class Registry:
             nodes = [n for n in self._nodes.values() if n.role == role and n.state == "ready"]
             found = self._in_service[role] = sorted(nodes, key=lambda node: node.node_id)
         return found
+
+    def node(self, node_id: NodeId) -> Node | None:
+        return self._nodes.get(node_id)
+
+    @property
+    def node_ids(self) -> list[NodeId]:
+        return sorted(self._nodes)
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
         """Return the nodes that nodes of `role` must know: those of the other role."""
@@ -210,6 +235,13 @@ class Registry:
     def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
         nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
         return tuple(_health(now_s, node, self._lack_of(now_s, node)) for node in nodes)
+
+    def lost_nodes(self, now_s: float) -> tuple[LostNode, ...]:
+        """Return the nodes that left without a word in the last hour and have not come back."""
+        for node in [n for n in self._lost.values() if now_s - n.heard_s > LOST_KEPT_S]:
+            del self._lost[node.node_id]
+        nodes = sorted(self._lost.values(), key=lambda node: node.node_id)
+        return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
         """Return whether the two could exchange KV blocks, as far as both have announced."""
@@ -327,7 +359,7 @@ def _is_stuck(beat: Beat) -> bool:
 
 
 def _health(now_s: float, node: Node, lack: str) -> NodeHealth:
-    return NodeHealth(
+    health = NodeHealth(
         node.node_id,
         node.role,
         "degraded" if lack else node.state,
@@ -339,9 +371,20 @@ def _health(now_s: float, node: Node, lack: str) -> NodeHealth:
         node.step_age_s,
         len(node.charges),
         node.num_tokens,
-        node.info is not None and node.info.batch_invariant,
-        node.info.compute if node.info is not None else "",
-        lack,
+        reason=lack,
+        totals=node.totals,
+    )
+    if (info := node.info) is None:
+        return health
+    return msgspec.structs.replace(
+        health,
+        batch_invariant=info.batch_invariant,
+        compute=info.compute,
+        dtype=info.facts.dtype,
+        device=info.facts.device,
+        transports=transports_of(info),
+        tensor_parallel=len(info.ranks),
+        features=info.facts.features,
     )
 
 

@@ -13,6 +13,7 @@ from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, RequestOutput
 from baton.router.text.detokenizer import Detokenizer
+from baton.runtime.exposition import Histogram
 
 Sink = Callable[[CompletionOutput], None]
 
@@ -39,8 +40,10 @@ class RequestStream:
         self.metrics = RequestMetrics(
             arrival_time=time.time(), num_prompt_tokens=len(prompt_token_ids)
         )
+        self.token_gaps: Histogram | None = None  # counts the seconds between deltas of a choice
         self.finished = False  # whether by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
+        self._pushed_s = [0.0] * len(detokenizers)
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
         self._early: list[CompletionOutput] = []
@@ -123,6 +126,12 @@ class RequestStream:
         """Call `callback` when the caller gives up."""
         self._on_close = callback
 
+    def replay(self, choice: int, token_ids: list[int]) -> bool:
+        """Take tokens that the caller has already; True when a stop string ended the choice."""
+        delta = self._detokenizers[choice].push(token_ids) if token_ids else None
+        self.metrics.num_output_tokens += len(token_ids)
+        return delta is not None and delta.finish_reason is not None
+
     def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
         """Pass new tokens on; True when a stop string ends the choice before the engine does."""
         if self.finished:
@@ -130,10 +139,15 @@ class RequestStream:
         delta = self._detokenizers[choice].push(token_ids, finish_reason)
         if delta is None:
             return False
-        metrics = self.metrics
+        metrics, now_s = self.metrics, time.monotonic()
         if metrics.time_to_first_token_s is None:
-            metrics.time_to_first_token_s = time.monotonic() - self._arrival_s
+            metrics.time_to_first_token_s = now_s - self._arrival_s
+        if self.token_gaps is not None and (last_s := self._pushed_s[choice]):
+            self.token_gaps.observe(now_s - last_s)
+        self._pushed_s[choice] = now_s
         metrics.num_output_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            metrics.finish_reasons.append(delta.finish_reason)
         self._sink(delta)
         self._has_changed = True
         if self._change is not None:

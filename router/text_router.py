@@ -5,16 +5,21 @@ hands the ids to `core`, which sees no text. It starts no nodes: they dial in, w
 It never computes anything itself and never loads torch.
 """
 
-from pathlib import Path
+from collections.abc import Callable
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError
+from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import check_prompt
 from baton.router.core import RouterCore
 from baton.router.health import Health, ServedModel
+from baton.router.reattaching import Claim
+from baton.router.request.search import FoundRequest
 from baton.router.stream import RequestStream
 from baton.router.text.text import Text, too_long
+
+ParamsOf = Callable[[bytes], SamplingParams]
 
 
 class TextRouter:
@@ -24,7 +29,7 @@ class TextRouter:
         self._config = config.model
         self._core = core
         self._text = text
-        self._name = config.model.name or Path(config.model.path).resolve().name
+        self._name = config.model.shown_name
         self._is_closed = False
 
     @classmethod
@@ -46,12 +51,17 @@ class TextRouter:
         await self._core.wait_for(num_prefill, num_decode)
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        kept: Kept | None = None,
     ) -> RequestStream:
         """Check, tokenize and queue a request; raises `RequestError` or `Overloaded`.
 
         The caller must wait for the end of the stream or `close` it. The outputs carry
-        `request_id`, the caller's own name for the request, or else the router's.
+        `request_id`, the caller's own name for the request, or else the router's. With `kept`, a
+        client that knows the id can take the stream up again (`reattach`).
         """
         max_tokens = self._core.limits().max_model_len - 1
         if isinstance(prompt, str):
@@ -63,9 +73,27 @@ class TextRouter:
         check_prompt(token_ids, self._core.limits())
         detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
-        minted = self._core.submit(stream)
+        minted = self._core.submit(stream, kept)
         stream.request_id = request_id or minted
         return stream
+
+    async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
+        """Take over a stream whose router is gone; raises `RequestError` if no node holds it.
+
+        `params_of` reads what the nodes kept of it.
+        """
+
+        def accept(found: FoundRequest) -> RequestStream:
+            attached = found.attached
+            params, prompt = params_of(attached.form), attached.prompt_token_ids
+            detokenizers = [self._text.detokenizer(prompt, params, i) for i in range(params.n)]
+            stream = RequestStream(claim.request_id, None, prompt, params, detokenizers)
+            limit = attached.sampling.max_tokens
+            if params.max_tokens is not None and limit < params.max_tokens:
+                stream.metrics.max_tokens_clamped = limit
+            return stream
+
+        return await self._core.reattach(claim, accept)
 
     def fail(self, failure: Failure) -> None:
         """Stop serving: every request that is running or still comes fails with this reason."""
@@ -107,4 +135,5 @@ class TextRouter:
             vocab_size=model.vocab_size,
             block_size=model.layout.block_size,
             eos_token_ids=model.eos_token_ids,
+            dtype=model.facts.dtype,
         )

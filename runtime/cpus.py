@@ -21,13 +21,20 @@ def threads_per_rank(engine: EngineConfig, num_nodes: int = 1) -> int:
     return max(1, _num_cpus() // (num_nodes * engine.tensor_parallel))
 
 
+def thread_counts(engine: EngineConfig) -> tuple[int, ...]:
+    """Return the numbers of threads that a step of this rank may use, in ascending order."""
+    share = threads_per_rank(engine)
+    most = _num_cpus() if engine.shared_cpus else share
+    return (share, most) if most > share else (share,)
+
+
 def _num_cpus() -> int:
     """Return how many CPUs the affinity of this process and the quota of its container leave it."""
-    num_cpus = os.cpu_count() or 1
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # macOS has none
-        num_cpus = len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = (CGROUP / "cpu.max").read_text().split()
         if quota != "max":
-            num_cpus = min(num_cpus, math.ceil(int(quota) / int(period)))
-    return num_cpus
+            count = min(count, math.ceil(int(quota) / int(period)))
+    return count

@@ -1,7 +1,7 @@
 """Treat the first Ctrl-C or SIGTERM as a request to stop, the second one as an order.
 
 Every main uses it: a plain loop waits on it or asks `requested`, an asyncio loop watches its
-descriptor.
+descriptor. SIGTERM leaves time to drain; Ctrl-C, SIGINT, comes from somebody who waits.
 """
 
 import os
@@ -25,6 +25,7 @@ class Interrupts:
     ) -> None:
         """Take two callbacks that run in the handler; exit with 130 right after `on_second`."""
         self.requested = False
+        self.is_hurried = False  # the stop was requested by SIGINT
         self._on_first, self._on_second = on_first, on_second
         self._previous: list[tuple[signal.Signals, Handler]] = []
         self._read_end, self._write_end = -1, -1
@@ -56,12 +57,12 @@ class Interrupts:
         select.select([self._read_end], [], [], timeout_s)
         return self.requested
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested:
             if self._on_second is not None:
                 self._on_second()
             os._exit(EXIT_INTERRUPTED)
-        self.requested = True
+        self.requested, self.is_hurried = True, number == signal.SIGINT
         os.write(self._write_end, b"!")
         if self._on_first is not None:
             self._on_first()

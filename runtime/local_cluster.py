@@ -1,9 +1,9 @@
 """Start, supervise and end the engine processes of one host.
 
 `serve` and `AsyncLLM` call it. Nodes meet each other and their router over sockets in a folder that
-only this user can enter. A node that ends by itself is started again, later each time; the caller
-decides whether to go on while no node was ever ready. It never speaks to a node: the router that
-the nodes dial knows their state.
+only this user can enter. A node that dies is started again, later each time, and one that was told
+to end (exit code 0) is not. The caller decides whether to go on while no node was ever ready. It
+never speaks to a node: the router that the nodes dial knows their state.
 """
 
 import shutil
@@ -49,7 +49,9 @@ class LocalCluster:
         """Spawn all nodes and return; raises `NodeError` when the system refuses."""
         assert self._supervisor is None, "a LocalCluster starts once"
         self._folder = private_folder()
-        self._supervisor = Supervisor(tuple(self._commands(self._folder)), monotonic, self._relay)
+        self._supervisor = Supervisor(
+            tuple(self._commands(self._folder)), monotonic, self._relay, may_leave=True
+        )
         try:
             self._supervisor.start()
         except BaseException:
@@ -61,9 +63,12 @@ class LocalCluster:
         return self._supervisor.poll() if self._supervisor is not None else ()
 
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
-        """End every node, by force after `grace_s`. Idempotent."""
+        """End every node, by force after `grace_s`. Idempotent.
+
+        Their router has ended before, so they have nothing to drain.
+        """
         if self._supervisor is not None:
-            self._supervisor.stop(grace_s)
+            self._supervisor.stop(grace_s, is_hurried=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -79,24 +84,26 @@ class LocalCluster:
             ("prefill", self._config.prefill),
             ("decode", self._config.decode),
         )
+        names = [(role, f"{role}-{index}") for role, count in counts for index in range(count)]
         return [
-            self._command(folder, role, index) for role, count in counts for index in range(count)
+            self._command(folder, role, name, number) for number, (role, name) in enumerate(names)
         ]
 
-    def _command(self, folder: Path, role: Role, index: int) -> Command:
-        name = f"{role}-{index}"
+    def _command(self, folder: Path, role: Role, name: str, number: int) -> Command:
         node = msgspec.structs.replace(
             self._config.node,
             id=name,
             routers=(self._control,),
             bind=f"ipc://{folder}/peers-{name}",
+            http=_counted_up(self._config.node.http, number),
         )
         settings = folder / f"{name}.yaml"
         # The nodes share this host's CPUs, GPUs and memory: each would otherwise take them all.
         num_nodes = self._config.prefill + self._config.decode
         threads = threads_per_rank(self._config.engine, num_nodes)
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
-        number = index if role == "prefill" else self._config.prefill + index
+        if not self._config.engine.threads and engine.tensor_parallel == 1:
+            engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
         gpus = () if engine.device == "cpu" else gpus_of(number)
         shared_by = nodes_on_gpu(number, num_nodes, len(gpus)) if gpus else num_nodes
         cache = msgspec.structs.replace(self._config.cache, shared_by=shared_by)
@@ -107,6 +114,12 @@ class LocalCluster:
             log.info("this node shares its GPU", node=name, gpu=gpus[0], nodes=shared_by)
         env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
         return Command(name, (role, "--config", str(settings)), env=env)
+
+
+def _counted_up(address: str, number: int) -> str:
+    """Return the `node.http` of one of several nodes on this host."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else address
 
 
 def private_folder() -> Path:

@@ -1,14 +1,18 @@
 """Structured log lines: for people by default, one JSON object a line on request.
 
-The main of each process calls `setup` once; all other modules ask `logger` for a `Log` and pass
-fields by name. Prompts are never logged unless `log.prompts` asks for it, and then only through
-`clip`.
+The main of each process calls `own_process` once; all other modules ask `logger` for a `Log` and
+pass fields by name. In a process of ours other libraries, warnings and uncaught errors use the same
+form; in the process of somebody who uses the library, they are left alone. Prompts are never logged
+unless `log.prompts` asks for it, and then only through `clip`.
 """
 
 import json
 import logging
 import sys
+import threading
+import time
 from datetime import datetime
+from types import TracebackType
 from typing import TextIO
 
 from baton.protocol.config import LogConfig
@@ -53,8 +57,56 @@ def clip(text: str) -> str:
     return text if len(text) <= MAX_PROMPT_CHARS else text[:MAX_PROMPT_CHARS] + "…"
 
 
+def own_process(config: LogConfig, name: str) -> None:
+    """Send all that this process, named `name`, has to say to stderr in one form."""
+    setup(config, name)
+    everything = logging.getLogger()
+    everything.handlers[:] = logging.getLogger(ROOT).handlers
+    everything.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    if config.json:
+        sys.excepthook = _log_end
+        threading.excepthook = _log_broken_thread
+
+
+def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = "the process ends by an error of its own"
+    logging.getLogger(ROOT).critical(text, exc_info=(kind, error, trace))
+
+
+def _log_broken_thread(uncaught: threading.ExceptHookArgs) -> None:
+    error = uncaught.exc_value
+    if error is not None and not isinstance(error, SystemExit):
+        how = (type(error), error, uncaught.exc_traceback)
+        logging.getLogger(ROOT).critical("a thread ended by an error of its own", exc_info=how)
+
+
+def is_json() -> bool:
+    """Whether this process writes JSON lines."""
+    handlers = logging.getLogger(ROOT).handlers
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+
+
+def tell_failure(message: str, code: str) -> None:
+    """Write the one line that says why a command ends."""
+    if is_json():
+        Log("command").error(message, code=code)
+    else:
+        print(f"baton: {message}", file=sys.stderr)
+
+
+def relayed(name: str, line: str) -> str:
+    """Return a line that the child `name` printed as this process shows it."""
+    if line.startswith("{") or f" {name}: " in line:
+        return line
+    if is_json():
+        fields = {"time": round(time.time(), 6), "level": "info", "process": name, "message": line}
+        return json.dumps(fields)
+    return f"{name} | {line}"
+
+
 def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
-    """Send every line of this process, named `name`, to `stream` (default: stderr)."""
+    """Send every line of baton, in a process named `name`, to `stream` (default: stderr)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(name) if config.json else TextFormatter(name))
     root = logging.getLogger(ROOT)

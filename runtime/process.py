@@ -7,6 +7,7 @@ searches processes by name: only ids of children that are not yet reaped are eve
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import msgspec
 
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import relayed
 
 DEATH_FD_VARIABLE = "BATON_DEATH_FD"
 DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
@@ -66,9 +68,8 @@ def _watch(descriptor: int) -> None:
 
 
 def to_stderr(name: str, line: str) -> None:
-    """Write a child's line to stderr; a line that does not name its process gets a prefix."""
-    named = line.startswith("{") or f" {name}: " in line
-    sys.stderr.write(line + "\n" if named else f"{name} | {line}\n")
+    """Write a child's line to stderr; a line that does not name its process gets its name."""
+    sys.stderr.write(relayed(name, line) + "\n")
     sys.stderr.flush()
 
 
@@ -129,10 +130,10 @@ class Child:
                 self._reader.join(1.0)
         return self.exit_code
 
-    def terminate(self) -> None:
-        """Ask the child to end (SIGTERM)."""
+    def terminate(self, *, is_hurried: bool = False) -> None:
+        """Ask the child to drain and end (SIGTERM), or to end without a drain (SIGINT)."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGINT if is_hurried else signal.SIGTERM)
 
     def kill(self) -> None:
         """End the child and everything in its group (SIGKILL), without waiting."""
@@ -147,9 +148,9 @@ class Child:
             time.sleep(POLL_S)
         return True
 
-    def stop(self, grace_s: float = GRACE_S) -> int:
+    def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> int:
         """Ask the child to end, wait, kill its group, return the exit code. Idempotent."""
-        self.terminate()
+        self.terminate(is_hurried=is_hurried)
         if not self.wait(monotonic() + grace_s):
             self.kill()
             self.wait(monotonic() + 1.0)
@@ -168,13 +169,13 @@ class Child:
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """A supervised child ended by itself; it starts again in `restart_in_s`."""
+    """A supervised child ended by itself. It starts again in `restart_in_s`, if that is set."""
 
     name: str
     code: int
     tail: tuple[str, ...]
     num_exits: int  # since the supervisor started
-    restart_in_s: float
+    restart_in_s: float | None
 
 
 class Backoff:
@@ -195,11 +196,20 @@ class Backoff:
 
 
 class Supervisor:
-    """Keeps a set of children running. `poll` it a few times a second; it never blocks."""
+    """Keeps a set of children running. `poll` it a few times a second; it never blocks.
+
+    With `may_leave`, a child that exits with 0 was told to end, and is not started again.
+    """
 
     def __init__(
-        self, commands: tuple[Command, ...], clock: Clock = monotonic, relay: Relay = to_stderr
+        self,
+        commands: tuple[Command, ...],
+        clock: Clock = monotonic,
+        relay: Relay = to_stderr,
+        *,
+        may_leave: bool = False,
     ) -> None:
+        self._may_leave = may_leave
         self._posts = [_Post(command) for command in commands]
         self._clock = clock
         self._relay = relay
@@ -214,7 +224,7 @@ class Supervisor:
         for post in self._posts:
             now_s = self._clock()
             if post.child is not None and post.child.poll() is not None:
-                exits.append(post.ended(now_s))
+                exits.append(post.ended(now_s, may_leave=self._may_leave))
             elif post.child is None and now_s >= post.restart_at_s:
                 post.spawn(now_s, self._relay)
         return exits
@@ -226,11 +236,14 @@ class Supervisor:
                 return post.child.pid if post.child is not None else None
         return None
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """End all children at once, by force after `grace_s`. Idempotent."""
+    def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> None:
+        """End all children at once, by force after `grace_s`. Idempotent.
+
+        Those that are hurried do not drain.
+        """
         children = [post.child for post in self._posts if post.child is not None]
         for child in children:
-            child.terminate()
+            child.terminate(is_hurried=is_hurried)
         deadline_s = monotonic() + grace_s
         for child in children:
             if not child.wait(deadline_s):
@@ -260,11 +273,14 @@ class _Post:
         self.child = Child(self.command, relay)
         self._started_s = now_s
 
-    def ended(self, now_s: float) -> Exit:
+    def ended(self, now_s: float, *, may_leave: bool) -> Exit:
         child, self.child = self.child, None
         assert child is not None
         assert child.exit_code is not None
         self.num_exits += 1
+        if may_leave and child.exit_code == 0:
+            self.restart_at_s = math.inf
+            return Exit(child.name, child.exit_code, child.tail, self.num_exits, None)
         delay_s = self._backoff.after(now_s - self._started_s)
         self.restart_at_s = now_s + delay_s
         return Exit(child.name, child.exit_code, child.tail, self.num_exits, delay_s)

@@ -150,11 +150,16 @@ def _of_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if content is None:
-        return {}
+    return {} if content is None else values_of(content, str(path))
+
+
+def values_of(content: object, where: str) -> dict[str, object]:
+    """Return the settings in a parsed file or in a part of one, by their dotted names.
+
+    `where` is named in the `ConfigError` for a name that is unknown.
+    """
     known = {field.name: field for field in fields_of(ClusterConfig)}
-    leaves = _leaves(content, known, str(path))
-    return {name: known[name].from_yaml(value) for name, value in leaves}
+    return {name: known[name].from_yaml(value) for name, value in _leaves(content, known, where)}
 
 
 def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tuple[str, object]]:

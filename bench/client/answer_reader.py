@@ -1,13 +1,12 @@
 """Read one streamed answer as it arrives: its tokens, its usage and its faults. Pure.
 
-The client feeds bytes with the stamp of the read that brought them. Token ids give the number of
-tokens in a chunk; without them the running usage does; without both, each chunk with text counts as
-one and the final usage has to agree. An answer is `ANSWERED` only if nothing about it is in doubt,
-and a token is counted only if a report of the server supports it.
+Token ids give the number of tokens in a chunk; without them the running usage does; without both,
+each chunk with text counts as one and the final usage has to agree. An answer is `ANSWERED` only if
+nothing about it is in doubt, and a token counts only if a report of the server supports it.
 """
 
 import re
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # may open a stream
 
 
 class _Delta(msgspec.Struct):
-    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -75,8 +73,7 @@ class Problem(NamedTuple):
 class EventParser:
     """The parser of server-sent events from bytes that arrive in any pieces.
 
-    Lines end in LF or CRLF. Comments, ids and names of events are ignored. An empty line completes
-    an event, and `feed` never waits for bytes beyond that line.
+    `feed` never waits for bytes beyond the empty line that completes an event.
     """
 
     def __init__(self) -> None:
@@ -117,12 +114,8 @@ class AnswerReader:
         self._events = EventParser()
         self._pieces: list[_Piece] = []
         self._texts: list[str] = []
-        self._usage: _Usage | None = None
+        self.usage: _Usage | None = None
         self._finish_reason: str | None = None
-
-    @property
-    def has_usage(self) -> bool:
-        return self._usage is not None
 
     @property
     def has_running_usage(self) -> bool:
@@ -132,14 +125,6 @@ class AnswerReader:
         """
         told = [bool(piece.total) for piece in self._pieces if piece.has_text]
         return all(told) if told else any(piece.total for piece in self._pieces)
-
-    @property
-    def _has_ids_in_time(self) -> bool:
-        """Return whether token ids came with the text, not all of them after it."""
-        for piece in self._pieces:
-            if piece.num_ids or piece.has_text:
-                return bool(piece.num_ids)
-        return self.token_ids is not None
 
     def feed(self, data: bytes, at_s: float) -> bool:
         """Take in bytes; return whether the answer ended, well or not. Later bytes are not read."""
@@ -166,7 +151,7 @@ class AnswerReader:
 
     def fill(self, record: Record, *, num_asked: int) -> None:
         """Set the record's outcome and contents; set `forced_tokens` before the call."""
-        if (usage := self._usage) is not None:
+        if (usage := self.usage) is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.output_tokens = usage.completion_tokens
             if usage.prompt_tokens_details is not None:
@@ -191,7 +176,7 @@ class AnswerReader:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _malformed(f"an event is not JSON: {event[:80].decode(errors='replace')}")
         if chunk.usage is not None:
-            self._usage = chunk.usage
+            self.usage = chunk.usage
         if _says(chunk.timeline):
             self.timeline = chunk.timeline.copy()
         if _says(chunk.error):
@@ -231,8 +216,10 @@ class AnswerReader:
     def _count(self, num_forced: int) -> tuple[list[int], Problem | None, str]:
         """Return each piece's tokens, a contradiction of the server, and a note on counting."""
         pieces = self._pieces
-        reported = None if self._usage is None else self._usage.completion_tokens
-        if self._has_ids_in_time:
+        reported = None if self.usage is None else self.usage.completion_tokens
+        # Token ids count where they come with the text, not all of them after it.
+        first = next((piece for piece in pieces if piece.num_ids or piece.has_text), None)
+        if first.num_ids if first else self.token_ids is not None:
             counts = [piece.num_ids or 0 for piece in pieces]
             return counts, _differs(reported, sum(counts), "token ids arrived"), ""
         if self.has_running_usage:
@@ -259,7 +246,7 @@ class AnswerReader:
             return None
         if not is_forced and 0 < num_tokens < num_asked and self._finish_reason == "stop":
             return None
-        source = "" if self.token_ids is not None or self._usage else " by chunks with text"
+        source = "" if self.token_ids is not None or self.usage else " by chunks with text"
         text = f"{num_tokens} tokens{source} instead of {num_asked}"
         if self._finish_reason is not None:
             text += f", finish reason {self._finish_reason}"
@@ -305,14 +292,11 @@ def _differs(reported: int | None, counted: int, what: str) -> Problem | None:
 
 def _steps(pieces: list[_Piece]) -> tuple[list[int], bool]:
     """Return the steps between the running totals, and whether the totals only grow."""
-    counts, last = [], 0
-    for piece in pieces:
-        total = last if piece.total is None else piece.total
-        counts.append(max(total - last, 0))
-        if total < last:
-            return counts + [0] * (len(pieces) - len(counts)), False
-        last = total
-    return counts, True
+    known = accumulate(
+        pieces, lambda last, piece: last if piece.total is None else piece.total, initial=0
+    )
+    steps = [total - before for before, total in pairwise(known)]
+    return [max(step, 0) for step in steps], min(steps, default=0) >= 0
 
 
 def _with_silent_tokens(pieces: list[_Piece], is_chat: bool) -> list[list[int]]:

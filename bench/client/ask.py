@@ -174,8 +174,7 @@ async def ask(
 ) -> Record:
     """Send `planned` at `due_s` on the monotonic clock (None: at once) and read the answer.
 
-    All stamps of the record are on that clock; `planned.at_s` is not read. `planned` holds the
-    whole prompt: a later turn of a conversation includes the turns before. Raises `Stopped` if the
+    All stamps of the record are on that clock; `planned.at_s` is not read. Raises `Stopped` if the
     session ended before the moment came.
     """
     request = session.request("POST", session.base_path + target.path, body_of(target, planned))

@@ -1,10 +1,9 @@
 """A connection that stamps arriving bytes, and a request under way on it.
 
-The client sends one request at a time on each connection. The stamp is taken as soon as the event
-loop hands the bytes over, before anything is parsed; an HTTP library would pass the bytes to a task
-that runs later, after the reads of all other connections. httptools parses HTTP, and every piece of
-the body goes to the answer's reader under the stamp of the read that brought it. Nothing is sent
-twice, decompressed or redirected: an unreadable answer is a `Problem` in one line.
+The stamp is taken as soon as the event loop hands the bytes over, before anything is parsed; an
+HTTP library would pass the bytes to a task that runs later. httptools parses HTTP, and the body
+goes to the answer's reader under the stamp of the read that brought it. Nothing is sent twice,
+decompressed or redirected: an unreadable answer is a `Problem` in one line.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Run one load: client processes that each send a share of the requests and return the records.
 
-The experiments call `run_load`. All processes count from one start on the host's monotonic clock;
-this process sleeps while they run, so that it takes no CPU from them. Records travel when the load
-is over. A process that ends without its records is an error, never a smaller number.
+All processes count from one start on the host's monotonic clock; this process sleeps while they
+run, so that it takes no CPU from them. Records travel when the load is over. A process that ends
+without its records is an error, never a smaller number.
 """
 
 import contextlib
@@ -25,8 +25,7 @@ from baton.runtime.process import Child, Command
 SHOW_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1
 START_DELAY_S = 0.1
-# The longest time from a stop to the last record.
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0  # from a stop to the last record
 EXIT_TIMEOUT_S = 2.0
 MODULE = "baton.bench.client.worker"
 
@@ -70,10 +69,6 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     failed: int = 0
     tokens: int = 0
 
-    @property
-    def in_flight(self) -> int:
-        return self.sent - self.ended
-
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The last message of a client process; the stamps of its records are monotonic."""
@@ -101,12 +96,16 @@ def run_load(
     """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
 
     Requests under way at a stop are `STOPPED`, and later ones have no record. `on_start` gets the
-    start of the schedule on the monotonic clock, shortly before. Raises `ConfigError` for a load
-    that cannot run, and `BatonError` when a client process fails.
+    start of the schedule on the monotonic clock. Raises `ConfigError` for a load that cannot run.
     """
     with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
         workers.wait_until(lambda: all(end.is_ready for end in workers.ends))
-        start_s = monotonic() + START_DELAY_S + LEAD_S + _warm_up_s(load)
+        # The first request may be due before the start, to warm up.
+        due = [
+            0.0,
+            *(one.at_s for one in load.requests if one.at_s is not None and not load.closed),
+        ]
+        start_s = monotonic() + START_DELAY_S + LEAD_S - min(due)
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not workers.stopping:
             on_start(start_s)
@@ -121,8 +120,8 @@ def run_load(
     if len(records) != len(load.requests) and not may_be_fewer:
         text = f"{len(load.requests)} requests were planned and {len(records)} records came back"
         raise BatonError(text)
-    wall_s = max((record.end_s for record in records), default=0.0)
-    return LoadResult(records, [one.client for one in found], max(wall_s, 0.0), started_at)
+    wall_s = max([0.0, *(record.end_s for record in records)])
+    return LoadResult(records, [one.client for one in found], wall_s, started_at)
 
 
 def deal(load: Load) -> list[Load]:
@@ -158,8 +157,7 @@ class Workers:
         self.ends: list[_End] = []
         self.stopping = False
         self._shares, self._show, self._stop = shares, show, stop
-        self._shown_s = monotonic()
-        self._deadline_s = 0.0
+        self._shown_s, self._deadline_s = monotonic(), 0.0
         self._stack = contextlib.ExitStack()
 
     @property
@@ -257,18 +255,10 @@ class _End:
         return BatonError(f"client process {self._child.name} failed ({why}, {status}){last}")
 
 
-def _warm_up_s(load: Load) -> float:
-    """Return how many seconds before the start the first request is due."""
-    moments = [planned.at_s for planned in load.requests if planned.at_s is not None]
-    return 0.0 if load.closed else max(0.0, -min(moments, default=0.0))
-
-
 def _since(start_s: float, record: Record) -> Record:
     """Return the record with its stamps counted from the start of the schedule."""
-    record.intended_s -= start_s
-    record.sent_s -= start_s
-    record.end_s -= start_s
-    if record.first_byte_s is not None:
-        record.first_byte_s -= start_s
+    for name in ("intended_s", "sent_s", "end_s", "first_byte_s"):
+        if (at_s := getattr(record, name)) is not None:
+            setattr(record, name, at_s - start_s)
     record.arrivals = [Arrival(one.at_s - start_s, one.num_tokens) for one in record.arrivals]
     return record

@@ -1,8 +1,7 @@
 """Find out what a server is, can return and says of itself, before any load, with a few requests.
 
-The experiments call `probe` once per target, and `accepted` where no token ids were named. A server
-that would spoil every request of a load is refused in one line that says what to do; `Probed.fit`
-removes from the requests the fields that the server does not know.
+A server that would spoil every request of a load is refused in one line that says what to do;
+`Probed.fit` removes from the requests the fields that the server does not know.
 """
 
 import asyncio
@@ -41,10 +40,7 @@ class Probed(msgspec.Struct, frozen=True):
     gives: frozenset[str]
 
     def fit(self, target: Target) -> Target:
-        """Return `target` with the model's name, without fields that the server refuses or ignores.
-
-        It asks for running usage where there are no token ids to count.
-        """
+        """Return `target` with the model's name, without fields that the server does not know."""
         fields = {name: getattr(target, name) and name in self.gives for name in ABILITIES}
         fields["continuous_usage"] = "continuous_usage" in self.gives and not fields["token_ids"]
         return msgspec.structs.replace(target, model=self.model, **fields)
@@ -67,19 +63,20 @@ def probe(target: Target, stop_fd: int | None = None) -> Probed:
     Raises `ConfigError` for a fault that the user can mend, `BatonError` for a server that fails.
     """
     check(target, [])
-    return asyncio.run(_probe(target) if stop_fd is None else _until(stop_fd, target))
 
+    async def until_stopped() -> Probed:
+        loop, asking = asyncio.get_running_loop(), asyncio.ensure_future(_probe(target))
+        if stop_fd is not None:
+            loop.add_reader(stop_fd, asking.cancel)
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            raise BatonError(f"interrupted while {target.url} was asked what it can do") from None
+        finally:
+            if stop_fd is not None:
+                loop.remove_reader(stop_fd)
 
-async def _until(stop_fd: int, target: Target) -> Probed:
-    loop = asyncio.get_running_loop()
-    asking = asyncio.ensure_future(_probe(target))
-    loop.add_reader(stop_fd, asking.cancel)
-    try:
-        return await asking
-    except asyncio.CancelledError:
-        raise BatonError(f"interrupted while {target.url} was asked what it can do") from None
-    finally:
-        loop.remove_reader(stop_fd)
+    return asyncio.run(until_stopped())
 
 
 async def _probe(target: Target) -> Probed:
@@ -90,12 +87,13 @@ async def _probe(target: Target) -> Probed:
             target, model=_model(target, listed), usage=True, **dict.fromkeys(EXTENSIONS, False)
         )
         plain = await _try(session, bare)
-        if _is_refused(plain):
+        if plain.problem is not None and plain.problem.outcome is Outcome.CLIENT_ERROR:
             bare = msgspec.structs.replace(bare, usage=False)
             without = await _try(session, bare)
-            plain = plain if _is_refused(without) else without
+            is_refused = without.problem and without.problem.outcome is Outcome.CLIENT_ERROR
+            plain = plain if is_refused else without
         _check_streams(target, plain)
-        gives = {"usage"} if plain.reader.has_usage else set()
+        gives = {"usage"} if plain.reader.usage is not None else set()
         for name in EXTENSIONS:
             extended = msgspec.structs.replace(bare, **{name: True})
             if _has(name, await _try(session, extended)):
@@ -136,10 +134,7 @@ def accepted(target: Target) -> Vocabulary:
 
 
 def pages_of(target: Target) -> dict[str, str]:
-    """Return what the server has of `PAGES`: the words of a server about itself, by path.
-
-    Redirections are not followed: the key is for this server alone, and so are the answers.
-    """
+    """Return what the server says about itself on `PAGES`, by path, without redirections."""
 
     quick = msgspec.structs.replace(target, timeout_s=min(target.timeout_s, PAGE_TIMEOUT_S))
 
@@ -210,10 +205,6 @@ def _said(exchange: Exchange) -> _Said | None:
         return msgspec.json.decode(exchange.body, type=_Said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _is_refused(exchange: Exchange) -> bool:
-    return exchange.problem is not None and exchange.problem.outcome is Outcome.CLIENT_ERROR
 
 
 def _check_streams(target: Target, plain: Exchange) -> None:

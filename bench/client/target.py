@@ -1,8 +1,7 @@
 """The server under load and the fields of every request to it: plain data, with checks.
 
-`Target` is a group of the user's settings. `settled` fills in the fields that they leave open, the
-probe adds the abilities of the server, and the client turns a target and a planned request into
-bytes. A target holds the server's key, so it leaves this process only redacted, in reports.
+`settled` fills in the fields that the user leaves open, and the probe adds the server's abilities.
+A target holds the server's key, so it leaves this process only redacted, in reports.
 """
 
 import os
@@ -29,14 +28,11 @@ class Target(msgspec.Struct, frozen=True):
     """A server, a model on it, and the fields that every request carries.
 
     `token_ids`, `timeline` and `continuous_usage` ask for extensions; `Probed.fit` turns off those
-    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced. The probe
-    sets the last two fields; the user has no flags for them.
+    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced.
     """
 
     url: Annotated[str, about("address of the server, without /v1")] = "http://127.0.0.1:8000"
-    model: Annotated[
-        str, about("name of the model in the API; not needed if the server has only one")
-    ] = ""
+    model: Annotated[str, about("name of the model, if the server has several")] = ""
     api: Annotated[
         Literal["auto", "completions", "chat"],
         about("endpoint to ask; auto takes chat for messages, else completions"),
@@ -44,19 +40,11 @@ class Target(msgspec.Struct, frozen=True):
     api_key: Annotated[
         str, about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported")
     ] = ""
-    ca_file: Annotated[
-        str, about("PEM file of the authority that signed the server's certificate")
-    ] = ""
-    insecure: Annotated[
-        bool, about("trust any certificate of an https server, as curl --insecure does")
-    ] = False
-    timeout_s: Annotated[
-        float, about("time after which an answer counts as timed_out", "s", gt=0)
-    ] = 300.0
+    ca_file: Annotated[str, about("PEM file of the authority of the server's certificate")] = ""
+    insecure: Annotated[bool, about("trust any certificate, as curl --insecure does")] = False
+    timeout_s: Annotated[float, about("time limit of an answer", "s", gt=0)] = 300.0
     extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
-    ignore_eos: Annotated[bool, about("ask the server to go on up to the full output length")] = (
-        True
-    )
+    ignore_eos: Annotated[bool, about("ask for outputs of the full length")] = True
     timeline: Annotated[
         bool, about("ask for the stages of a request, if the server tells them")
     ] = True
@@ -86,10 +74,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def settled(target: Target, requests: Sequence[Planned]) -> Target:
-    """Return `target` with its API chosen for `requests`, and by default the environment's key.
-
-    The model may stay open: the probe finds out which one the server has. Raises `ConfigError`.
-    """
+    """Return `target` with its API chosen for `requests`, and by default the environment's key."""
     api = target.api
     if api == "auto":
         api = "chat" if any(planned.messages for planned in requests) else "completions"

@@ -1,7 +1,6 @@
 """Requests that belong together: the next turn of a conversation after an answer or a failure.
 
-`load.py` deals units out to client processes, `worker.py` follows each from turn to turn. Pure. A
-turn is never dropped: if an earlier turn failed, the later ones count as failed.
+Pure. A turn is never dropped: if an earlier turn failed, the later ones count as failed.
 """
 
 from collections.abc import Sequence

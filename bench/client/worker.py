@@ -173,8 +173,7 @@ class Worker:
     async def _closed_loop(self, units: Sequence[Unit], start_s: float) -> None:
         """Run the clients; each takes the next unit when it has the last answer.
 
-        A client that was turned away pauses first: otherwise it would spend all its requests on a
-        server that is away for a moment.
+        One that was turned away pauses, or it would spend all its requests on an absent server.
         """
         waiting, session = deque(units), self._session
         stop_after_s = self._share.stop_after_s

@@ -1,7 +1,7 @@
 """Faults of a run: how they are written, and the effect of each on the requests around it.
 
-`injector.py` carries faults out. `impacts` reads the records of the load afterwards: it is pure,
-and sees only what a client sees, so it holds for any server. DEFINITIONS explains every term.
+`impacts` reads the records of the load afterwards: it is pure, and sees only what a client sees, so
+it holds for any server. DEFINITIONS explains every term.
 """
 
 import math
@@ -127,18 +127,18 @@ def parse_fault(text: str) -> FaultSpec:
         command = tuple(shlex.split(found["command"] or ""))
     except ValueError as error:
         raise ConfigError(f"fault {text!r}: {error}; write {FORMS}") from error
-    kind, pid, why = found["kind"], int(found["pid"]), ""
-    if pid <= 1 or pid == os.getpid():
-        why = f"{pid} is not the id of a server's process"
-    elif kind == "kill" and (found["after"] or command):
-        why = f"a kill takes only a time; write {FORMS}"
-    elif kind == "stop" and (after_s <= 0 or command):
-        why = "say after how many seconds it continues: stop:PID@10+2"
-    elif kind == "restart" and not command:
-        why = "say what starts it again: restart:PID@10=COMMAND"
-    if why:
-        raise ConfigError(f"fault {text!r}: {why}")
-    return FaultSpec(msgspec.convert(kind, FaultKind), pid, at_s, after_s, command)
+    kind, pid = msgspec.convert(found["kind"], FaultKind), int(found["pid"])
+    why = {
+        f"{pid} is not the id of a server's process": pid <= 1 or pid == os.getpid(),
+        f"a kill takes only a time; write {FORMS}": kind == "kill" and (found["after"] or command),
+        "say after how many seconds it continues: stop:PID@10+2":
+            kind == "stop" and (after_s <= 0 or command),
+        "say what starts it again: restart:PID@10=COMMAND": kind == "restart" and not command,
+    }  # fmt: skip
+    for text_of_mistake, is_made in why.items():
+        if is_made:
+            raise ConfigError(f"fault {text!r}: {text_of_mistake}")
+    return FaultSpec(kind, pid, at_s, after_s, command)
 
 
 def impacts(
@@ -320,9 +320,8 @@ class _Around:
 
 def _waits(record: Record) -> Iterator[tuple[float, float, bool]]:
     """Yield the times without tokens: begin, end, and whether it is the first of the request."""
-    carrying = [arrival.at_s for arrival in record.arrivals if arrival.num_tokens > 0]
-    spans = pairwise([record.intended_s, *carrying, record.end_s])
-    return ((begin_s, end_s, not index) for index, (begin_s, end_s) in enumerate(spans))
+    stamps = [record.intended_s, *(arrival.at_s for arrival in record.arrivals), record.end_s]
+    return ((begin_s, end_s, not place) for place, (begin_s, end_s) in enumerate(pairwise(stamps)))
 
 
 def _wait_limits(records: Sequence[Record], usual: Window, factor: float) -> dict[bool, float]:

@@ -1,4 +1,4 @@
-"""Whether a load outran its server: a queue that grew from the first request to the last.
+"""Find a queue that grew from the first request of a load to the last: the load outran its server.
 
 `validity.py` warns of it, and a search takes such a run as failed, because its figures say how long
 the run was. A burst, a slow start and chance do not count as growth. Pure.
@@ -7,7 +7,6 @@ the run was. A burst, a slow start and chance do not count as growth. Pure.
 import math
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from baton.bench.figures.metrics import Window, counted, measure
@@ -19,33 +18,15 @@ MIN_T = 3.0  # about one run in a hundred without growth has a slope of so many 
 MIN_FACTOR = 1.5  # last third of the arrivals over the first
 
 
-class Growth(msgspec.Struct, frozen=True):
-    """Means of the first and the last third of the arrivals."""
-
-    first_ttft_ms: float
-    last_ttft_ms: float
-    first_in_flight: float
-    last_in_flight: float
-
-    @property
-    def line(self) -> str:
-        return (
-            "the load outran the server: over the run TTFT grew from "
-            f"{self.first_ttft_ms:.0f} to {self.last_ttft_ms:.0f} ms and requests in flight from "
-            f"{self.first_in_flight:.1f} to {self.last_in_flight:.1f}, so a longer run would "
-            "measure worse figures"
-        )
-
-
-def find_growth(records: Sequence[Record], window: Window | None) -> Growth | None:
-    """Find a queue that grew throughout; None also where too few requests arrived to say so.
+def find_growth(records: Sequence[Record], window: Window | None) -> str:
+    """Return a line about a queue that grew throughout; empty without one, or with few requests.
 
     Both figures have to grow: TTFT alone rises with longer prompts, requests in flight with longer
     answers.
     """
     arrived = counted(records, window)
     if len(arrived) < MIN_REQUESTS:
-        return None
+        return ""
     moments = np.array([record.intended_s for record in arrived])
     ttfts_ms = np.array([_ttft_ms(record) for record in arrived])
     # Requests that arrived before the window may still be in flight within it.
@@ -54,12 +35,17 @@ def find_growth(records: Sequence[Record], window: Window | None) -> Growth | No
     ended = np.searchsorted(np.sort([one.end_s for one in every]), moments, "right")
     waits = [part[~np.isnan(part)] for part in np.array_split(ttfts_ms, NUM_BINS)]
     if not all(len(part) for part in waits):
-        return None
+        return ""
     wait_ms = [float(part.mean()) for part in waits]
     in_flight = [float(part.mean()) for part in np.array_split(begun - ended, NUM_BINS)]
     if not (_grows(wait_ms) and _grows(in_flight)):
-        return None
-    return Growth(*_ends(wait_ms), *_ends(in_flight))
+        return ""
+    (first_ms, last_ms), (first, last) = _ends(wait_ms), _ends(in_flight)
+    return (
+        f"the load outran the server: over the run TTFT grew from {first_ms:.0f} to {last_ms:.0f} "
+        f"ms and requests in flight from {first:.1f} to {last:.1f}, so a longer run would measure "
+        "worse figures"
+    )
 
 
 def slope_in_errors(ys: Sequence[float]) -> float:
@@ -79,6 +65,7 @@ def _grows(means: Sequence[float]) -> bool:
 
 
 def _ends(means: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and the last third."""
     third = len(means) // 3
     return float(np.mean(means[:third])), float(np.mean(means[-third:]))
 

@@ -1,9 +1,7 @@
 """The figures of a load: every figure of a report, and the definition that is printed with it.
 
-`summarise` turns the records of a load into one `Summary`, which searches, comparisons and reports
-read. A failed request has no latency that counts, but it stays in every denominator. A request
-belongs to a window by its intended arrival, whenever it ended. Nothing here may mend, drop or
-reorder records.
+A failed request has no latency that counts, but it stays in every denominator. A request belongs to
+a window by its intended arrival, whenever it ended. Nothing here may mend, drop or reorder records.
 """
 
 from collections import Counter
@@ -144,9 +142,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def chunk_gaps(record: Record) -> tuple[Floats, Floats]:
     """Return the seconds before each later arrival of tokens, and how many tokens it brought."""
-    carrying = [arrival for arrival in record.arrivals if arrival.num_tokens > 0]
-    stamps = np.array([arrival.at_s for arrival in carrying], np.float64)
-    tokens = np.array([arrival.num_tokens for arrival in carrying], np.float64)
+    stamps = np.array([arrival.at_s for arrival in record.arrivals], np.float64)
+    tokens = np.array([arrival.num_tokens for arrival in record.arrivals], np.float64)
     return np.diff(stamps), tokens[1:]
 
 
@@ -158,7 +155,7 @@ def measure(record: Record) -> Timing:
     if not whole.num_tokens:
         return whole
     gaps, tokens = chunk_gaps(record)
-    first_s = next(one.at_s for one in record.arrivals if one.num_tokens > 0)
+    first_s = record.arrivals[0].at_s
     return msgspec.structs.replace(
         whole,
         ttft_ms=1e3 * (first_s - record.intended_s),
@@ -223,17 +220,26 @@ def summarise(
     arrived, span = (window, window) if window else _spans(records, closed_loop)
     offered_rate = _per_s(len(records), arrived) or None
     every = counted(result.records, None)
+    came = [(one.at_s, one.num_tokens) for record in every for one in record.arrivals]
     met = [meets(record, bounds) for record in records] if bounds is not None else []
+    ends = Counter(record.outcome for record in records)
     chunk_ms, itl_ms, num_chunks = gaps_ms(good)
     num_tokens = sum(timing.num_tokens for timing in answered)
     prompts = [record.prompt_tokens for record in good if record.prompt_tokens is not None]
+    caches = [
+        (record.cached_tokens, record.prompt_tokens)
+        for record in good
+        if record.cached_tokens is not None and record.prompt_tokens
+    ]
     return Summary(
         num_requests=len(records),
-        outcomes=_outcomes(records),
+        outcomes={outcome.value: ends[outcome] for outcome in Outcome if ends[outcome]},
         window=span,
         offered_rate=offered_rate,
         answered_rate=_per_s(len(answered), span) if offered_rate else None,
-        tokens_per_s=_per_s(_tokens_within(every, span), span),
+        tokens_per_s=_per_s(
+            sum(span.start_s <= at_s <= span.end_s and num for at_s, num in came), span
+        ),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(prompts) if prompts else None,
         tokens_per_chunk=num_tokens / num_chunks if num_chunks else None,
@@ -244,7 +250,9 @@ def summarise(
         attainment=sum(met) / len(met) if met else None,
         attainment_interval=share_interval(met) if met else None,
         goodput=_per_s(sum(met), span) if met and offered_rate else None,
-        cached_share=_cached_share(good),
+        cached_share=sum(had for had, _ in caches) / sum(of for _, of in caches)
+        if caches
+        else None,
         concurrency=_concurrency(every, span),
         num_unfinished=sum(1 for record in records if window and record.end_s > window.end_s),
         **latencies,
@@ -254,11 +262,6 @@ def summarise(
 def _limits(bounds: Bounds) -> list[tuple[str, float]]:
     named = [(name, getattr(bounds, name)) for name in Bounds.__struct_fields__]
     return [(name, limit) for name, limit in named if limit is not None]
-
-
-def _outcomes(records: Sequence[Record]) -> dict[str, int]:
-    found = Counter(record.outcome for record in records)
-    return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
 
 def gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
@@ -279,9 +282,8 @@ def _per_s(count: float, span: Window) -> float:
 def _spans(records: Sequence[Record], closed_loop: bool) -> tuple[Window, Window]:
     """Return the spans over which arrivals and answers are counted.
 
-    Arrivals reach to where the next one would be; nowhere if all came at one moment. Answers reach
-    to the last end, and in an open loop at least as far as arrivals: else more would be answered
-    per second than is offered.
+    Arrivals reach to where the next one would be. Answers reach to the last end, in an open loop
+    at least as far as arrivals: else more would be answered per second than is offered.
     """
     first_s, last_s = records[0].intended_s, records[-1].intended_s
     next_s = last_s + (last_s - first_s) / max(1, len(records) - 1)
@@ -289,18 +291,7 @@ def _spans(records: Sequence[Record], closed_loop: bool) -> tuple[Window, Window
     return Window(first_s, next_s), Window(first_s, end_s if closed_loop else max(end_s, next_s))
 
 
-def _tokens_within(records: Sequence[Record], span: Window) -> int:
-    arrivals = (arrival for record in records for arrival in record.arrivals)
-    return sum(one.num_tokens for one in arrivals if span.start_s <= one.at_s <= span.end_s)
-
-
 def _concurrency(records: Sequence[Record], span: Window) -> float:
     within = (min(one.end_s, span.end_s) - max(one.sent_s, span.start_s) for one in records)
     # Sorted, so that the sum does not depend on the order of the records.
     return _per_s(sum(sorted(max(0.0, seconds) for seconds in within)), span)
-
-
-def _cached_share(answered: Sequence[Record]) -> float | None:
-    said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
-    prompts = sum(one.prompt_tokens or 0 for one in said)
-    return sum(one.cached_tokens or 0 for one in said) / prompts if said else None

@@ -1,8 +1,7 @@
 """Statistics of samples: percentiles, intervals by ranks and by batch means, paired ratios.
 
-`metrics` takes its percentiles and intervals from here, `compare` the ratios of interleaved rounds.
-No random number is drawn, so a report that is computed twice says the same. Nothing here may drop
-a sample, or interpolate between two of them where a percentile is asked for.
+No random number is drawn. Nothing here may drop a sample, or interpolate between two of them where
+a percentile is asked for.
 """
 
 import math
@@ -31,24 +30,22 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """A over B, round by round. With fewer than `MIN_ROUNDS` rounds the ends are their range."""
+    """A over B. With fewer than `MIN_ROUNDS` rounds the ends are the range of `each`."""
 
     median: float
     low: float
     high: float
     rounds: int
+    each: tuple[float, ...] = ()  # in the order of the rounds
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether A and B differ, in enough rounds to say so."""
+        """Return whether A and B differ, in enough rounds to say so."""
         return self.rounds >= MIN_ROUNDS and not self.low <= 1.0 <= self.high
 
 
 def nearest_rank(ordered: Sequence[float] | Floats, percent: float) -> float:
-    """Return the smallest sample that at least `percent` % of the samples do not exceed.
-
-    `ordered` is sorted and not empty; 0 < percent <= 100.
-    """
+    """Return the smallest of the `ordered` samples that at least `percent` % do not exceed."""
     assert len(ordered) > 0
     assert 0 < percent <= 100
     # Without the margin 99.9 * 1000 / 100, which is a little more than 999, would round up.
@@ -64,9 +61,9 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
     """
     if len(a) != len(b) or not a:
         raise ValueError(f"{len(a)} rounds of one and {len(b)} of the other cannot be paired")
-    ratios = sorted(one / other for one, other in zip(a, b, strict=True))
-    cut = _outside(len(ratios))
-    return Ratio(statistics.median(ratios), ratios[cut], ratios[-1 - cut], len(ratios))
+    each = tuple(one / other for one, other in zip(a, b, strict=True))
+    ratios, cut = sorted(each), _outside(len(each))
+    return Ratio(statistics.median(each), ratios[cut], ratios[-1 - cut], len(each), each)
 
 
 def _outside(num_rounds: int) -> int:
@@ -97,8 +94,7 @@ def batch_means(samples: Sequence[float]) -> Interval | None:
 def share_interval(met: Sequence[bool]) -> Interval:
     """Estimate a share of a sequence that is not empty: the wider of Wilson's and batch means.
 
-    Wilson's says how little few samples prove, also where all of them agree; batch means say how
-    little many do that went well or badly together.
+    Wilson's says how little few samples prove; batch means, how little many dependent ones do.
     """
     size, share, z2 = len(met), sum(met) / len(met), 1.96**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)

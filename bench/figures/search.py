@@ -1,47 +1,37 @@
-"""The search for the largest rate at which enough requests meet their bounds.
+"""The search for the largest rate at which enough requests meet their bounds. Pure.
 
-`bench/search.py` runs a load at `next_rate()` and tells `observe` the result, until there is no
-next rate. The search doubles, bisects, then runs the rate that it found several times more: a rate
-is confirmed only if every one of these runs attains. Nothing here runs a load.
+It doubles, bisects, then runs the rate that it found several times more: a rate is confirmed only
+if every one of these runs attains.
 """
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal, assert_never
 
 import msgspec
-from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
+from baton.runtime.fields import about
 
 # An invalid run says nothing. Two in a row at one rate are the client's limit, not chance.
 MAX_INVALID = 2
-RATE = {"unit": "requests/s"}
 
 
 class SearchOptions(msgspec.Struct, frozen=True):
     attainment: Annotated[
-        float, Meta(gt=0, le=1, description="share of all arrivals that must meet the bounds")
+        float, about("share of all arrivals that must meet the bounds", gt=0, le=1)
     ] = 0.9
-    start_rate: Annotated[float, Meta(gt=0, description="first rate to try", extra=RATE)] = 1.0
-    min_rate: Annotated[float, Meta(gt=0, description="lowest rate to try", extra=RATE)] = 0.01
-    max_rate: Annotated[
-        float, Meta(ge=0, description="highest rate to try; 0 sets no limit", extra=RATE)
-    ] = 0.0
+    start_rate: Annotated[float, about("first rate to try", "requests/s", gt=0)] = 1.0
+    min_rate: Annotated[float, about("lowest rate to try", "requests/s", gt=0)] = 0.01
+    max_rate: Annotated[float, about("highest rate to try; 0: any", "requests/s", ge=0)] = 0.0
     # Rates have four digits; a bracket that is hardly wider could not be bisected.
     tolerance: Annotated[
-        float,
-        Meta(
-            ge=0.01, le=1, description="relative distance of the rates between which bisecting ends"
-        ),
+        float, about("relative distance of the rates between which bisecting ends", ge=0.01, le=1)
     ] = 0.05
-    confirmations: Annotated[
-        int, Meta(ge=1, description="number of further runs that must confirm the rate")
-    ] = 3
-    max_probes: Annotated[
-        int, Meta(ge=1, description="number of runs after which the search gives up")
-    ] = 40
+    confirmations: Annotated[int, about("further runs that must confirm the rate", ge=1)] = 3
+    max_probes: Annotated[int, about("runs after which the search gives up", ge=1)] = 40
 
 
 class Purpose(StrEnum):
@@ -59,14 +49,17 @@ class Probe(msgspec.Struct, frozen=True):
 
     Saturated: the queue grew throughout, so that a longer run would attain less. Broken: its
     figures must not be used, by the server's fault. Neither attains, even with a good attainment.
+    Alone: hardly any two requests were in flight at once, so a lower rate would attain no more.
     """
 
     rate: float
     attainment: float
     is_valid: bool
-    purpose: Purpose
+    purpose: Purpose = Purpose.UP
     is_saturated: bool = False
     is_broken: bool = False
+    is_alone: bool = False
+    offered_rate: float | None = None  # drawn arrivals never have quite the rate
 
 
 class Ending(StrEnum):
@@ -132,38 +125,26 @@ class RateSearch:
     def purpose(self) -> Purpose | None:
         return self._next[1] if self._next else None
 
-    def observe(
-        self,
-        rate: float,
-        attainment: float,
-        valid: bool,
-        *,
-        saturated: bool = False,
-        broken: bool = False,
-        alone: bool = False,
-    ) -> None:
-        """Take the result of the run at `next_rate()`.
-
-        `saturated` and `broken` are those of `Probe`. `alone`: hardly any two requests were in
-        flight at the same time, so that a lower rate would attain no more.
-        """
+    def observe(self, probe: Probe) -> None:
+        """Take the run at `next_rate()`; the search knows its purpose."""
         assert self._next is not None, "the search has ended"
-        assert rate == self._next[0], f"{rate} was run where {self._next[0]} was asked for"
-        purpose = self._next[1]
-        self.probes.append(Probe(rate, attainment, valid, purpose, saturated, broken))
+        rate, purpose = self._next
+        assert probe.rate == rate, f"{probe.rate} was run where {rate} was asked for"
+        self.probes.append(msgspec.structs.replace(probe, purpose=purpose))
         known = self._known.setdefault(rate, _Rate())
-        known.num_invalid = 0 if valid else known.num_invalid + 1
-        if valid:
-            is_good = attainment >= self.options.attainment and not saturated and not broken
+        known.num_invalid = 0 if probe.is_valid else known.num_invalid + 1
+        if probe.is_valid:
+            is_good = probe.attainment >= self.options.attainment
+            is_good = is_good and not probe.is_saturated and not probe.is_broken
             # If the rate attained before, a failure is the second opinion already.
             was_held = known.verdict == "held"
             known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_good)
-            known.verdict, known.is_alone = "held" if is_good else "failed", alone
+            known.verdict, known.is_alone = "held" if is_good else "failed", probe.is_alone
             known.num_confirmed += is_good and purpose is Purpose.CONFIRM
         elif known.num_invalid >= MAX_INVALID:
             known.is_rechecked = True
             known.verdict = "failed" if known.verdict == "failed" else "unreachable"
-        if valid or known.num_invalid >= MAX_INVALID:
+        if probe.is_valid or known.num_invalid >= MAX_INVALID:
             self._next = self._choose()
         if self._next is not None and len(self.probes) >= self.options.max_probes:
             self._next, self._ending = None, Ending.PROBES_SPENT
@@ -172,14 +153,22 @@ class RateSearch:
         """Return the result at the end, or what is known so far."""
         low, high = self._low(), self._high()
         has_rate = self._ending in (Ending.FOUND, Ending.CLIENT_LIMIT, Ending.RATE_LIMIT)
-        return Found(
-            rate=low,
-            confirmed=has_rate and self._is_confirmed(),
-            ending=self._ending,
-            failing_rate=high if self._has_failed(high) else None,
-            line=self._line(low, high),
-            probes=list(self.probes),
+        confirmed = has_rate and self._is_confirmed()
+        line, offered = (
+            self._line(low, high),
+            [
+                probe.offered_rate
+                for probe in self.probes
+                if probe.rate == low and probe.purpose is Purpose.CONFIRM and probe.is_valid
+                if probe.offered_rate is not None
+            ],
         )
+        median = statistics.median(offered) if confirmed and offered else None
+        if median is not None:
+            line += f"; {median:.4g}/s were offered (median of the confirming runs)"
+        failing = high if self._has_failed(high) else None
+        probes = list(self.probes)
+        return Found(low, confirmed, self._ending, failing, line, probes, median)
 
     def _choose(self) -> tuple[float, Purpose] | None:
         low, high, limit = self._low(), self._high(), self.options.max_rate or math.inf

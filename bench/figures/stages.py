@@ -1,20 +1,17 @@
 """The stages of a request's time: the server's own timeline joined to the client's stamps.
 
-The client calls `stages_of` when an answer brought a timeline, reports call `summarise_stages`. The
-server's durations come from several clocks and the client's from another, so only durations are
+The server's durations come from several clocks and the client's from another, so only durations are
 compared, never stamps. Time that no stage explains is a stage of its own; stages that explain more
-time than there was are an error that is counted, never scaled away.
+time than there was are an error that the report counts, never scaled away.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, distribution
-from baton.bench.records import Outcome, Record, Stage
+from baton.bench.records import Record, Stage
 
-TOLERANCE_S = 1e-3
 UNATTRIBUTED = "unattributed"
 
 # In the order in which they follow each other; the last one has no place of its own.
@@ -39,8 +36,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Timeline(msgspec.Struct, frozen=True):
     """What a server says about one request; None where it says nothing.
 
-    The stages are those of baton's `"timeline": true`. `time_to_first_token_s` and `e2e_s` are
-    measured by one clock, from the moment the server counts as the arrival.
+    `time_to_first_token_s` and `e2e_s` are measured by one clock, from the arrival at the server.
     """
 
     router_queue_s: Seconds | None = None
@@ -53,26 +49,8 @@ class Timeline(msgspec.Struct, frozen=True):
     e2e_s: Seconds | None = None
 
 
-class StageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of all answered requests that have some, and how well they add up."""
-
-    num_joined: int
-    num_without: int  # answered, but without a timeline
-    stages: dict[str, Distribution]  # in the order of `STAGES`
-    shares: dict[str, float]  # of the e2e of all these requests
-    max_error_ms: float  # largest |sum of the stages - e2e| of one request
-    num_beyond: int  # requests where that is over 1 ms
-
-    @property
-    def adds_up(self) -> bool:
-        return self.num_beyond == 0
-
-
 def read_timeline(data: bytes | msgspec.Raw) -> Timeline | None:
-    """Read the `timeline` of an answer: JSON of an entry, or of a list of one.
-
-    None if it is anything else, because a request of the bench has one prompt.
-    """
+    """Read the `timeline` of an answer: JSON of an entry, or of a list of one."""
     try:
         found = msgspec.json.decode(data, type=Timeline | list[Timeline] | None)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -88,7 +66,7 @@ def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
     No stage is below zero, and they add up to that time unless the server claims more than there
     was. A record without a token has no stages.
     """
-    stamps = [arrival.at_s for arrival in record.arrivals if arrival.num_tokens > 0]
+    stamps = [arrival.at_s for arrival in record.arrivals]
     if not stamps:
         return []
     seen_s = record.end_s - record.sent_s
@@ -123,25 +101,3 @@ def sum_error_s(record: Record) -> float:
     """Return how much more time the stages of a record claim than it took; below 0 if less."""
     total_s = sum(stage.duration_s for stage in record.stages)
     return total_s - (record.end_s - record.intended_s)
-
-
-def summarise_stages(records: Sequence[Record]) -> StageTable | None:
-    """Make the table of all answered requests; None if none of them has stages."""
-    answered = [r for r in records if r.outcome is Outcome.ANSWERED and not r.warm_up]
-    joined = [record for record in answered if record.stages]
-    if not joined:
-        return None
-    errors_s = [abs(sum_error_s(record)) for record in joined]
-    total_ms = 1e3 * sum(record.end_s - record.intended_s for record in joined)
-    samples: dict[str, list[float]] = {name: [] for name in STAGES}
-    for record in joined:
-        for stage in record.stages:
-            samples.setdefault(stage.name, []).append(1e3 * stage.duration_s)
-    return StageTable(
-        num_joined=len(joined),
-        num_without=len(answered) - len(joined),
-        stages={name: found for name, ms in samples.items() if (found := distribution(ms))},
-        shares={name: sum(ms) / total_ms if total_ms > 0 else 0.0 for name, ms in samples.items()},
-        max_error_ms=1e3 * max(errors_s),
-        num_beyond=sum(error_s > TOLERANCE_S for error_s in errors_s),
-    )

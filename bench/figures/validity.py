@@ -1,6 +1,6 @@
 """Whether a load measured the server or something else, and what a reader must know about it.
 
-The experiments ask after every load. Reports print every problem, and an invalid run says so before
+`judging.py` asks after every load. Reports print every problem, and an invalid run says so before
 any figure of it. Nothing here may change a figure.
 """
 
@@ -15,7 +15,6 @@ from baton.bench.client.turns import NOT_SENT
 from baton.bench.figures.growth import find_growth
 from baton.bench.figures.metrics import Summary, counted
 from baton.bench.records import LoadResult, Outcome, Planned, Record
-from baton.protocol.errors import BatonError
 
 MIN_LAG_GATE_MS = 5.0
 LAG_GATE_OF_TTFT = 0.01
@@ -64,13 +63,14 @@ def check(
     """Return everything that is wrong with a run, what makes it invalid first.
 
     `max_concurrency` is that of an open loop whose requests wait in the client for a free slot, so
-    that their lag is meant. Raises `BatonError` if no request at all was answered.
+    that their lag is meant. If no request was answered, nothing else is worth saying.
     """
     # Without a window the summary's reaches over all requests, the last arrival included.
     is_whole = len(counted(result.records, None)) == summary.num_requests
     window = None if is_whole else summary.window
     records = counted(result.records, window)
-    _refuse_if_all_failed(records)
+    if not any(record.outcome is Outcome.ANSWERED for record in records):
+        return [invalid(_all_failed(records))]
     if max_concurrency is not None and not _may_have_waited(result, max_concurrency):
         max_concurrency = None
     found = [
@@ -79,7 +79,7 @@ def check(
         *_load(result, summary, records),
     ]
     if growth := find_growth(result.records, window):
-        found.append(warning(growth.line))
+        found.append(warning(growth))
     return sorted(found, key=lambda problem: not problem.is_invalid)
 
 
@@ -190,21 +190,18 @@ def _load(result: LoadResult, summary: Summary, records: Sequence[Record]) -> It
 
 
 def _may_have_waited(result: LoadResult, max_concurrency: int) -> bool:
-    """Whether the slots of some client process, each of which has its share, can have been full."""
+    """Return whether the slots of some client process, each with its share, can have been full."""
     steps = [(record.sent_s, 1) for record in result.records]
     steps += [(record.end_s, -1) for record in result.records]
     in_flight = accumulate(step for _, step in sorted(steps))
     return max(in_flight, default=0) >= max_concurrency // max(1, len(result.clients))
 
 
-def _refuse_if_all_failed(records: Sequence[Record]) -> None:
-    if any(record.outcome is Outcome.ANSWERED for record in records):
-        return
-    first = f"; the first: {records[0].detail}" if records and records[0].detail else ""
+def _all_failed(records: Sequence[Record]) -> str:
+    first = f"; the first: {records[0].detail}" if records[0].detail else ""
+    is_ignored = all(record.outcome is Outcome.WRONG_LENGTH for record in records)
     text = f"all {len(records):,} requests failed: {_counts(records)}{first}"
-    if records and all(record.outcome is Outcome.WRONG_LENGTH for record in records):
-        text += IGNORED
-    raise BatonError(text, code="all_failed")
+    return text + IGNORED if is_ignored else text
 
 
 def _counts(failed: Sequence[Record]) -> str:

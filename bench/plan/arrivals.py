@@ -1,8 +1,7 @@
 """When requests arrive: seeded schedules of absolute times, drawn before the load starts.
 
-`plan.py` asks for the times of a plan, the commands for the process that a text such as `poisson:5`
-names. The first n times of a seed are the same however many are asked for. Drawn gaps are never
-stretched to hit the rate: `realised` measures what came out. Nothing here reads a clock or sleeps.
+The first n times of a seed are the same however many are asked for. Drawn gaps are never stretched
+to hit the rate: `realised` measures what came out. Pure.
 """
 
 import itertools
@@ -51,10 +50,9 @@ AnyProcess = TypeVar("AnyProcess", bound=ArrivalProcess)
 
 
 class Realised(msgspec.Struct, frozen=True):
-    """What a schedule turned out to be. A figure is None where there are too few arrivals for it.
+    """What a schedule turned out to be, None where there are too few arrivals for it.
 
-    `rate` is gaps per second between the first and the last arrival. `cv` is the standard deviation
-    of the gaps over their mean: 1 for Poisson.
+    `rate` is gaps per second from the first to the last arrival, `cv` the variation of the gaps.
     """
 
     num_arrivals: int
@@ -68,10 +66,7 @@ class Realised(msgspec.Struct, frozen=True):
 
 
 def times(process: Gaps, *, duration_s: float | None, count: int | None, seed: int) -> list[float]:
-    """Draw the times before `duration_s`, `count` at most; one of the two bounds must be given.
-
-    Raises `ConfigError` when there would be too many arrivals for a plan.
-    """
+    """Draw the times before `duration_s`, `count` at most; one of the two bounds must be given."""
     assert duration_s is not None or count is not None
     end_s = math.inf if duration_s is None else duration_s
     expected = min(math.inf if count is None else count, process.rate * end_s)

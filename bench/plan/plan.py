@@ -1,11 +1,8 @@
 """What is asked, and when: a workload and arrivals become a plan of requests.
 
-The experiments make one plan per load and hand its requests to the client. Everything is drawn from
-one seed before the load starts; request n of a seed is the same however many there are, so arms and
-rounds are asked the same. Nothing repeats unless the trace, the file or `repeat` says so.
-
-A later turn of a conversation holds only what the user adds: the client puts the turns before it
-and their answers in front, messages before messages, ids before ids.
+Everything is drawn from one seed before the load starts; request n of a seed is the same however
+many there are, so arms and rounds are asked the same. A later turn of a conversation holds only
+what the user adds: the client puts the turns before it and their answers in front.
 """
 
 import math
@@ -39,9 +36,9 @@ Source = DrawnSource | TraceSource | FileSource
 class Plan(msgspec.Struct, frozen=True):
     """Requests in the order of sending; `requests[n].index` is n, warm-up requests come first.
 
-    `duration_s` is the schedule's: what was asked for, else up to the last arrival. `offered_rate`
-    is the rate that was asked for, `realised` what was drawn or recorded. All three are None in a
-    closed loop; `offered_rate` also when a trace plays as recorded.
+    `duration_s` is what was asked for, else up to the last arrival. `offered_rate` is the rate that
+    was asked for, `realised` what was drawn or recorded. All three are None in a closed loop;
+    `offered_rate` also when a trace plays as recorded.
     """
 
     requests: list[Planned]
@@ -57,6 +54,13 @@ class Plan(msgspec.Struct, frozen=True):
             return None
         num_requests = sum(not one.warm_up for one in self.requests)
         return self.realised.rate * num_requests / self.realised.num_arrivals
+
+    @property
+    def times(self) -> list[float]:
+        """Return the times without the warm-up, or none if some depend on answers to others."""
+        at = [one.at_s for one in self.requests if not one.warm_up]
+        known = [at_s for at_s in at if at_s is not None]
+        return known if len(known) == len(at) else []
 
 
 # The times of the arrivals, None in a closed loop, and a plan that has no requests yet.
@@ -74,21 +78,25 @@ def make_plan(
     """Plan an open loop, or a closed one if `arrivals` is None.
 
     `count` and `duration_s` bound the arrivals. Counts and rates are of requests; a conversation
-    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Traces and
-    files end by themselves. Warm-up requests lie before time 0. Raises `ConfigError`.
+    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Warm-up
+    requests lie before time 0. Raises `ConfigError`.
     """
     source = _source(workload)
     count = None if count is None else math.ceil(count / workload.num_turns)
     if count is None and (arrivals is None or duration_s is None):
         # Recorded times end by themselves.
         count = source.num_rows
+    schedule: Schedule
     match arrivals:
+        case None if count is None:
+            raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
         case None:
-            at, outline = _closed(count)
+            schedule = [None] * (count or 0), Plan([], [])
         case Recorded():
-            at, outline = _recorded(source, arrivals, count, duration_s)
+            schedule = _recorded(source, arrivals, count, duration_s)
         case _:
-            at, outline = _drawn(arrivals, workload, count, duration_s)
+            schedule = _drawn(arrivals, workload, count, duration_s)
+    at, outline = schedule
     num = len(at)
     if source.num_rows is not None and num > source.num_rows and not workload.repeat:
         raise ConfigError(
@@ -97,42 +105,27 @@ def make_plan(
         )
     # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
     measured = [source.draw(place) for place in range(num)]
-    requests = [
-        msgspec.structs.replace(source.warm_up(place), index=place, at_s=at_s, warm_up=True)
-        for place, at_s in enumerate(_warm_up_times(warm_up, outline))
-    ]
+    at_once = _warm_up_times(warm_up, outline)
+    drawn = [(at_s, True, source.warm_up(place)) for place, at_s in enumerate(at_once)]
     for turns, at_s in zip(measured, at, strict=True):
-        for turn, request in enumerate(turns):
-            due_s = None if turn else at_s
-            placed = msgspec.structs.replace(request, index=len(requests), at_s=due_s)
-            requests.append(placed)
+        drawn += [(None if turn else at_s, False, one) for turn, one in enumerate(turns)]
+    requests = [
+        msgspec.structs.replace(one, index=index, at_s=at_s, warm_up=is_warm_up)
+        for index, (at_s, is_warm_up, one) in enumerate(drawn)
+    ]
     notes = [*source.notes(num), *outline.notes, *_length_notes(requests[warm_up:])]
-    if warm_up:
-        notes.append(f"{warm_up} warm-up requests with prompts of their own go first")
     notes.append(f"seed {workload.seed}")
     return msgspec.structs.replace(outline, requests=requests, notes=notes)
 
 
 def _source(workload: Workload) -> Source:
-    reads_a_file = workload.workload in ("trace", "file")
-    if reads_a_file and not workload.path:
-        raise ConfigError(f"--workload {workload.workload} needs --path FILE")
-    if workload.path and not reads_a_file:
-        raise ConfigError(f"--path is for --workload trace or file, not {workload.workload}")
-    draws = Draws(workload)
-    match workload.workload:
-        case "trace":
-            return TraceSource(workload, draws)
-        case "file":
-            return FileSource(workload, draws)
-        case _:
-            return DrawnSource(workload, draws)
-
-
-def _closed(count: int | None) -> Schedule:
-    if count is None:
-        raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
-    return [None] * count, Plan([], ["closed loop: requests go when others were answered"])
+    draws, kind = Draws(workload), workload.workload
+    if kind in ("trace", "file") and not workload.path:
+        raise ConfigError(f"--workload {kind} needs --path FILE")
+    if workload.path and kind not in ("trace", "file"):
+        raise ConfigError(f"--path is for --workload trace or file, not {kind}")
+    sources: dict[str, type[Source]] = {"trace": TraceSource, "file": FileSource}
+    return sources.get(kind, DrawnSource)(workload, draws)
 
 
 def _drawn(
@@ -200,7 +193,7 @@ def _warm_up_times(warm_up: int, outline: Plan) -> list[float | None]:
 
 
 def _length_notes(requests: Sequence[Planned]) -> list[str]:
-    """Say what the lengths turned out to be."""
+    """Say what the lengths turned out to be where they differ."""
     sides = {
         "outputs": [request.output_tokens for request in requests],
         "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],
@@ -208,6 +201,6 @@ def _length_notes(requests: Sequence[Planned]) -> list[str]:
     return [
         f"{side}, tokens: mean {np.mean(lengths):.5g}, p50 {p50:g}, p99 {p99:g}, max {max(lengths)}"
         for side, lengths in sides.items()
-        if lengths
+        if len(set(lengths)) > 1
         for p50, p99 in [np.percentile(lengths, (50, 99), method="inverted_cdf")]
     ]

@@ -1,8 +1,8 @@
 """Lengths and prompts that are drawn from a seed, and never come twice in a plan.
 
-`plan.py` draws one prompt for each request. A draw depends on the seed and its key alone, not on
-how many others are drawn, unless an equal one was drawn before. Prompts of different lengths begin
-differently. Ids are exact; a word is about one token, and the server's usage says how many it was.
+A draw depends on the seed and its key alone, not on how many others are drawn, unless an equal one
+was drawn before. Prompts of different lengths begin differently. Ids are exact; a word is about one
+token, and the server's usage says how many it was.
 """
 
 import math
@@ -49,8 +49,8 @@ WORD_PLACES: Vocabulary = (0, len(WORDS) - 1)
 class Lengths(msgspec.Struct, frozen=True):
     """A distribution of whole lengths from 1 to `cap`; a length beyond is moved to that edge.
 
-    `numbers` are the lengths that are equally likely, the two ends of a uniform distribution, or
-    the mean and the standard deviation (of the lengths, also where their logarithms are normal).
+    `numbers` are the equally likely lengths, the two ends of a uniform distribution, or the mean
+    and the standard deviation (of the lengths, also where their logarithms are normal).
     """
 
     form: Form
@@ -132,10 +132,7 @@ class Draws:
             )
 
     def prompt(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
-        """Return numbers from `choices` that differ from all prompts before.
-
-        Raises `ConfigError` when so many of this length cannot all differ.
-        """
+        """Return numbers from `choices` that differ from all prompts before, or refuse."""
         for attempt in range(_ATTEMPTS):
             drawn = self._draw((_PROMPT_STREAM, *key, attempt), length, choices)
             if length > _REMEMBERED_TOKENS:
@@ -169,10 +166,7 @@ def written(places: Sequence[int]) -> str:
 
 
 class DrawnSource:
-    """Requests with random prompts; several turns make a conversation, which has one prefix.
-
-    As from every source, they come without their index and time, which `plan.py` gives them.
-    """
+    """Requests with random prompts, without index and time; several turns make a conversation."""
 
     num_rows: int | None = None  # there is no end
     times: Sequence[float] | None = None
@@ -217,14 +211,10 @@ class DrawnSource:
         return Planned(0, None, outputs, messages=(*system, Message("user", written(rest))))
 
     def notes(self, num_arrivals: int) -> list[str]:
-        num_turns, num_prefixes = self._workload.num_turns, self._workload.num_prefixes
-        notes = []
+        num_turns, notes = self._workload.num_turns, []
         if num_turns > 1:
             requests = num_arrivals * num_turns
             notes.append(f"{num_arrivals} conversations of {num_turns} turns: {requests} requests")
-        if shared := self._workload.shared_prefix:
-            starts = "one start" if num_prefixes == 1 else f"{num_prefixes} starts"
-            notes.append(f"prompts share {starts} of {shared} tokens")
         if self._form != "tokens":
             notes.append("a word counts as a token in prompts: the server's usage is exact")
         return notes

@@ -1,8 +1,6 @@
 """Sources of requests that were recorded or written: traces as they are played, and prompts.
 
-`plan.py` makes one of them for `--workload trace` or `file` and draws a request per arrival. Traces
-are cut, spread, scaled and clamped as the user asked, and notes count what that changed. Pure, but
-for the file that a source reads.
+Traces are cut, spread, scaled and clamped as the user asked, and notes count what that changed.
 """
 
 import collections
@@ -16,7 +14,7 @@ import msgspec
 
 from baton.bench.plan.prompts import MEASURED, WARM_UP, WORD_PLACES, Draws, written
 from baton.bench.plan.traces import BLOCK_TOKENS, PromptRow, TraceRow, read_prompts, read_trace
-from baton.bench.plan.workload import Vocabulary, Workload
+from baton.bench.plan.workload import Workload
 from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
 
@@ -76,17 +74,8 @@ def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
 
 
 def replay_notes(played: Replay, options: Workload, num_arrivals: int) -> list[str]:
-    """Say what was done to the first so many rows."""
+    """Say what the settings did to the first so many rows, which they do not say themselves."""
     rows, notes = played.rows[:num_arrivals], []
-    if options.trace_start_s:
-        notes.append(f"the trace's first {options.trace_start_s:g} s are left out")
-    if options.spread_s:
-        how = f"evenly up to the next stamp, over {options.spread_s:g} s at most"
-        notes.append(f"rows of one stamp are spread {how}")
-    if options.time_scale != 1:
-        notes.append(f"the trace's times are stretched by {options.time_scale:g}")
-    if options.length_scale != 1:
-        notes.append(f"the trace's lengths are scaled by {options.length_scale:g}, to 1 at least")
     if any(row.hash_ids for row in rows):
         scale = played.block_tokens / BLOCK_TOKENS
         scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
@@ -125,8 +114,14 @@ class TraceSource:
         self._rows = self._replay.rows
         self.num_rows: int | None = len(self._rows)
         self.times: Sequence[float] | None = [row.at_s for row in self._rows]
-        if any(row.hash_ids for row in self._rows):
-            check_blocks(self._replay.block_tokens, draws.vocabulary)
+        # Blocks that are too small to tell their ids apart would be equal by chance.
+        size, (low, high) = self._replay.block_tokens, draws.vocabulary
+        has_blocks = any(row.hash_ids for row in self._rows)
+        if has_blocks and size * math.log2(high - low + 1) < MIN_BLOCK_BITS:
+            raise ConfigError(
+                f"prefix blocks of {size} tokens from {high - low + 1} ids would be equal by "
+                "chance: raise --length-scale or widen --vocabulary"
+            )
 
     def draw(self, place: int) -> list[Planned]:
         row = self._row(place)
@@ -156,16 +151,6 @@ class TraceSource:
             shown = f"{repeated} of {num_arrivals} prompts come again, as a prefix cache knows them"
             notes.append(f"the trace starts over: {shown}")
         return notes
-
-
-def check_blocks(block_tokens: int, vocabulary: Vocabulary) -> None:
-    """Raise `ConfigError` when blocks are too small to tell their ids apart."""
-    num_ids = vocabulary[1] - vocabulary[0] + 1
-    if block_tokens * math.log2(num_ids) < MIN_BLOCK_BITS:
-        raise ConfigError(
-            f"prefix blocks of {block_tokens} tokens from {num_ids} ids would be equal by chance: "
-            "raise --length-scale or widen --vocabulary"
-        )
 
 
 class FileSource:

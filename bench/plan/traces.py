@@ -1,8 +1,7 @@
 """Files of requests: recorded traces of lengths and times, and prompts that a user wrote.
 
-`replay.py` makes the sources of a plan of these rows. A trace is Azure's CSV or Mooncake's JSONL
-(sources and licences: `traces/README.md`) and holds no text. A file of prompts has one request a
-line. A row that cannot be read is an error with its line, never a row less.
+A trace is Azure's CSV or Mooncake's JSONL (sources and licences: `traces/README.md`) and holds no
+text. A row that cannot be read is an error with its line, never a row less.
 """
 
 import gzip
@@ -121,20 +120,17 @@ def _rows(path: Path, lines: Iterable[tuple[int, str]], decode: Callable[[str], 
         try:
             row = decode(line)
             if rows:
-                _check_order(rows[-1].at_s, row.at_s)
+                before_s, at_s = rows[-1].at_s, row.at_s
+                if (before_s is None) != (at_s is None):
+                    raise ValueError("some rows say at_s and others do not")
+                if before_s is not None and at_s is not None and at_s < before_s:
+                    raise ValueError("the row arrives before the row above it")
         except (ValueError, msgspec.DecodeError) as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
         rows.append(row)
     if not rows:
         raise ConfigError(f"{path} has no rows")
     return rows
-
-
-def _check_order(before_s: float | None, at_s: float | None) -> None:
-    if (before_s is None) != (at_s is None):
-        raise ValueError("some rows say at_s and others do not")
-    if before_s is not None and at_s is not None and at_s < before_s:
-        raise ValueError("the row arrives before the row above it")
 
 
 def _azure(columns: list[str]) -> Callable[[str], TraceRow]:

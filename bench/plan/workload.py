@@ -1,7 +1,6 @@
 """The flags of `--workload`, in one Struct that the whole plan reads.
 
-`settings.py` puts it into the settings of every command and `cli.py` makes flags of its
-annotations, so nothing heavy may be imported here. `prompts.py` reads the texts of the lengths.
+`cli.py` makes flags of its annotations, so nothing heavy may be imported here.
 """
 
 from typing import Annotated, Literal
@@ -44,41 +43,29 @@ class Workload(msgspec.Struct, frozen=True):
         int,
         about("common start of all prompts, in front of the tokens of --prompt", "tokens", ge=0),
     ] = 0
-    num_prefixes: Annotated[
-        int, about("number of different shared prefixes, used in turn", ge=1)
-    ] = 1
+    num_prefixes: Annotated[int, about("different shared prefixes, used in turn", ge=1)] = 1
     turns: Annotated[int, about("requests of each conversation", ge=1, le=10_000)] = 4
     think_s: Annotated[float, about("pause between an answer and the next turn", "s", ge=0)] = 1.0
     conversation_form: Annotated[
         Literal["chat", "tokens"],
         about("send turns as chat messages, or as token ids that are appended exactly"),
     ] = "chat"
-    path: Annotated[
-        str, about("a JSONL file of prompts, a trace file, or the name of a shipped trace")
-    ] = ""
+    path: Annotated[str, about("a JSONL file of prompts, a trace file, or a shipped trace")] = ""
     repeat: Annotated[bool, about("start over when the trace or the file is used up")] = False
     trace_start_s: Annotated[float, about("skip the trace up to this time", "s", ge=0)] = 0.0
-    time_scale: Annotated[
-        float, about("stretch the trace's times by this factor: 2 halves its rate", gt=0)
-    ] = 1.0
+    time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0
     spread_s: Annotated[
         float,
         about(
             "spread rows that share a stamp evenly up to the next stamp, over at most this time "
-            "(Mooncake's conversation: 3); 0 leaves them together",
-            "s",
-            ge=0,
+            "(Mooncake's conversation: 3)", "s", ge=0,
         ),
-    ] = 0.0
-    length_scale: Annotated[
-        float, about("scale the trace's lengths and prefix blocks by this factor", gt=0)
-    ] = 1.0
+    ] = 0.0  # fmt: skip
+    length_scale: Annotated[float, about("scale the trace's lengths and prefix blocks", gt=0)] = 1.0
     max_input: Annotated[
-        int, about("cut the trace's longer prompts to this; 0 cuts none", "tokens", ge=0)
+        int, about("cut longer prompts of a trace; 0 cuts none", "tokens", ge=0)
     ] = 0
-    max_output: Annotated[
-        int, about("cut the trace's longer outputs to this; 0 cuts none", "tokens", ge=0)
-    ] = 0
+    max_output: Annotated[int, about("cut longer outputs of it; 0 cuts none", "tokens", ge=0)] = 0
     seed: Annotated[int, about("seed of prompts, lengths and arrivals", ge=0)] = 0
 
     @property

@@ -1,7 +1,7 @@
 """One chart as inline SVG: curves over two axes, and marks across them.
 
 `charts.py` says what is drawn, the template puts title and legend around it. Colours are classes of
-the page's style, so a page can be shown light or dark. Pure: numbers in, text out.
+the page's style. Pure.
 """
 
 import math

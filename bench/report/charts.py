@@ -1,7 +1,6 @@
 """The charts of a report: how times are distributed, how requests went over time, what rates gave.
 
-`publish.py` puts them on the page; `chart.py` draws each one. Figures of requests come from
-`metrics.py` alone. A chart that the records cannot fill is left out.
+`chart.py` draws each one. A chart that the records cannot fill is left out. Pure.
 """
 
 import math
@@ -33,10 +32,7 @@ def charts(report: Report) -> list[Chart]:
 
 
 def groups(report: Report) -> dict[str, list[Record]]:
-    """Return the answered requests by the arm or the label of their runs, at most `MAX_CURVES`.
-
-    Of more groups some are chosen, evenly by their rates.
-    """
+    """Return the answered requests by the arms or labels of their runs, evenly chosen."""
     found: dict[str, list[Record]] = {}
     for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         label = f"{'INVALID ' if run.invalid else ''}{run.arm or run.label}"
@@ -54,11 +50,14 @@ def _distributions(report: Report) -> Iterator[Chart]:
         ("tpot", "Time per output token", bounds.tpot_ms),
         ("itl", "Gaps between tokens", bounds.gap_max_ms),
     ):
+        each = {label: np.sort(_times_ms(name, records)) for label, records in found.items()}
+        # The share of the times at or below each of them.
         curves = [
-            _cdf(label, times_ms, f"c{place}")
-            for place, (label, records) in enumerate(found.items())
-            if len(times_ms := _times_ms(name, records))
-        ]
+            Curve(_short(label), np.append(x[:1], x), np.linspace(0.0, 1.0, len(x) + 1),
+                  f"c{place}", is_steps=True)
+            for place, (label, x) in enumerate(each.items())
+            if len(x)
+        ]  # fmt: skip
         if curves:
             every = np.concatenate([curve.x for curve in curves])
             skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
@@ -75,13 +74,6 @@ def _times_ms(name: str, records: Sequence[Record]) -> Floats:
         return gaps_ms(records)[1]
     times = [getattr(measure(record), f"{name}_ms") for record in records]
     return np.array([time_ms for time_ms in times if time_ms is not None], np.float64)
-
-
-def _cdf(label: str, times_ms: Floats, hue: str) -> Curve:
-    """Return the share of the times at or below each of them."""
-    x = np.sort(times_ms)
-    y = np.arange(1, len(x) + 1) / len(x)
-    return Curve(_short(label), np.append(x[:1], x), np.append(0.0, y), hue, is_steps=True)
 
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
@@ -134,7 +126,7 @@ def _against_rate(report: Report) -> Iterator[Chart]:
             curves.append(Curve("all of them", x, x, "muted"))
         if field == "attainment" and report.target is not None:
             goal = np.full(len(x), report.target)
-            curves.append(Curve(f"target {report.target:.0%}", x, goal, "muted"))
+            curves.append(Curve(f"--attainment {report.target:g}", x, goal, "muted"))
         yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
                     label, curves, marks, is_share=field == "attainment")  # fmt: skip
 

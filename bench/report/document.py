@@ -1,9 +1,8 @@
 """The result of a benchmark as one versioned document: raw records, summaries, provenance.
 
-The experiments fill a `Report`, the other files of this folder show it, and `read_json` reads an
-old one. The document holds everything that the page shows, so the page can be made again from the
-JSON alone. Field names are promised: a new field gets a default, and any other change of meaning
-needs a new schema. A report never holds a secret: call `withhold` before writing it.
+The experiments fill a `Report`, the other files of this folder show it. It holds everything that
+the page shows. Field names are promised: a new field gets a default, and any other change of
+meaning needs a new schema. A report never holds a secret: call `withhold` before writing it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +26,11 @@ NARROW = 24  # characters of a cell that still reads as a number
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One load against one server; a comparison has one per `arm` and `round`.
-
-    Warm-up requests are among the records and in none of the figures.
-    """
+    """One load against one server. Warm-up requests are among the records and in no figure."""
 
     label: str
     summary: Summary
-    arm: str = ""
+    arm: str = ""  # of a comparison, as the round
     round: int = 0
     rate: float | None = None  # the rate that was asked for; None in a closed loop
     started_at: str = ""
@@ -48,12 +44,12 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def measured(self) -> list[Record]:
-        """The records that can count, by intended time: no warm-up, nothing that was stopped."""
+        """Return the records that can count, by intended time: no warm-up, nothing stopped."""
         return counted(self.records, None)
 
     @property
     def counted(self) -> list[Record]:
-        """The measured records that the summary is about."""
+        """Return the measured records that the summary is about."""
         if len(self.measured) == self.summary.num_requests:
             return self.measured  # also one that ended as it arrived, where the window ends
         return counted(self.records, self.summary.window)
@@ -94,20 +90,17 @@ class Table(msgspec.Struct):
 
     @property
     def is_pairs(self) -> bool:
-        """Whether each row is a name and its value: the second column has no name then."""
+        """Return whether each row is a name and its value: the second column has no name then."""
         return self.columns[1:] == [""]
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the cells after the first are so short that they read as numbers."""
+        """Return whether the cells after the first are so short that they read as numbers."""
         return all(len(cell) <= NARROW for row in self.rows for cell in row[1:])
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything about one `baton bench` command. `settings` are flat, for reading.
-
-    A caller that adds impacts of faults also adds the definitions of `faults.py`.
-    """
+    """Everything about one `baton bench` command. `settings` are flat, for reading."""
 
     schema: str = SCHEMA
     command: str  # "run", "sweep", ...
@@ -126,7 +119,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def invalid(self) -> list[tuple[Run, str]]:
-        """Every reason for which figures must not be used, with the run that gave it.
+        """Return every reason for which figures must not be used, with the run that gave it.
 
         A confirmed search has none, because an invalid run on the way to it does not matter.
         """
@@ -137,7 +130,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def verdict(self) -> str:
-        """Whether the figures may be used, in words: a search stands by what it confirmed."""
+        """Say whether the figures may be used: a search stands by what it confirmed."""
         if self.search is not None:
             return "CONFIRMED" if self.search.confirmed else "NOT CONFIRMED"
         if not self.runs or not self.invalid:
@@ -182,10 +175,7 @@ def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, st
 
 
 def withhold(report: Report, secrets: Sequence[str] = ()) -> Report:
-    """Return the report without `secrets` and without anything that looks like one.
-
-    The server's own words are cleaned too, since some servers answer a wrong key by repeating it.
-    """
+    """Return the report without `secrets` and without anything that looks like one."""
     bare = [msgspec.structs.replace(run, records=[]) for run in report.runs]
     plain = msgspec.to_builtins(msgspec.structs.replace(report, runs=bare))
     cleaned = msgspec.convert(clean(plain, secrets), Report)

@@ -1,8 +1,7 @@
 """The origin of a figure: commit, settings, machine, its load, and the versions in use.
 
-Every report carries one `Provenance`: `collect` it before the first request, `complete` it after
-the last. It names the class of the machine and never the machine: no host or user name, no
-address, no secret. A fact that cannot be found out is unknown, and never stops a run.
+It names the class of the machine and never the machine: no host or user name, no address, no
+secret. A fact that cannot be found out is unknown, and never stops a run.
 """
 
 import datetime
@@ -11,12 +10,12 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
+import psutil
 
 import baton
 from baton.bench.report.redaction import clean, clean_words
@@ -24,7 +23,6 @@ from baton.bench.report.redaction import clean, clean_words
 COMMAND_TIMEOUT_S = 5.0
 PACKAGES = ("aiohttp", "msgspec", "numpy")
 Load = tuple[float, float, float]
-Known = TypeVar("Known")
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -39,7 +37,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """Load averages are over 1, 5 and 15 minutes; None where the system has none."""
+    """The origin of a report. Load averages are over 1, 5 and 15 minutes."""
 
     created_at: str  # UTC, ISO 8601
     command_line: list[str]
@@ -76,14 +74,14 @@ def collect(
         machine=_machine(),
         versions={"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES},
-        load_before=_known(os.getloadavg),
+        load_before=os.getloadavg(),
     )
 
 
 def complete(before: Provenance) -> Provenance:
     """Return `before` with what can only be known after the run."""
     gpus = _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
-    return msgspec.structs.replace(before, load_after=_known(os.getloadavg), gpus_after=gpus)
+    return msgspec.structs.replace(before, load_after=os.getloadavg(), gpus_after=gpus)
 
 
 def config_hash(settings: object) -> str:
@@ -99,13 +97,13 @@ def cpu_model_of(cpuinfo: str) -> str:
 
 
 def _machine() -> Machine:
-    cpuinfo = _known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""
-    total = os.cpu_count() or 0
+    cpuinfo, num_cpus = Path("/proc/cpuinfo"), os.cpu_count() or 1
+    model = cpu_model_of(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
     return Machine(
-        cpu_model=cpu_model_of(cpuinfo) or f"unknown {platform.machine()} processor",
-        num_cpus=len(_known(lambda: os.sched_getaffinity(0)) or ()) or total,
-        num_cpus_total=total,
-        memory_bytes=_known(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) or 0,
+        cpu_model=model or f"unknown {platform.machine()} processor",
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cpus,
+        num_cpus_total=num_cpus,
+        memory_bytes=psutil.virtual_memory().total,
         gpus=_gpus("name,memory.total,driver_version"),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
@@ -114,8 +112,8 @@ def _machine() -> Machine:
 def _checkout(file: Path) -> tuple[str, bool]:
     """Return the commit, and whether files differ from it; "" outside a checkout of baton.
 
-    An installed baton may lie in an environment inside somebody's own repository. That
-    repository's commit says nothing about it, so `file` itself has to be under version control.
+    An installed baton may lie in an environment inside somebody's own repository, whose commit says
+    nothing about it, so `file` itself has to be under version control.
     """
     git = ["git", "-C", str(file.parent)]
     if not _lines([*git, "ls-files", file.name]):
@@ -137,11 +135,3 @@ def _lines(command: list[str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return told.decode(errors="replace").splitlines()
-
-
-def _known(look: Callable[[], Known]) -> Known | None:
-    """Return what `look` finds; None where this system does not tell."""
-    try:
-        return look()
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -1,16 +1,14 @@
 """How a report begins before the first request, and ends after the last one.
 
-Every experiment begins one, puts its runs in, and ends with `finish`, which prints, writes the
-files of `--out` and gives the exit code: 0 for figures that may be used, 1 for others. A report
-reaches the disk and the terminal only here, so secrets are withheld here. The page is one file:
-style and charts are inside, and it forbids itself to load anything.
+Every experiment begins one, puts its runs in, and ends with `finish`. A report reaches the disk and
+the terminal only here, so secrets are withheld here. The page is one file: style and charts are
+inside, and it forbids itself to load anything.
 """
 
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,7 +19,6 @@ from baton.bench.records import Outcome
 from baton.bench.report.charts import charts
 from baton.bench.report.document import (
     Report,
-    Run,
     flat_settings,
     read_json,
     withhold,
@@ -40,35 +37,33 @@ UNTOLD = (
 )
 
 
-@dataclass(slots=True)
-class Publisher:
-    """A report on its way. `secrets` are the very keys in use; they never leave this process."""
-
-    report: Report
-    out: Path | None
-    secrets: tuple[str, ...]
-
-    def finish(self) -> int:
-        self.report.provenance = complete(self.report.provenance)
-        self.report.notes += _untold_caches(self.report.runs)
-        return _give(self.report, self.out, self.secrets)
-
-
 def begin(
-    command: str, settings: msgspec.Struct, report: ReportSettings, *, api_key: str = ""
-) -> Publisher:
+    command: str, settings: msgspec.Struct, report: ReportSettings, secrets: Sequence[str] = ()
+) -> Report:
     """Look at the machine as it is before the load; raise `ConfigError` for a bad `--out`."""
-    secrets = (api_key,) if api_key else ()
     out = _folder(report.out)
     if out is not None and (out / REPORT).exists():
         raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
-    begun = Report(
+    return Report(
         command=command,
         title=report.label,
         provenance=collect(settings, ["baton", *sys.argv[1:]], secrets),
         settings=flat_settings(settings, secrets),
     )
-    return Publisher(begun, out, secrets)
+
+
+def finish(report: Report, folder: str, secrets: Sequence[str] = ()) -> int:
+    """Show and write the report; return 0 if its figures may be used, else 1.
+
+    `secrets` are the very keys in use; they never leave this process.
+    """
+    report.provenance = complete(report.provenance)
+    answered = [run for run in report.runs if run.summary.outcomes.get(Outcome.ANSWERED)]
+    silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
+    if silent:  # vLLM says it only when asked to
+        arms = ", ".join(filter(None, silent))
+        report.notes.append(f"{arms}: {UNTOLD}" if arms else UNTOLD)
+    return _give(report, Path(folder) if folder else None, secrets)
 
 
 def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
@@ -83,10 +78,6 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
         raise ConfigError(f"--out {out} holds another report: name another folder")
     report.title = settings.report.label or report.title
     return _give(report, out)
-
-
-def is_usable(report: Report) -> bool:
-    return report.verdict in ("VALID", "CONFIRMED")
 
 
 def html(report: Report) -> str:
@@ -119,7 +110,7 @@ def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
         print(shown(report, width, styled=is_terminal), flush=True)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-    return 0 if is_usable(report) else 1
+    return 0 if report.verdict in ("VALID", "CONFIRMED") else 1
 
 
 def _write(report: Report, folder: Path) -> list[Path]:
@@ -131,14 +122,6 @@ def _write(report: Report, folder: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"cannot write the report to {folder}: {error.strerror}") from error
     return [folder / REPORT, folder / PAGE]
-
-
-def _untold_caches(runs: Sequence[Run]) -> list[str]:
-    """Name the servers that did not say what they had cached; vLLM does only when asked to."""
-    answered = [run for run in runs if run.summary.outcomes.get(Outcome.ANSWERED)]
-    silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
-    arms = ", ".join(filter(None, silent))
-    return [f"{arms}: {UNTOLD}" if arms else UNTOLD] if silent else []
 
 
 def _folder(name: str) -> Path | None:

@@ -1,8 +1,7 @@
 """Takes keys, passwords and access tokens out of everything that a report shows.
 
-`provenance.py` and `document.py` call it. It looks for secrets in three ways, since each one alone
-misses some: by the name of a value, by the shape of a text, and by the very secrets that the
-caller used (a server may echo a key that it refused). Pure: no files, no environment.
+It looks for secrets in three ways, since each one alone misses some: by the name of a value, by the
+shape of a text, and by the very secrets that the caller used (a server may echo a key). Pure.
 """
 
 import re
@@ -56,8 +55,7 @@ def clean_text(text: str, secrets: Iterable[str] = ()) -> str:
 def clean(value: object, secrets: Sequence[str] = (), *, traces: bool = True) -> object:
     """Return plain data (as `msgspec.to_builtins` makes it) without secrets, to any depth.
 
-    Without `traces`, a value with a secret's name is left out: a run with a key then equals the
-    same run without one.
+    Without `traces`, a value with a secret's name is left out altogether.
     """
     match value:
         case str():

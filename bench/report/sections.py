@@ -1,8 +1,6 @@
 """A report in words and tables: one list of sections, which the page and the terminal both render.
 
-`publish.py` renders the page and `console.py` the terminal's text, which leaves out the sections
-that the page folds. Text is plain here: each renderer escapes it, since much of it came from a
-server.
+Text is plain here: each renderer escapes it, since much of it came from a server. Pure.
 """
 
 import re
@@ -11,9 +9,10 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution
+from baton.bench.figures.metrics import Distribution, Summary, distribution
 from baton.bench.figures.paired import MIN_ROUNDS
-from baton.bench.figures.stages import STAGES, summarise_stages
+from baton.bench.figures.stages import STAGES, sum_error_s
+from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
 from baton.bench.report.wording import NONE, number, quantity, several, share, utc
 
@@ -33,8 +32,15 @@ IMPACT = {
     "num_failed": "",
 }  # fmt: skip
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
+# The figures by which runs are compared: these, and rates and shares, of which more is better.
+HEADLINES = (
+    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
+    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
+)  # fmt: skip
+RATES = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
+MAX_STAGE_ERROR_MS = 1.0
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -47,7 +53,7 @@ class Section(msgspec.Struct, frozen=True):
 def sections(report: Report) -> list[Section]:
     """Return the results, then what they rest on; nothing that is empty."""
     found = [
-        *_search(report),
+        _search(report),
         _comparison(report),
         _parity(report),
         *_overview(report),
@@ -68,22 +74,21 @@ def sections(report: Report) -> list[Section]:
     return [one for one in filled if one.lines or one.tables]
 
 
-def _pairs(title: str, rows: Mapping[str, str], caption: str = "") -> Table:
+def _pairs(title: str, rows: Mapping[str, str]) -> Table:
     """Return a table of names and values without those that are not known."""
     known = [[name, value] for name, value in rows.items() if value not in ("", NONE)]
-    return Table(title, ["", ""], known, caption)
+    return Table(title, ["", ""], known)
 
 
 def _span(low: float, high: float, unit: str = "") -> str:
-    """Return the ends of an interval."""
     if unit == "share":
         return f"{share(low).removesuffix(' %')} to {share(high)}"
     return f"{number(low)} to {number(high)} {unit}".strip()
 
 
-def _search(report: Report) -> Iterator[Section]:
+def _search(report: Report) -> Section:
     if report.search is None:
-        return
+        return Section("", [], [])
     rows = [
         [
             number(probe.rate),
@@ -95,7 +100,7 @@ def _search(report: Report) -> Iterator[Section]:
         for probe in report.search.probes
     ]
     table = Table("", ["rate/s", "purpose", "attainment", "valid", "saturated"], rows)
-    yield Section("Search", [report.search.line], [table])
+    return Section("Search", [report.search.line], [table])
 
 
 def _comparison(report: Report) -> Section:
@@ -109,12 +114,22 @@ def _comparison(report: Report) -> Section:
         for row in report.comparison
     ]  # fmt: skip
     caption = (
-        "Medians of the rounds. A ratio is the median of the ratios within each round, which need "
-        "not be the ratio of the two medians, with the ends of its 95 % interval, or of its range "
-        f"in fewer than {MIN_ROUNDS} rounds. * no difference was shown: the interval includes 1, "
-        "or there were too few rounds."
+        "Medians of the rounds. A ratio is the median of the ratios within each round, which the "
+        "next table has: it need not be the ratio of the two medians, which may lie in different "
+        "rounds. The 95 % interval ends at two of these ratios; with fewer than "
+        f"{MIN_ROUNDS} rounds it is their range. * no difference was shown: the interval includes "
+        "1, or there were too few rounds. Each interval misses by chance in up to 5 of 100 "
+        "comparisons: a difference in one figure alone may be none."
     )
-    return Section("Comparison", [], [Table("", columns, rows, caption)])
+    by_round = [
+        [f"{row.name}, {arm}", *(f"{ratio:.3f}" for ratio in row.ratios[arm].each)]
+        for arm in others
+        for row in report.comparison
+        if row.ratios[arm].each  # reports of earlier versions have none
+    ]
+    places = (f"{place}." for place, _ in enumerate(by_round[0][1:] if by_round else [], start=1))
+    told = Table(f"Ratios to {first}, round by round", ["figure", *places], by_round)
+    return Section("Comparison", [], [Table("", columns, rows, caption), told])
 
 
 def _ratio(row: Compared, arm: str) -> str:
@@ -134,6 +149,23 @@ def _parity(report: Report) -> Section:
     lines = [f"The arms did not run alike: {different}."] if different else []
     columns = ["setting", *report.parity[0].values, "same"]
     return Section("Flag parity", lines, [Table("", columns, rows)])
+
+
+def figures_of(summary: Summary) -> dict[str, float]:
+    """Return what loads are compared by; 0 where a load has no such figure."""
+    found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
+    for field, percentile in HEADLINES:
+        one: Distribution | None = getattr(summary, field)
+        shown = field if field == "gap_max" else field.upper()
+        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
+    found["goodput"] = summary.goodput
+    # Latencies are of these requests, so an arm must not look better by answering fewer.
+    found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
+    return {name: value or 0.0 for name, value in found.items()}
+
+
+def unit_of(figure: str) -> str:
+    return RATES.get(figure, "ms")
 
 
 def _overview(report: Report) -> Iterator[Section]:
@@ -180,21 +212,20 @@ def _run(run: Run, *, folded: bool) -> Section:
 
 
 def _latencies(run: Run) -> Table:
-    summary, rows = run.summary, []
-    for name in (*LATENCIES, *FURTHER_LATENCIES):
-        found: Distribution | None = getattr(summary, name)
-        if found is not None:
-            rows.append(
-                [name, f"{found.count:,}", *(_percentile(found, rank) for rank in PERCENTILES)]
-            )
-    caption = ""
-    if summary.ttft is not None and summary.ttft.count < MIN_FOR_P99:
-        caption = f"A p99 rests on few samples in fewer than {MIN_FOR_P99:,} requests."
-    return Table("Latency, ms", ["figure", "samples", *PERCENTILES], rows, caption)
+    summary = run.summary
+    known = {name: getattr(summary, name) for name in (*LATENCIES, *FURTHER_LATENCIES)}
+    rows = [
+        [name, f"{found.count:,}", *(_percentile(found, rank) for rank in PERCENTILES)]
+        for name, found in known.items()
+        if found is not None
+    ]
+    is_short = summary.ttft is not None and summary.ttft.count < MIN_FOR_P99
+    caption = f"A p99 rests on few samples in fewer than {MIN_FOR_P99:,} requests."
+    columns = ["figure", "samples", *PERCENTILES]
+    return Table("Latency, ms", columns, rows, caption if is_short else "")
 
 
 def _totals(run: Run) -> Table:
-    """Return the figures of a whole run, without those that nothing is known of."""
     summary = run.summary
     rows = {"bounds": str(summary.bounds) if summary.bounds else "none given"}
     for field, unit in TOTALS.items():
@@ -212,7 +243,7 @@ def _totals(run: Run) -> Table:
 
 
 def _faults(run: Run) -> Iterator[Table]:
-    """Return what each fault of a run did to its requests; a time that never came is a dash."""
+    """Return a table per fault; a time that never came is a dash."""
     for impact in run.impacts:
         rows = [
             [_words(field), quantity(getattr(impact, field), unit)]
@@ -223,23 +254,31 @@ def _faults(run: Run) -> Iterator[Table]:
 
 
 def _stages(run: Run) -> Iterator[Table]:
-    """Return where the time went, and how well the parts add up to the whole."""
-    found = summarise_stages(run.counted)
-    if found is None:
+    """Return where the time of the answered requests went, and how well the parts add up to e2e."""
+    answered = [one for one in run.counted if one.outcome is Outcome.ANSWERED]
+    joined = [record for record in answered if record.stages]
+    if not joined:
         return
-    ranks = ("mean", "p50", "p90", "p99")
-    rows = [
-        [name, *(_percentile(time, rank) for rank in ranks), share(found.shares[name])]
-        for name, time in found.stages.items()
-    ]
+    total_s = sum(record.end_s - record.intended_s for record in joined)
+    samples_s: dict[str, list[float]] = {name: [] for name in STAGES}
+    for record in joined:
+        for stage in record.stages:
+            samples_s.setdefault(stage.name, []).append(stage.duration_s)
+    ranks, rows = ("mean", "p50", "p90", "p99"), []
+    for name, parts_s in samples_s.items():
+        if (found := distribution([1e3 * part_s for part_s in parts_s])) is not None:
+            part = share(sum(parts_s) / total_s) if total_s > 0 else NONE
+            rows.append([name, *(_percentile(found, rank) for rank in ranks), part])
+    errors_ms = [1e3 * abs(sum_error_s(record)) for record in joined]
+    num_beyond = sum(error_ms > MAX_STAGE_ERROR_MS for error_ms in errors_ms)
     added_up = (
-        f"add up to e2e within {number(max(0.001, found.max_error_ms))} ms"
-        if found.adds_up
-        else f"DO NOT ADD UP to e2e within 1 ms for {several(found.num_beyond, 'request')}"
+        f"DO NOT ADD UP to e2e within 1 ms for {several(num_beyond, 'request')}"
+        if num_beyond
+        else f"add up to e2e within {number(max(0.001, *errors_ms))} ms"
     )
-    caption = f"{several(found.num_joined, 'request')} with a timeline; their stages {added_up}"
-    if found.num_without:
-        caption += f"; {found.num_without:,} answered without one"
+    caption = f"{several(len(joined), 'request')} with a timeline; their stages {added_up}"
+    if len(answered) > len(joined):
+        caption += f"; {len(answered) - len(joined):,} answered without one"
     yield Table("Stages, ms", ["stage", *ranks, "share"], rows, caption)
 
 

@@ -1,7 +1,4 @@
-"""How a report writes numbers: a few digits, the unit beside them, and a dash for none.
-
-The page, the charts and the terminal share it. The raw numbers are in the JSON.
-"""
+"""How reports write numbers: a few digits, the unit beside them, and a dash for none."""
 
 import math
 

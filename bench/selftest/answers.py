@@ -1,7 +1,7 @@
-"""The answers of the scripted server: single events as bytes, and scripts of whole streams.
+"""The answers of the scripted server: single events as bytes, and scripts of whole streams. Pure.
 
-The server, the self-test and tests of clients use it. It shares nothing with the client's parser or
-with the router's answers, so that no mistake of theirs can hide here. Pure.
+It shares nothing with the client's parser or with the router's answers, so that no mistake of
+theirs can hide here.
 """
 
 import itertools
@@ -24,7 +24,9 @@ def token(
     text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
 ) -> bytes:
     """Return a chunk of a completion; `more` holds further fields of the event."""
-    return _chunk({"text": text}, token_ids, end, more)
+    choice = {"index": 0, "text": text, "finish_reason": end}
+    ids = {} if token_ids is None else {"token_ids": list(token_ids)}
+    return event({"choices": [choice | ids], **more})
 
 
 def delta(
@@ -32,19 +34,9 @@ def delta(
 ) -> bytes:
     """Return a chunk of a chat; a chunk without text opens the chat with a role."""
     said = {"content": text} if text else {"role": "assistant", "content": ""}
-    return _chunk({"delta": said}, token_ids, end, more)
-
-
-def _chunk(
-    said: dict[str, object],
-    token_ids: Sequence[int] | None,
-    end: str | None,
-    more: dict[str, object],
-) -> bytes:
-    choice = {"index": 0, **said, "finish_reason": end}
-    if token_ids is not None:
-        choice["token_ids"] = list(token_ids)
-    return event({"choices": [choice], **more})
+    choice = {"index": 0, "delta": said, "finish_reason": end}
+    ids = {} if token_ids is None else {"token_ids": list(token_ids)}
+    return event({"choices": [choice | ids], **more})
 
 
 def usage(num_tokens: int, num_prompt: int = 3, num_cached: int | None = None) -> bytes:
@@ -87,46 +79,38 @@ class Script(msgspec.Struct, frozen=True):
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-class Part(msgspec.Struct, frozen=True):
-    """The bytes of the body that leave in one write, and the tokens in them."""
-
-    at_ms: float
-    data: bytes
-    num_tokens: int
+# The moment, the bytes of the body that leave in one write, and the number of tokens in them.
+Part = tuple[float, bytes, int]
 
 
 def parts_of(script: Script, asked: Mapping[str, object], number: int) -> list[Part]:
     """Return the parts of the answer to the body `asked`; events of one moment are one part."""
     ids, position = answer_ids(number, script.num_tokens), 0
-    options = str(asked.get("stream_options"))
-    events: list[Part] = []
+    options, prompt = str(asked.get("stream_options")), prompt_of(asked)
+    say, events = delta if "messages" in asked else token, list[Part]()
     for chunk in script.chunks:
         sent = ids[position : position + chunk.num_tokens]
         position += chunk.num_tokens
         is_end = bool(sent) and position == len(ids) and script.tail is None
-        data = (delta if "messages" in asked else token)(
+        data = say(
             "".join(f" t{one}" for one in sent),
             sent if asked.get("return_token_ids") else None,
             "length" if is_end else None,
             **({"usage": usage_body(position)} if "continuous_usage_stats" in options else {}),
         )
-        events.append(Part(chunk.at_ms, data, chunk.num_tokens))
+        events.append((chunk.at_ms, data, chunk.num_tokens))
     tail = script.tail
     if tail is None:
-        told = usage(len(ids), _prompt_length(asked), script.cached_tokens)
+        num_prompt = len(prompt if isinstance(prompt, list) else prompt.split())
+        told = usage(len(ids), num_prompt, script.cached_tokens)
         tail = (told if "include_usage" in options else b"") + DONE
     last_ms = script.chunks[-1].at_ms if script.chunks else 0.0
-    events.append(Part(last_ms if script.end_ms is None else script.end_ms, tail, 0))
+    events.append((last_ms if script.end_ms is None else script.end_ms, tail, 0))
     return [
-        Part(at_ms, b"".join(one.data for one in found), sum(one.num_tokens for one in found))
-        for at_ms, group in itertools.groupby(events, lambda part: part.at_ms)
+        (at_ms, b"".join(data for _, data, _ in found), sum(count for _, _, count in found))
+        for at_ms, group in itertools.groupby(events, lambda part: part[0])
         if (found := list(group))
     ]
-
-
-def _prompt_length(asked: Mapping[str, object]) -> int:
-    found = prompt_of(asked)
-    return len(found if isinstance(found, list) else found.split())
 
 
 def prompt_of(asked: Mapping[str, object]) -> list[int] | str:

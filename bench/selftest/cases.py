@@ -1,7 +1,6 @@
 """The cases of the self-test: what servers do that a harness can get wrong, with the right outcome.
 
-`run.py` holds the client to them. The number of times that a fault comes tells it from its
-neighbours. All cases are drawn from a seed, so a deviation can be reproduced. Pure.
+The number of times that a fault comes tells it from its neighbours. All is drawn from a seed. Pure.
 """
 
 import random

@@ -1,8 +1,8 @@
 """`baton bench selftest`: the client and its metrics against a server whose token times are known.
 
-It plays good answers and every kind of failure, open loop, from real client processes over real
-sockets, and holds each percentile to the server's writes and each outcome to the script. Without a
-deviation the exit code is 0. Run it on an idle machine: a client that must wait for it is late.
+It plays good answers and every kind of failure, from real client processes over real sockets, and
+holds each percentile to the server's writes and each outcome to the script. Run it on an idle
+machine: a client that must wait for it is late.
 """
 
 import gc

@@ -1,13 +1,10 @@
 """A server with OpenAI's API on 127.0.0.1, in a thread of its own, that plays scripted answers.
 
-The self-test and tests of clients start it. A `Play` gets each request and answers it byte by byte
-if need be; `Stage` plays scripts and keeps the time of each real write, so that the truth is what
-was written, not what was planned. The client and the metrics that are held against it may share
-nothing with this file.
+`Stage` plays scripts and keeps the time of each real write, so that the truth is what was written,
+not what was planned. The client and the metrics may share nothing with this file.
 """
 
 import asyncio
-import functools
 import json
 import re
 import ssl
@@ -50,16 +47,11 @@ class Call:
         self.method, self.path, _ = first.split(" ", 2)
         fields = [line.partition(":") for line in lines]
         self.headers = {name: value.strip() for name, _, value in fields}
-        self.data = data
+        self.body: dict[str, object] = json.loads(data) if data.startswith(b"{") else {}
         self.keep_alive = True  # keep the connection after the answer; set it before the answer
         self.transport = writer.transport
         self._reader, self._writer = reader, writer
         self._has_begun = False
-
-    @functools.cached_property
-    def body(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self.data)
-        return found
 
     @property
     def num_tokens(self) -> int:
@@ -110,13 +102,11 @@ class Call:
     async def until(self, due_s: float) -> bool:
         """Wait until `due_s`; return whether the client is still there."""
         # Sleep in steps, because nothing wakes this coroutine when the client leaves.
-        while (rest_s := due_s - monotonic()) > 0 and not self._client_left:  # noqa: ASYNC110
+        while not (has_left := self._reader.at_eof() or self.transport.is_closing()):
+            if (rest_s := due_s - monotonic()) <= 0:
+                break
             await asyncio.sleep(min(rest_s, 0.5))
-        return not self._client_left
-
-    @property
-    def _client_left(self) -> bool:
-        return self._reader.at_eof() or self.transport.is_closing()
+        return not has_left
 
 
 Play = Callable[[Call], Awaitable[object]]
@@ -230,7 +220,11 @@ class Stage:
         self._scripts = scripts or {}
 
     async def play(self, call: Call) -> None:
-        number, free_s = _number(call.prompt), 0.0
+        prompt, free_s = call.prompt, 0.0
+        if isinstance(prompt, str):
+            found = re.search(r"\bscript (\d+)\b", prompt)
+            prompt = [int(found[1])] if found else []
+        number = prompt[0] if prompt else None
         script = None if number is None else self._scripts.get(number)
         answer = Answer(None if script is None else number, call.received_s, [])
         self.answers.append(answer)
@@ -238,12 +232,12 @@ class Stage:
             script = Script(steady(0.0, 0.0, call.num_tokens))
         call.keep_alive = script.then == "end"
         parts = parts_of(script, call.body, answer.number or 0)
-        for place, part in enumerate(parts, start=1):
-            if not await call.until(max(call.received_s + part.at_ms / 1e3, free_s)):
+        for place, (at_ms, body, num_tokens) in enumerate(parts, start=1):
+            if not await call.until(max(call.received_s + at_ms / 1e3, free_s)):
                 return
-            data = call.framed(part.data)
+            data = call.framed(body)
             data += b"0\r\n\r\n" if script.then == "end" and place == len(parts) else b""
-            answer.writes.append(Arrival(monotonic(), part.num_tokens))
+            answer.writes.append(Arrival(monotonic(), num_tokens))
             call.transport.write(data)
             free_s = monotonic() + SPACING_S
         if script.then == "reset":
@@ -252,10 +246,3 @@ class Stage:
             call.transport.abort()
         elif script.then == "hang":
             await call.until(monotonic() + SILENCE_LIMIT_S)
-
-
-def _number(prompt: list[int] | str) -> int | None:
-    if isinstance(prompt, list):
-        return prompt[0] if prompt else None
-    found = re.search(r"\bscript (\d+)\b", prompt)
-    return int(found[1]) if found else None

@@ -1,7 +1,7 @@
 """Hold a load to what the server wrote: every percentile, every fault, every token.
 
-The truth follows the printed definitions by the plainest means, in lists and loops, and takes
-nothing from the client's parser or from the way in which `metrics` computes. Pure.
+The truth follows the printed definitions by the plainest means and takes nothing from the client's
+parser or from the way in which `metrics` computes. Pure.
 """
 
 import itertools
@@ -90,15 +90,12 @@ def judge(played: Played, tolerance_ms: float) -> Verdict:
     """Hold a load to the truth; `tolerance_ms` is the largest error of a percentile."""
     summary = summarise(played.result)
     figures, doubts = _figures(played, summary)
-    wrong = _not_asked_once(played) + _differences(played)
+    wrong = _differences(played)
     return Verdict(played.name, len(played.cases), tolerance_ms, figures, wrong, doubts)
 
 
 def truth_of(answer: Answer, due_s: float) -> dict[str, list[float]]:
-    """Return the samples of each metric, in ms, that an answer with at least one token makes.
-
-    `due_s` is on the clock of the answer's stamps.
-    """
+    """Return the samples of each metric, in ms, of an answer with a token, due at `due_s`."""
     chunks = [(one.at_s, one.num_tokens) for one in answer.writes if one.num_tokens]
     gaps, itl = [], []
     for (before_s, _), (after_s, num_tokens) in itertools.pairwise(chunks):
@@ -133,20 +130,13 @@ def _figures(played: Played, summary: Summary) -> tuple[list[Figure], list[str]]
     return figures, doubts
 
 
-def _not_asked_once(played: Played) -> list[str]:
-    """Return the requests that did not come exactly once: a retry would hide a failure."""
-    asked = Counter(one.number for one in played.answers)
-    return [
-        f"request {index} reached the server {asked[FIRST_NUMBER + index]} times"
-        for index in range(len(played.cases))
-        if asked[FIRST_NUMBER + index] != 1
-    ]
-
-
 def _differences(played: Played) -> list[str]:
-    """Return how the records differ from the scripts."""
+    """Return how the requests that came and the records differ from the scripts."""
     records, lines = played.records(), []
+    asked = Counter(one.number for one in played.answers)
     for index, case in enumerate(played.cases):
+        if (times := asked[FIRST_NUMBER + index]) != 1:  # a retry would hide a failure
+            lines.append(f"request {index} reached the server {times} times")
         if (record := records.get(index)) is None:
             lines.append(f"request {index}: no record")
             continue

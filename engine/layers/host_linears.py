@@ -5,6 +5,7 @@ data; all others of that kind share what it found. Whether weights are packed de
 follows from what the machine can do and from the search, and never from a time.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,12 @@ class Found(NamedTuple):
 class HostLinears:
     """The layers of one rank, of at most `num_kinds` kinds (for the progress that is shown)."""
 
-    def __init__(self, num_kinds: int, progress: Progress) -> None:
+    def __init__(
+        self, num_kinds: int, progress: Progress, thread_counts: Sequence[int] = ()
+    ) -> None:
+        """Take all numbers of threads that a step may use: bits must be equal under each."""
         self._num_kinds, self._progress = num_kinds, progress
+        self._thread_counts = thread_counts
         self._found: dict[WeightKind, Found] = {}
 
     def make(
@@ -57,7 +62,7 @@ class HostLinears:
         kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, max_rows or TILES[-1])
         if kind not in self._found:
             self._progress("row rules", len(self._found), self._num_kinds)
-            self._found[kind] = find(kind)
+            self._found[kind] = find(kind, self._thread_counts)
             _warn(kind, self._found[kind].rule)
         is_packed, rule = self._found[kind]
         form = packed(weight) if is_packed else weight
@@ -65,7 +70,7 @@ class HostLinears:
         return Linear(form, bias, rule)
 
 
-def find(kind: WeightKind) -> Found:
+def find(kind: WeightKind, thread_counts: Sequence[int] = ()) -> Found:
     """Packed if that has a rule, else plain if that has one, else whatever is fastest."""
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
@@ -73,7 +78,7 @@ def find(kind: WeightKind) -> Found:
     tiles = tiles_for(kind.outputs, kind.inputs, kind.max_rows, len(rows))
     forms = [form for form in (packed(weight), weight) if form is not None]
     for form in forms:
-        rule = find_rule(Linear(form, bias).product, rows, tiles)
+        rule = find_rule(Linear(form, bias).product, rows, tiles, thread_counts)
         if rule is not None:
             return Found(form.is_mkldnn, rule)
     return Found(forms[0].is_mkldnn, None)

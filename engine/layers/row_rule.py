@@ -79,28 +79,31 @@ class RowRule:
         return torch.cat([*(product(part) for part in parts), end])
 
 
-def find_rule(product: Product, pool: Tensor, tiles: Sequence[int]) -> RowRule | None:
-    """The rule for `product`, tried with the rows of `pool` and this thread's number of threads.
+def find_rule(
+    product: Product, pool: Tensor, tiles: Sequence[int], thread_counts: Sequence[int] = ()
+) -> RowRule | None:
+    """Return the rule for `product`, tried with the rows of `pool`; None if there is none.
 
-    None if no small tile gives a row the same bits at every place. The bits are those of one
-    thread, so they do not depend on `engine.threads`. If no tile reproduces them with several
-    threads, the rule computes with one: equal bits come before speed.
+    There is none if no small tile gives a row the same bits at every place. The bits are those of
+    one thread, so they do not depend on `engine.threads`. If no tile reproduces them with each of
+    `thread_counts`, which are this thread's number by default, the rule computes with one thread:
+    equal bits come before speed.
     """
-    threads = torch.get_num_threads()
     with num_threads(1):
         trials = _try_tiles(product, pool, tiles, PASSES)
     chosen = _best_class(trials)
     if not chosen:
         return None
-    if threads == 1:
-        return RowRule(chosen)
-    # One pass will do: the bits are compared with those that are known to be right.
-    again = _try_tiles(product, pool, [trial.tile for trial in chosen], 1)
-    equal = [trial for trial in again if trial.digest == chosen[0].digest]
-    # Without a small tile every decode step would be padded to a large one.
-    if equal and equal[0].tile <= SMALL_TILE:
-        return RowRule(equal)
-    return RowRule(chosen, is_single_threaded=True)
+    equal = chosen
+    for count in set(thread_counts or [torch.get_num_threads()]) - {1}:
+        with num_threads(count):
+            # One pass will do: the bits are compared with those that are known to be right.
+            again = _try_tiles(product, pool, [trial.tile for trial in equal], 1)
+        equal = [trial for trial in again if trial.digest == chosen[0].digest]
+        # Without a small tile every decode step would be padded to a large one.
+        if not equal or equal[0].tile > SMALL_TILE:
+            return RowRule(chosen, is_single_threaded=True)
+    return RowRule(equal)
 
 
 def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:

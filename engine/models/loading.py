@@ -4,6 +4,8 @@ Called once per rank, at load. Reads of each tensor only what the rank keeps. A 
 ranks cannot share evenly is a `ConfigError` here, before any weight is read.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,17 +22,26 @@ from baton.protocol.errors import ConfigError
 NUM_LINEAR_KINDS = 5
 
 
+class Placement(NamedTuple):
+    """Where a rank computes, and in what. `thread_counts`: all that a step on a CPU may use."""
+
+    dtype: torch.dtype
+    device: torch.device
+    thread_counts: tuple[int, ...] = ()
+
+
 def load_decoder(
     config: DecoderConfig,
     checkpoint: Checkpoint,
     ranks: Ranks,
-    dtype: torch.dtype,
-    device: torch.device,
+    place: Placement,
     progress: Progress,
 ) -> Decoder:
     """Raises `ConfigError` when the ranks cannot share the model or a tensor is missing."""
-    linears = HostLinears(NUM_LINEAR_KINDS, progress) if device.type == "cpu" else None
-    return _Loader(config, checkpoint, ranks, dtype, device, linears).load(progress)
+    linears = None
+    if place.device.type == "cpu":
+        linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts)
+    return _Loader(config, checkpoint, ranks, place, linears).load(progress)
 
 
 def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
@@ -54,13 +65,12 @@ class _Loader:
         config: DecoderConfig,
         checkpoint: Checkpoint,
         ranks: Ranks,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
         linears: HostLinears | None,
     ) -> None:
         check_split(config, ranks.size)
         self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
-        self.dtype, self.device, self.linears = dtype, device, linears
+        self.dtype, self.device, self.linears = place.dtype, place.device, linears
         rank, size = ranks.rank, ranks.size
         self.heads = share(config.num_heads, rank, size, config.head_dim)
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)

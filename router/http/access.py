@@ -1,14 +1,15 @@
 """Who may call the router: API keys, and the host names that it answers to.
 
-`App` checks every request except probes, before its body is read. Nothing here does I/O.
+`App` checks every request except probes, before its body is read. Keys are compared by their
+hashes, so the time of a comparison tells nothing about a key.
 """
-
-import hmac
-from collections.abc import Sequence
 
 from aiohttp import web
 
+from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
+from baton.router.http.key_file import KeyFile, digest_of
+from baton.runtime.clock import monotonic
 from baton.runtime.log import clip
 
 # These are answered to anybody: they tell no more than whether requests can be served.
@@ -17,10 +18,18 @@ _SCHEME = "bearer "
 
 
 class Access:
-    def __init__(self, api_keys: Sequence[str], allowed_hosts: Sequence[str]) -> None:
-        """Without keys or hosts, requests with any key or for any host are let in."""
-        self._keys = [key.encode() for key in api_keys]
-        self._hosts = {host.lower() for host in allowed_hosts}
+    def __init__(self, config: RouterConfig) -> None:
+        """Without keys or hosts in the settings, requests with any key or for any host are let in.
+
+        Raises `ConfigError` for a file of keys that cannot be read.
+        """
+        self._digests = {digest_of(key.encode()) for key in config.api_keys}
+        self._file = KeyFile(config.api_key_file, monotonic) if config.api_key_file else None
+        self._hosts = {host.lower() for host in config.allowed_hosts}
+
+    @property
+    def _wants_key(self) -> bool:
+        return bool(self._digests) or self._file is not None
 
     def check(self, request: web.Request) -> None:
         """Raise `RequestError` if the request may not be answered."""
@@ -29,7 +38,7 @@ class Access:
         if self._hosts and _name_of(request.host) not in self._hosts:
             text = f"this router does not answer to {clip(request.host)!r} (router.allowed_hosts)"
             raise RequestError(text, code="wrong_host", http_status=421)
-        if self._keys and not self._is_known(request.headers.get("Authorization", "")):
+        if self._wants_key and not self._is_known(request.headers.get("Authorization", "")):
             text = "send a valid API key in the header `Authorization: Bearer KEY`"
             raise RequestError(text, code="invalid_api_key", http_status=401)
 
@@ -37,9 +46,8 @@ class Access:
         scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
         if scheme.lower() != _SCHEME:
             return False
-        data = given.strip().encode(errors="surrogateescape")
-        # All keys are compared, each in constant time, so the time tells nothing about any key.
-        return sum([hmac.compare_digest(data, key) for key in self._keys]) > 0
+        digest = digest_of(given.strip().encode(errors="surrogateescape"))
+        return digest in self._digests or (self._file is not None and digest in self._file)
 
 
 def _name_of(host: str) -> str:

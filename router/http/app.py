@@ -10,6 +10,7 @@ import errno
 import importlib.metadata
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -19,11 +20,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.router.health import ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
-from baton.router.http.handlers import Engine, Handlers, request_id_of
+from baton.router.http.engine import Engine
+from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
+from baton.router.http.request_log import RequestLog
 from baton.router.http.sse import SILENCE_S
 from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import ROOT, clip, logger
@@ -34,8 +38,7 @@ ACCEPTS = 16
 # What is answered on the connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
 DISTRIBUTION = "baton"
-# How long the end of the server waits: for answers under way, then for those told to end.
-GRACE_S = 1.0
+# How long the end of the server waits for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
 
@@ -54,9 +57,11 @@ class App:
         chat_template: ChatTemplate | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.metrics = HttpMetrics()
+        self._baton_version = importlib.metadata.version(DISTRIBUTION)
+        self.metrics = HttpMetrics(config.model.shown_name, self._baton_version)
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
-        self._access = Access(config.router.api_keys, config.router.allowed_hosts)
+        self._request_log = RequestLog(config.log)
+        self._access = Access(config.router)
         self._engine = engine
         self._created = int(time.time())
         self._num_open = 0
@@ -67,6 +72,7 @@ class App:
             [
                 web.post("/v1/completions", self._handlers.completions),
                 web.post("/v1/chat/completions", self._handlers.chat),
+                web.get("/v1/streams/{id}", self._handlers.stream_again),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.get("/health", self._health),
@@ -115,11 +121,13 @@ class App:
     async def _health(self, request: web.Request) -> web.Response:
         health = self._engine.health()
         if self._handlers.is_draining:
-            health = msgspec.structs.replace(health, status="failed", message="shutting down")
+            text = "the router ends: it finishes its requests and takes no new ones"
+            health = msgspec.structs.replace(health, status="draining", message=text)
         body = msgspec.structs.asdict(health)
-        # Between processes a load travels as an array, but people want its names.
+        # Between processes loads and totals travel as arrays, but people want their names.
+        named = msgspec.structs.asdict
         body["nodes"] = [
-            {**msgspec.structs.asdict(node), "load": msgspec.structs.asdict(node.load)}
+            {**named(node), "load": named(node.load), "totals": named(node.totals)}
             for node in health.nodes
         ]
         return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
@@ -131,13 +139,16 @@ class App:
         return _json(msgspec.json.encode({"status": "live"}))
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        model: ServedModel | None = None
+        with contextlib.suppress(NodeError):  # no node has been ready yet
+            model = self._engine.get_model_config()
         return web.Response(
-            body=self.metrics.render(self._engine.health()),
+            body=self.metrics.render(self._engine.health(), model),
             headers={"Content-Type": CONTENT_TYPE},
         )
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json(msgspec.json.encode({"version": importlib.metadata.version(DISTRIBUTION)}))
+        return _json(msgspec.json.encode({"version": self._baton_version}))
 
     # --- around every request -------------------------------------------------------------------
 
@@ -145,22 +156,23 @@ class App:
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._num_open += 1
         self._idle.clear()
-        status = CLIENT_GONE
+        status, began_s, name = CLIENT_GONE, time.monotonic(), request_id_of(request)
         connection = connection_of(request)
         if request.content.is_eof():
             connection.began()
         try:
             response = await self._answered(request, handler)
             status = response.status
-            if connection.is_spare:
+            if connection.is_spare or self._handlers.is_draining:
                 response.force_close()
             if not response.prepared and "X-Request-Id" not in response.headers:
-                name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
-                response.headers["X-Request-Id"] = name
+                response.headers["X-Request-Id"] = name or f"req-{secrets.token_hex(12)}"
+            name = response.headers["X-Request-Id"]
             return response
         finally:
             connection.ended()
             self.metrics.answered(_route(request), status)
+            self._request_log.answered(request, status, name, time.monotonic() - began_s)
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
@@ -227,10 +239,15 @@ class Server:
         port = self._listener.sockets[0].getsockname()[1]
         return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
 
-    async def drain(self, grace_s: float = GRACE_S) -> None:
-        """Accept no new connection, and wait up to `grace_s` for answers under way."""
-        if self._listener is not None:
-            self._listener.close()
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, and wait up to `grace_s` for answers under way.
+
+        Meanwhile probes and refusals still get their answers. Where other processes listen on the
+        same port, new connections are left to them.
+        """
+        listener = self._listener
+        if listener is not None and any(map(_is_shared, listener.sockets)):
+            listener.close()
         await self._app.drain(grace_s)
 
     async def stop(self) -> None:
@@ -241,6 +258,10 @@ class Server:
             self._connections.close()
         self._app.close()
         await self._runner.cleanup()
+
+
+def _is_shared(listening: socket.socket) -> bool:
+    return bool(listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -71,12 +71,13 @@ class Bodies:
     async def read(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
         """Return the body of a request; raises `RequestError` or `Overloaded`."""
         _check_type(request)
-        length = request.content_length
+        length, content = request.content_length, request.content
         if length is not None and length > max_bytes:
             raise _too_large(max_bytes)
         try:
-            if request.content.is_eof():  # the whole body has come, so no wait needs a deadline
-                return await self._read(request, room, max_bytes)
+            is_small = length is not None and length <= _FREE_BYTES
+            if is_small and content.is_eof() and "Content-Encoding" not in request.headers:
+                return content.read_nowait()  # all of it has come
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await self._read(request, room, max_bytes)
         except TimeoutError:

@@ -9,54 +9,43 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.protocol.ids import RequestId
+from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
-from baton.router.health import Health, ServedModel
+from baton.router.health import ServedModel
 from baton.router.http.answers import Answer, clamped_to
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.connections import connection_of
+from baton.router.http.engine import Engine
+from baton.router.http.kept import Form, form_of, kept_of, owner_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.places import HEADER, ReaderPlace, place_of, start_of
 from baton.router.http.prepare import Job, check_ids, check_name, rendered, unpacked
 from baton.router.http.relay import Relay
+from baton.router.http.request_log import RUNNING, Running
 from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.router.reattaching import Claim
 from baton.router.stream import RequestStream, Sink
 from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.text import Text
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
 MAX_REQUEST_ID_CHARS = 128
+Answering = Callable[["Running"], Awaitable[web.StreamResponse]]
 
 # A prompt is echoed once per choice, and no engine bounds that work.
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 
 log = logger("router")
-
-
-class Engine(Protocol):
-    """The part of `TextRouter` that handlers need."""
-
-    async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
-    ) -> RequestStream: ...
-
-    def health(self) -> Health: ...
-
-    def get_model_config(self) -> ServedModel: ...
-
-    def get_tokenizer(self) -> Text: ...
-
-    @property
-    def errored(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -69,14 +58,7 @@ class Work:
     prompts: list[str | list[int] | bytes]  # bytes are packed token ids
     echoes: list[str]  # per prompt, the text before each of its choices; empty without `echo`
     request_id: str  # the client's own, or the answer's
-
-
-@dataclass(slots=True)
-class Running:
-    """The requests of the router that one HTTP request made, and how they ended."""
-
-    streams: list[RequestStream]
-    outcome: str = BatonError.code  # as long as nothing better is known
+    kept: Kept | None = None  # for a stream that the client can take up again
 
 
 class Handlers:
@@ -96,6 +78,7 @@ class Handlers:
         self._chat_template = chat_template
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
+        self._wants_key = config.router.wants_key
         self._max_body_mib = config.router.max_body_mib
         self._bodies = Bodies(config.router.max_body_mib)
         self._large = LargeBodies(config.model.path, config.model.chat_template)
@@ -108,36 +91,90 @@ class Handlers:
         """POST /v1/chat/completions."""
         return await self._serve(request, is_chat=True)
 
+    async def stream_again(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/{id}: go on with a stream that broke, after the event `Last-Event-ID`."""
+        place = start_of(request.match_info["id"])
+        if HEADER in request.headers:
+            place = place_of(request.headers[HEADER])
+        return await self._counted_in(request, lambda running: self._again(request, running, place))
+
     def close(self) -> None:
         self._large.close()
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        """Submit a request per prompt and answer. All of them are closed and counted in the end."""
-        running = Running([])
+        """Answer a POST, which goes on with a broken stream if it has `Last-Event-ID`."""
+        if HEADER in request.headers:
+            place = place_of(request.headers[HEADER])
+            with self._bodies.room() as room:  # the form of the answer is known, so it is not used
+                await self._bodies.read(request, room, self._max_body_mib << 20)
+            connection_of(request).began()
+            return await self._counted_in(
+                request, lambda running: self._again(request, running, place)
+            )
+        return await self._counted_in(
+            request, lambda running: self._new(request, running, is_chat=is_chat)
+        )
+
+    async def _new(
+        self, request: web.Request, running: Running, *, is_chat: bool
+    ) -> web.StreamResponse:
+        """Submit a request per prompt and answer."""
+        work = await self._submit(request, running, is_chat=is_chat)
+        if not work.ask.generates:
+            return await self._echo(request, work)
+        if work.ask.is_streamed:
+            return await self._stream(request, work, running)
+        return await self._whole(work, running)
+
+    async def _again(
+        self, request: web.Request, running: Running, place: ReaderPlace
+    ) -> web.StreamResponse:
+        """Go on with a stream that another router began."""
+        if place.tail == "/d":
+            return web.Response(status=204)  # this ends the retries of an EventSource
+        self._refuse_if_draining()
+        owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
+        claim = Claim(RequestId(f"{place.answer_id}-0"), owner, place.received)
+        forms: list[Form] = []
+
+        def params_of(data: bytes) -> SamplingParams:
+            forms.append(form_of(data))
+            return forms[-1].params
+
+        stream = await self._engine.reattach(claim, params_of)
+        running.streams.append(stream)
+        answer, headers = forms[-1].answer, {"X-Request-Id": forms[-1].request_id}
+        events = EventStream(request, answer.id, headers, self._silence_s)
+        relay = Relay(events, answer, stream.params.n, (), self._metrics)
+        relay.goes_on(place)
+        return await self._relay(events, relay, running)
+
+    async def _counted_in(self, request: web.Request, answer: Answering) -> web.StreamResponse:
+        """Answer a request. All that it submitted is closed and counted in the end."""
+        running = request[RUNNING] = Running()
         try:
-            work = await self._submit(request, running, is_chat=is_chat)
-            if not work.ask.generates:
-                return await self._echo(request, work)
-            if work.ask.is_streamed:
-                return await self._stream(request, work, running)
-            return await self._whole(work, running)
+            return await answer(running)
         except asyncio.CancelledError:
             running.outcome = "client_gone"
             raise
         except BatonError as error:
-            running.outcome = error.code
+            running.failed(error)
             raise
         finally:
             for stream in running.streams:
                 stream.close()
                 self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
+    def _refuse_if_draining(self) -> None:
+        if self.is_draining:
+            text = "the router is shutting down: send the request again, to another router if any"
+            raise Overloaded(text, code="shutting_down", retry_after_s=1.0)
+
     # --- before submitting ----------------------------------------------------------------------
 
     async def _submit(self, request: web.Request, running: Running, *, is_chat: bool) -> Work:
         """Read the body and submit its prompts. Then the memory that the body took is free."""
-        if self.is_draining:
-            raise Overloaded("the router is shutting down", code="shutting_down")
+        self._refuse_if_draining()
         model = self._model()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = body_limit(self._max_body_mib, model, token_bytes)
@@ -146,6 +183,7 @@ class Handlers:
             connection_of(request).began()
             work = await self._prepare(request, body, Job(is_chat, model))
             del body
+            running.request_id = work.request_id
             for index, prompt in enumerate(work.prompts if work.ask.generates else ()):
                 if index:  # a long list of prompts must not hold up other requests
                     await asyncio.sleep(0)
@@ -153,7 +191,9 @@ class Handlers:
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.answer.id, text=_shown(ready))
-                running.streams.append(await self._engine.submit(ready, work.params, name))
+                stream = await self._engine.submit(ready, work.params, name, work.kept)
+                stream.token_gaps = self._metrics.token_gaps
+                running.streams.append(stream)
         return work
 
     def _model(self) -> ServedModel:
@@ -185,7 +225,12 @@ class Handlers:
             token_ids=ask.token_ids,
             timeline=ask.timeline,
         )
-        return Work(ask, ask.params, answer, prompts, echoes, request_id_of(request) or answer.id)
+        name = request_id_of(request) or answer.id
+        kept = None
+        if ask.is_streamed and len(prompts) == 1 and not ask.echo:
+            owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
+            kept = kept_of(Form(answer, ask.sampling, name), owner, ask.params.n)
+        return Work(ask, ask.params, answer, prompts, echoes, name, kept)
 
     async def _ids_of(self, prompt: Prompt, ask: Ask, model: ServedModel) -> str | list[int]:
         """Return a prompt as the engine takes it: what only it can check is left to it."""
@@ -270,6 +315,15 @@ class Handlers:
         headers = _headers(work, [stream.metrics for stream in streams])
         events = EventStream(request, work.answer.id, headers, self._silence_s)
         relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
+        if work.kept is not None:
+            relay.goes_on(ReaderPlace(work.answer.id, None))
+        return await self._relay(events, relay, running)
+
+    async def _relay(
+        self, events: EventStream, relay: Relay, running: Running
+    ) -> web.StreamResponse:
+        """Send what the streams bring until they end."""
+        streams = running.streams
         await events.open()
         try:
             for index, stream in enumerate(streams):
@@ -278,10 +332,10 @@ class Handlers:
             relay.finish([stream.metrics for stream in streams])
             running.outcome = "finished"
         except BatonError as error:
-            running.outcome = error.code
+            running.failed(error)
             relay.fail(error)
         except Exception:
-            log.exception("a streamed answer broke", request=work.answer.id)
+            log.exception("a streamed answer broke", request=streams[0].request_id)
             relay.fail(BatonError("the router failed to make this answer"))
         finally:
             relay.stop()

@@ -1,140 +1,187 @@
 """The metrics of the router: HTTP answers, requests, tokens, latencies and the load of the nodes.
 
 `handlers` and `app` count, `/metrics` renders the counts and `main` logs a line of them from time
-to time. Tokens are counted in a plain integer, because it happens once per token.
+to time. Everything that happens once per token or per request is counted in plain numbers.
 """
 
-from functools import cache
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from collections import Counter
 
 from baton.protocol.errors import BatonError
-from baton.protocol.ids import NodeId
-from baton.router.health import Health
+from baton.router.health import Health, NodeHealth, ServedModel
+from baton.router.http import metric_families as families
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
+from baton.runtime.exposition import CONTENT_TYPE, Histogram, Page
+from baton.runtime.node_metrics import NodeSample, add_nodes
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-# From the gap between two tokens up to a long prompt that waits in a queue.
-BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+__all__ = ["CONTENT_TYPE", "HttpMetrics", "StatsLine"]
+
+# From a prompt of a few tokens up to a long one that waits in a queue.
+LATENCY_BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
-_STAGES = ("router_queue", "queue", "prefill", "transfer", "decode_queue", "first_step")
+# Around the usual targets for the time per token, fine enough to tell them apart.
+TOKEN_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1,
+    0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+STAGE_BUCKETS_S = (0.0005, 0.001, 0.0025, *LATENCY_BUCKETS_S)
+LENGTH_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)  # fmt: skip
+STAGES = ("router_queue", "queue", "prefill", "transfer", "exposed", "decode_queue", "first_step")
+# A node's failures name their codes themselves, so their number is bounded here.
+MAX_CODES = 64
+OTHER_CODES = "other"
 
 
 class HttpMetrics:
-    """The metrics of one router, in a registry of its own: two routers can share a process."""
+    """The metrics of one router, held by itself: two routers can share a process."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, model_name: str = "", version: str = "") -> None:
         self.num_requests = 0  # those that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self._num_rendered_tokens = 0
-        answers = self._counter("http_answers", "HTTP answers by route and status", "route status")
-        requests = self._counter("requests", "Ended requests by path and outcome", "path outcome")
-        # Finding a counter by its labels takes longer than counting.
-        self._answers = cache(answers.labels)
-        refusals = self._counter("refusals", "Answers that ask to try again later", "status code")
-        self._refusals = cache(refusals.labels)
-        self._requests = cache(requests.labels)
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of ended prompts")
-        self._cached_tokens = self._counter(
-            "cached_prompt_tokens", "Prompt tokens that were in a prefix cache"
+        self.num_cached_tokens = 0
+        self.token_gaps = Histogram(TOKEN_BUCKETS_S)
+        self._model_name = model_name  # until a node has said what it serves
+        self._version = version
+        self._answers: Counter[tuple[str, str]] = Counter()
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._codes: set[str] = set()
+        self._successes: Counter[tuple[str]] = Counter()
+        self._retries: Counter[tuple[str]] = Counter()
+        self._resumes: Counter[tuple[str]] = Counter()
+        self._first, self._e2e, self._queue, self._prefill, self._decode, self._inference = (
+            Histogram(LATENCY_BUCKETS_S) for _ in range(6)
         )
-        self._output_tokens = self._counter("output_tokens", "Tokens handed out")
-        self._retries = self._counter("retries", "Attempts after a loss before the first token")
-        self._resumes = self._counter("resumes", "Sequences that went on at another node")
-        self._transfer_failures = self._counter(
-            "transfer_failures", "Handoffs that failed, by pair of nodes", "prefill decode"
-        )
-        self._rendered_failures: dict[tuple[NodeId, NodeId], int] = {}
-        self._transfer_bytes = self._counter(
-            "transfer_bytes", "KV bytes moved from prefill to decode nodes"
-        )
-        self._first = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token handed out"
-        )
-        self._per_token = self._histogram(
-            "time_per_output_token_seconds",
-            "Time per token after the first, of requests with one choice",
-        )
-        self._e2e = self._histogram(
-            "request_seconds", "From arrival to the end, of requests that had tokens"
-        )
-        stages = self._histogram("stage_seconds", "Stages of a request; see docs/api.md", "stage")
-        self._stages = {f"{stage}_s": stages.labels(stage) for stage in _STAGES}
-        self._running = self._gauge("running_requests", "Requests that have nodes")
-        self._queued = self._gauge("queued_requests", "Requests that wait for nodes")
-        self._nodes = self._gauge("nodes", "Nodes by role and state", "role state")
-        self._free = self._gauge(
-            "node_free_blocks", "KV blocks that are free or can be evicted", "node"
-        )
-        self._total = self._gauge("node_total_blocks", "KV blocks in the pool", "node")
+        self._per_token = Histogram(TOKEN_BUCKETS_S)
+        self._prompts, self._outputs = Histogram(LENGTH_BUCKETS), Histogram(LENGTH_BUCKETS)
+        self._stages = [(f"{stage}_s", Histogram(STAGE_BUCKETS_S)) for stage in STAGES]
+
+    # --- counting -------------------------------------------------------------------------------
 
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP answer. `route` is a pattern of ours, never what a client sent."""
-        self._answers(route, status).inc()
+        self._answers[route, str(status)] += 1
 
     def failed(self, error: BatonError) -> None:
         """Count an error that a client got, as a status or as an event, if it says to try again."""
         if error.http_status in RETRY_STATUSES:
-            self._refusals(error.http_status, error.code).inc()
+            self._refusals[str(error.http_status), self._known(error.code)] += 1
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
         """Count the end of one request of the router; an HTTP request has one per prompt."""
         self.num_requests += 1
         self.num_prompt_tokens += metrics.num_prompt_tokens
-        self._requests(metrics.path or "none", outcome).inc()
-        self._prompt_tokens.inc(metrics.num_prompt_tokens)
-        self._cached_tokens.inc(metrics.num_cached_tokens)
-        self._transfer_bytes.inc(metrics.transfer_bytes)
-        self._retries.inc(metrics.num_retries)
-        self._resumes.inc(metrics.num_resumes)
+        self.num_cached_tokens += metrics.num_cached_tokens
+        self._requests[metrics.path or "none", self._known(outcome)] += 1
+        self._prompts.observe(metrics.num_prompt_tokens)
+        for reason in metrics.finish_reasons:
+            self._successes[(reason,)] += 1
+        for code, count in metrics.retry_codes.items():
+            self._retries[(self._known(code),)] += count
+        for code, count in metrics.resume_codes.items():
+            self._resumes[(self._known(code),)] += count
         first_s, all_s = metrics.time_to_first_token_s, metrics.e2e_s
-        if first_s is None or all_s is None:
-            return
+        if first_s is not None and all_s is not None:
+            self._time(metrics, first_s, all_s, num_choices)
+
+    def _time(
+        self, metrics: RequestMetrics, first_s: float, all_s: float, num_choices: int
+    ) -> None:
+        self._outputs.observe(metrics.num_output_tokens)
+        queue_s = metrics.router_queue_s + metrics.queue_s
         self._first.observe(first_s)
         self._e2e.observe(all_s)
+        self._queue.observe(queue_s)
+        self._prefill.observe(metrics.prefill_s)
+        self._decode.observe(all_s - first_s)
+        self._inference.observe(max(0.0, all_s - queue_s))
         if num_choices == 1 and metrics.num_output_tokens > 1:
             self._per_token.observe((all_s - first_s) / (metrics.num_output_tokens - 1))
-        for name, stage in self._stages.items():
+        for name, stage in self._stages:
             stage.observe(getattr(metrics, name))
 
-    def render(self, health: Health) -> bytes:
+    def _known(self, code: str) -> str:
+        if code in self._codes or len(self._codes) < MAX_CODES:
+            self._codes.add(code)
+            return code
+        return OTHER_CODES
+
+    # --- the page -------------------------------------------------------------------------------
+
+    def render(self, health: Health, model: ServedModel | None = None) -> bytes:
         """Return the text that a Prometheus server scrapes."""
-        self._output_tokens.inc(self.num_output_tokens - self._num_rendered_tokens)
-        self._num_rendered_tokens = self.num_output_tokens
-        self._running.set(health.num_running)
-        self._queued.set(health.num_queued)
-        for gauge in (self._nodes, self._free, self._total):
-            gauge.clear()
-        for node in health.nodes:
-            self._nodes.labels(node.role, node.state).inc()
-            self._free.labels(node.node_id).set(node.load.free_blocks)
-            self._total.labels(node.node_id).set(node.load.total_blocks)
-        for prefill, decode, count in health.transfer_failures:
-            before = self._rendered_failures.get((prefill, decode), 0)
-            new = count - before if count >= before else count  # it starts anew when forgotten
-            self._transfer_failures.labels(prefill, decode).inc(new)
-            self._rendered_failures[prefill, decode] = count
-        return generate_latest(self._registry)
+        page = Page({"model_name": self._model_name if model is None else model.name})
+        self._add_requests(page)
+        self._add_cluster(page, health, model)
+        add_nodes(page, _samples(health))
+        return page.text()
 
-    def _counter(self, name: str, description: str, labels: str = "") -> Counter:
-        return Counter(f"baton_{name}", description, labels.split(), registry=self._registry)
-
-    def _gauge(self, name: str, description: str, labels: str = "") -> Gauge:
-        return Gauge(f"baton_{name}", description, labels.split(), registry=self._registry)
-
-    def _histogram(self, name: str, description: str, labels: str = "") -> Histogram:
-        return Histogram(
-            f"baton_{name}",
-            description,
-            labels.split(),
-            registry=self._registry,
-            buckets=BUCKETS_S,
+    def _add_requests(self, page: Page) -> None:
+        page.add(families.ANSWERS, self._answers)
+        page.add(families.REFUSALS, self._refusals)
+        page.add(families.REQUESTS, self._requests)
+        page.add(families.SUCCESSES, self._successes)
+        page.add(families.RETRIES, self._retries)
+        page.add(families.RESUMES, self._resumes)
+        page.add(families.PROMPT_TOKENS, {(): self.num_prompt_tokens})
+        page.add(families.CACHED_TOKENS, {(): self.num_cached_tokens})
+        page.add(families.OUTPUT_TOKENS, {(): self.num_output_tokens})
+        page.add(families.FIRST_TOKEN, {(): self._first})
+        page.add(families.TOKEN_GAPS, {(): self.token_gaps})
+        page.add(families.PER_TOKEN, {(): self._per_token})
+        page.add(families.E2E, {(): self._e2e})
+        page.add(families.QUEUE_TIME, {(): self._queue})
+        page.add(families.PREFILL_TIME, {(): self._prefill})
+        page.add(families.DECODE_TIME, {(): self._decode})
+        page.add(families.INFERENCE_TIME, {(): self._inference})
+        page.add(families.PROMPT_LENGTHS, {(): self._prompts})
+        page.add(families.OUTPUT_LENGTHS, {(): self._outputs})
+        page.add(
+            families.STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages}
         )
+
+    def _add_cluster(self, page: Page, health: Health, model: ServedModel | None) -> None:
+        facts = ("", "", "")
+        if model is not None:
+            facts = (model.dtype, str(model.block_size), str(model.max_model_len))
+        features = sorted({name for node in health.nodes for name in node.features})
+        page.add(families.BUILD_INFO, {(self._version, *facts, ",".join(features)): 1})
+        page.add(families.RUNNING, {(): health.num_running})
+        page.add(families.WAITING, {(): health.num_queued})
+        page.add(families.NODES, Counter((node.role, node.state) for node in health.nodes))
+        pairs = {(one.prefill_node, one.decode_node): one for one in health.transfers}
+        page.add(families.TRANSFERS, {pair: one.num_handoffs for pair, one in pairs.items()})
+        page.add(families.TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})
+        page.add(families.TRANSFER_BYTES, {pair: one.num_bytes for pair, one in pairs.items()})
+        page.add(families.TRANSFER_SECONDS, {pair: one.transfer_s for pair, one in pairs.items()})
+
+
+def _samples(health: Health) -> list[NodeSample]:
+    """Return the nodes that are known, and those that are only known to be lost."""
+    lost = [NodeSample(one.node_id, one.role, is_up=False, is_lost=True) for one in health.lost]
+    return [*map(_sample, health.nodes), *lost]
+
+
+def _sample(node: NodeHealth) -> NodeSample:
+    return NodeSample(
+        node.node_id,
+        node.role,
+        is_up=node.state not in ("silent", "stuck"),
+        load=node.load,
+        totals=node.totals,
+        beat_age_s=node.beat_age_s,
+        step_age_s=node.step_age_s,
+        dtype=node.dtype,
+        device=node.device,
+        transports=node.transports,
+        tensor_parallel=node.tensor_parallel,
+        features=",".join(node.features),
+    )
 
 
 class StatsLine:

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from baton.protocol.errors import BatonError
 from baton.router.http.answers import Answer, ChunkTemplate, error_of
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.places import Numbers, Places, Positions, ReaderPlace
 from baton.router.http.sse import EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.router.request.search import ReceivedPart
 from baton.router.stream import Sink
 
+# Tells a client that nothing is missing.
+_DONE = b"[DONE]"
 # How often a client that read too slowly is checked.
 RELEASE_S = 0.05
 
@@ -27,14 +31,26 @@ class Relay:
         echoes: Sequence[str],
         metrics: HttpMetrics,
     ) -> None:
+        """Relay a new answer, whose client cannot take it up again unless `goes_on` is called."""
         self._events = events
         self._answer = answer
+        self._places: Places = Numbers()
+        self._has_usage = False  # the client has it
         self._num_choices = num_choices  # per prompt
         self._echoes = echoes
         self._metrics = metrics
         self._templates: dict[int, ChunkTemplate] = {}
         self._held = Merged()
         self._timer: asyncio.TimerHandle | None = None  # set as long as deltas are held
+
+    def goes_on(self, place: ReaderPlace) -> None:
+        """Begin where the client is, and name its place in the ids of events."""
+        received = place.received or (ReceivedPart(),) * self._num_choices
+        self._places = Positions(received)
+        self._has_usage = place.tail != ""
+        for index, one in enumerate(received):
+            if one.has_begun:
+                self._templates[index] = self._answer.chunks(index)
 
     def sink(self, prompt_index: int) -> Sink:
         """Return the sink for the deltas of one prompt."""
@@ -56,15 +72,15 @@ class Relay:
         """Send the last events of a complete answer."""
         self._release_all()
         closing = self._answer.closing(metrics)
-        if closing is not None:
-            self._events.send(closing)
-        self._events.done()
+        if closing is not None and not self._has_usage:
+            self._events.send(closing, self._places.now("/u"))
+        self._events.send(_DONE, self._places.now("/d"))
 
     def fail(self, error: BatonError) -> None:
         """Send what is held, then the error that ends the answer."""
         self._release_all()
         self._metrics.failed(error)
-        self._events.send(error_of(error))
+        self._events.send(error_of(error), self._places.now())
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -74,15 +90,19 @@ class Relay:
         template = self._templates.get(delta.index)
         if template is None:
             template = self._open(delta.index)
-        self._events.send(template.fill(delta))
+        has_ended = delta.finish_reason is not None
+        self._places.advance(delta.index, len(delta.token_ids), has_ended=has_ended)
+        self._events.send(template.fill(delta), self._places.now())
 
     def _open(self, index: int) -> ChunkTemplate:
         template = self._templates[index] = self._answer.chunks(index)
         if self._answer.is_chat:
-            self._events.send(self._answer.opening(index))
+            self._places.begin(index)
+            self._events.send(self._answer.opening(index), self._places.now())
         elif self._echoes:
             echo = self._echoes[index // self._num_choices]
-            self._events.send(template.fill(CompletionOutput(index, echo, [])))
+            chunk = template.fill(CompletionOutput(index, echo, []))
+            self._events.send(chunk, self._places.now())
         return template
 
     def _release_later(self) -> None:

@@ -5,7 +5,9 @@
 asks for nothing, because an answer that ignores a wish is a wrong answer. Nothing here does I/O.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -160,13 +162,13 @@ class Chat(msgspec.Struct, frozen=True):
 Prompt = str | list[int] | Chat
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What one HTTP request asks for, checked."""
 
     is_chat: bool
     model: str | None
     prompts: Sequence[Prompt]  # at least one, none of them empty
-    sampling: dict[str, object]  # the given fields of `SamplingParams`, which has checked them
+    sampling: dict[str, object]  # the given fields of `params`, which can travel
     is_streamed: bool
     include_usage: bool
     token_ids: bool
@@ -174,7 +176,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     generates: bool = True  # False: the answer is the prompt alone
 
-    @property
+    @cached_property
     def params(self) -> SamplingParams:
         return SamplingParams(**self.sampling)  # type: ignore[arg-type]
 
@@ -188,8 +190,8 @@ def parse_completion(data: bytes) -> Ask:
     only_echo = bool(body.echo) and body.max_tokens == 0
     if only_echo:
         body.max_tokens = 1  # no request is made of it
-    ask = _ask(body, _prompts_of(body), echo=bool(body.echo))
-    return msgspec.structs.replace(ask, generates=not only_echo)
+    prompts = _prompts_of(body)
+    return _ask(body, prompts, echo=bool(body.echo), generates=not only_echo)
 
 
 def parse_chat(data: bytes) -> Ask:
@@ -217,19 +219,23 @@ def _ask(
     prompts: Sequence[Prompt],
     *,
     echo: bool = False,
+    generates: bool = True,
     limit_name: str = "max_tokens",
 ) -> Ask:
-    return Ask(
+    ask = Ask(
         is_chat=isinstance(body, ChatBody),
         model=body.model,
         prompts=prompts,
-        sampling=_sampling_of(body, limit_name),
+        sampling=_sampling_of(body),
         is_streamed=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
         timeline=bool(body.timeline),
         echo=echo,
+        generates=generates,
     )
+    _check_params(ask, limit_name)
+    return ask
 
 
 def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
@@ -253,30 +259,52 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     return prompts
 
 
-def _sampling_of(body: GenerationBody, limit_name: str) -> dict[str, object]:
-    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+def _sampling_of(body: GenerationBody) -> dict[str, object]:
+    values = zip(_SAMPLING_FIELDS, _sampling_values(body), strict=True)
+    given = {name: value for name, value in values if value is not None}
     given.setdefault("max_tokens", None)
+    return given
+
+
+def _check_params(ask: Ask, limit_name: str) -> None:
+    """Raise `RequestError` for a parameter that is out of range, by the name that clients use."""
     try:
-        SamplingParams(**given)
+        _ = ask.params
     except RequestError as error:
         if error.param != "max_tokens":
             raise
         text = error.message.replace("max_tokens", limit_name)
         raise RequestError(text, param=limit_name) from None
-    return given
 
 
-# `_check` has seen to it that the fields of `NEUTRAL` ask for nothing.
+# `_check` has made sure that the fields of `NEUTRAL` ask for nothing.
 _SAMPLING_FIELDS = sorted(
     set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
 )
+_sampling_values = operator.attrgetter(*_SAMPLING_FIELDS)
+
+
+# Almost every body leaves out all of these, which one comparison of tuples shows.
+_NEUTRAL_NAMES: Mapping[type[GenerationBody], list[str]] = {
+    kind: [name for name in _NEUTRAL if name in kind.__struct_fields__]
+    for kind in (CompletionBody, ChatBody)
+}
+_neutral_values = {kind: operator.attrgetter(*names) for kind, names in _NEUTRAL_NAMES.items()}
+_LEFT_OUT = {kind: (None,) * len(names) for kind, names in _NEUTRAL_NAMES.items()}
+
+
+def _check_neutral(body: GenerationBody) -> None:
+    kind = type(body)
+    values = _neutral_values[kind](body)
+    if values == _LEFT_OUT[kind]:
+        return
+    for name, value in zip(_NEUTRAL_NAMES[kind], values, strict=True):
+        if value is not None and value not in _NEUTRAL[name]:
+            raise _unsupported(name)
 
 
 def _check(body: GenerationBody) -> None:
-    for name, values in _NEUTRAL.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in values:
-            raise _unsupported(name)
+    _check_neutral(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported("best_of")
     # In a completion 0 asks for something (the sampled token's own); in a chat false does not.
@@ -289,7 +317,11 @@ def _check(body: GenerationBody) -> None:
         )
     if options is not None and options.continuous_usage_stats:
         raise _unsupported("stream_options.continuous_usage_stats")
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if body.stop is not None:
+        _check_stops([body.stop] if isinstance(body.stop, str) else body.stop)
+
+
+def _check_stops(stops: list[str]) -> None:
     if (
         len(stops) > MAX_STOP_STRINGS
         or any(len(stop) > MAX_STOP_CHARS for stop in stops)

@@ -19,7 +19,6 @@ CLOSE_TIMEOUT_S = 60.0
 
 # No blank line follows: after an event with an id, the openai package takes one for an event.
 _COMMENT = b": waiting\n"
-_DONE = b"[DONE]"
 
 
 class EventStream:
@@ -32,11 +31,10 @@ class EventStream:
         headers: Mapping[str, str],
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Events get the ids `name:1`, `name:2` and so on."""
+        """Events get ids that begin with `name` and a colon."""
         self._request = request
         self._name = name.encode()
         self._silence_s = silence_s
-        self._num_events = 0
         self._response = web.StreamResponse(
             headers={
                 **headers,
@@ -61,14 +59,9 @@ class EventStream:
         self._written_s = self._loop.time()
         self._timer = self._loop.call_later(self._silence_s, self._break_silence)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, place: bytes) -> None:
         """Send one event without line breaks in it. It is dropped if the client is gone."""
-        self._num_events += 1
-        self._write(b"id: %b:%d\ndata: %b\n\n" % (self._name, self._num_events, data))
-
-    def done(self) -> None:
-        """Send the event that tells a client that nothing is missing."""
-        self.send(_DONE)
+        self._write(b"id: %b:%b\ndata: %b\n\n" % (self._name, place, data))
 
     @property
     def is_full(self) -> bool:

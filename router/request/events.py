@@ -37,6 +37,26 @@ class Begun(RequestMessage, frozen=True):
     """The request has been accepted. This is its first event."""
 
 
+class AdoptedChoice(msgspec.Struct, frozen=True):
+    """A choice with its output so far, of which the caller has `num_received` tokens already.
+
+    With a process it runs there. Otherwise it has ended, or it must be continued.
+    """
+
+    key: Key
+    token_ids: list[int]
+    num_received: int = 0
+    has_ended: bool = False  # the caller has its end too
+    finish_reason: FinishReason | None = None
+    process: NodeProcess | None = None
+
+
+class Adopted(RequestMessage, frozen=True):
+    """Another router began this request. This is its first event here, in place of `Begun`."""
+
+    choices: tuple[AdoptedChoice, ...]
+
+
 class Placed(RequestMessage, frozen=True):
     """The answer to `Place`: these nodes have been charged. At least one of them is set."""
 
@@ -77,7 +97,8 @@ class Tick(RequestMessage, frozen=True):
 # A node's message about a request is an event as it stands.
 NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone | Crashed
 RequestEvent = (
-    NodeMessage | Begun | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone | Tick
+    NodeMessage | Begun | Adopted | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone
+    | Tick
 )  # fmt: skip
 
 
@@ -138,6 +159,7 @@ class Deliver(RequestMessage, frozen=True):
 class Timed(RequestMessage, frozen=True):
     """Record the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
+    key: Key  # of the leg
     times: StageTimes
     of_prompt: bool
 
@@ -145,6 +167,8 @@ class Timed(RequestMessage, frozen=True):
 class TriedAgain(RequestMessage, frozen=True):
     """Record another attempt at one or more choices. `is_resume`: the caller has tokens of it."""
 
+    key: Key  # of the leg that was lost
+    failure: Failure
     is_resume: bool
 
 

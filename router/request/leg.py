@@ -12,7 +12,7 @@ import msgspec
 
 from baton.protocol.errors import Cancelled, Failure, NodeError, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill
+from baton.protocol.messages import Decode, FinishReason, FirstToken, Kept, Prefill
 from baton.protocol.sampling import Sampling
 from baton.router.request.events import NodeProcess, Place, Release, Send
 
@@ -29,6 +29,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     max_attempts: int = 3  # in a row that bring no token
+    kept: Kept | None = None  # for another router, if the client can come back there
 
 
 class LegState(Enum):
@@ -94,6 +95,23 @@ class Leg:
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of cancels
     heard_s: float = 0.0
     leave_by_s: float = 0.0
+
+    @classmethod
+    def running(cls, now_s: float, key: Key, num_tokens: int, process: NodeProcess) -> "Leg":
+        """Return the leg of a sequence that a decode node runs already."""
+        return cls(
+            key,
+            (key.choice,),
+            num_tokens,
+            LegState.LIVE,
+            decode=process[0],
+            epochs=dict([process]),
+            open={key.choice},
+            accepted=True,
+            streaming=True,
+            charged={process[0]},
+            heard_s=now_s,
+        )
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -175,6 +193,7 @@ class Leg:
                 request.sampling,
                 num_choices,
                 self.prefill,
+                request.kept,
             )
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:

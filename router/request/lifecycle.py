@@ -12,7 +12,7 @@ unfinished choice resumes from its tokens. Only losses without progress use up a
 from collections.abc import Sequence
 from typing import assert_never
 
-from baton.protocol.errors import Cancelled, Failure
+from baton.protocol.errors import Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     Accepted,
@@ -26,6 +26,8 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.router.request.events import (
+    Adopted,
+    AdoptedChoice,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -62,6 +64,9 @@ SILENCE_DEADLINE_S = 600.0
 # How many processes may die of an error in a step of a request before it is refused.
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
+
+# Of a choice that no node kept for a client who came back.
+NOT_KEPT = NodeError("no node has this choice any more").to_failure()
 
 
 class Lifecycle:
@@ -100,6 +105,8 @@ class Lifecycle:
                 self._on_crashed(node, keys)
             case Begun():
                 self._open_leg(self._choices)
+            case Adopted(choices=choices):
+                self._on_adopted(choices)
             case Placed():
                 self._on_placed(event)
             case NotPlaced(key=key, failure=failure):
@@ -127,6 +134,33 @@ class Lifecycle:
     def is_leaving(self) -> bool:  # a node has yet to confirm a cancel
         return any(leg.state is LegState.LEAVING for leg in self._legs)
 
+    def _on_adopted(self, choices: Sequence[AdoptedChoice]) -> None:
+        """Deliver what the caller lacks, and go on where the other router left off."""
+        self._has_delivered = True
+        lost: list[tuple[Choice, Key]] = []
+        for one in choices:
+            choice = self._choices[one.key.choice]
+            choice.attempt, choice.output = one.key.attempt, one.token_ids
+            if one.process is not None and one.has_ended:
+                self._out.append(Send(one.process[0], Cancel((one.key,), "ended")))
+            elif one.process is not None:
+                num_tokens = len(self.request.token_ids) + len(one.token_ids)
+                choice.leg = Leg.running(self._now_s, one.key, num_tokens, one.process)
+                self._legs.append(choice.leg)
+            fresh, reason = one.token_ids[one.num_received :], one.finish_reason
+            if not one.has_ended and (fresh or reason is not None):
+                self._out.append(Deliver(choice.index, fresh, reason))
+            if one.has_ended or reason is not None:
+                self._num_open -= 1
+            elif one.process is None:
+                lost.append((choice, one.key))
+        for choice, key in lost:
+            choice.attempt += 1
+            self._out.append(TriedAgain(key, NOT_KEPT, is_resume=True))
+            self._open_leg([choice])
+        if self._num_open == 0:
+            self._conclude(None)
+
     # --- what nodes say -------------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
@@ -144,8 +178,8 @@ class Lifecycle:
                 self._out.extend(leg.releases({leg.prefill}))
                 self._end_handoff(leg, None)
             self._forward_first_tokens(leg)
-        if entry.times is not None:
-            self._out.append(Timed(entry.times, of_prompt=leg.prefill is None))
+            if entry.times is not None:  # each choice repeats those of the prompt
+                self._out.append(Timed(leg.key, entry.times, of_prompt=leg.prefill is None))
         if choice.leg is leg:
             self._receive(leg, choice, entry.position, entry.token_ids, entry.finish_reason)
 
@@ -156,7 +190,7 @@ class Lifecycle:
         leg.accepted, leg.heard_s = True, self._now_s
         if leg.prefill is None:
             times = StageTimes(num_cached_tokens=message.num_cached_tokens)
-            self._out.append(Timed(times, of_prompt=True))
+            self._out.append(Timed(leg.key, times, of_prompt=True))
         self._forward_first_tokens(leg)
 
     def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
@@ -168,7 +202,7 @@ class Lifecycle:
         if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
             self._lose(leg, Loss.broken("prefill sent first tokens that do not fit", node), node)
             return
-        self._out.append(Timed(message.times, of_prompt=True))
+        self._out.append(Timed(leg.key, message.times, of_prompt=True))
         leg.first_tokens = message.tokens
         self._forward_first_tokens(leg)
 
@@ -293,11 +327,11 @@ class Lifecycle:
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self._choices):
-            self._out.append(TriedAgain(is_resume=False))
+            self._out.append(TriedAgain(leg.key, loss.failure, is_resume=False))
             self._open_leg(lost)
         else:
             for choice in lost:
-                self._out.append(TriedAgain(is_resume=bool(choice.output)))
+                self._out.append(TriedAgain(leg.key, loss.failure, bool(choice.output)))
                 self._open_leg([choice])
 
     # --- placing --------------------------------------------------------------------------------

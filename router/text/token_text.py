@@ -88,6 +88,10 @@ class TableStream:
         return text
 
     def _open_character(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """Return the first bytes of a character that the prompt begins and does not complete."""
+        last = self._piece(prompt_token_ids[-1]) if prompt_token_ids else ""
+        if last and isinstance(last, str):
+            return b""
         data = b""
         for token_id in prompt_token_ids[-_TOKENS_OF_CONTEXT:]:
             piece = self._piece(token_id)

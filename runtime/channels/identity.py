@@ -7,6 +7,8 @@ another. The listener's owner reads the name.
 import secrets
 
 SEPARATOR = b"/"
+# The name of a dialer that is no node: a person's command. A node's id has no spaces.
+OPERATOR = b"an operator"
 NONCE_BYTES = 8
 
 

@@ -1,9 +1,9 @@
-"""The command line: `baton serve`, `router`, `prefill`, `decode`, `bench`, `keygen`, `demo-model`.
+"""The command line: `baton serve`, `router`, `prefill`, `decode`, and the commands around them.
 
 Every setting of a cluster and its flag comes from `protocol.config` through `runtime.settings`;
-`bench` has a command line of its own. A subcommand's code is imported when it is chosen, so that a
-router or `--help` never loads torch. A user's mistake prints one line on stderr and exits with
-code 2; a failure prints one line and exits with code 1.
+`bench`, and the commands that take a cluster.yaml, have command lines of their own. A subcommand's
+code is imported when it is chosen, so that a router or `--help` never loads torch. A user's mistake
+prints one line on stderr and exits with code 2; a failure prints one line and exits with code 1.
 """
 
 import os
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton import __version__
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.runtime.log import setup
+from baton.protocol.ids import NodeId
+from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
 
@@ -38,6 +39,25 @@ COMMANDS = {
         Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
 }
+CLUSTER_HELP = {
+    "up": "Start the cluster that a cluster.yaml describes, and wait until it serves.",
+    "down": "End a cluster that `up` has started.",
+    "status": "Show the processes of a cluster that `up` has started.",
+    "render": "Write the files by which a platform runs a cluster, and start nothing.",
+}
+DRAIN = "drain"
+DRAIN_HELP = "Take a node out of a running cluster and wait until it is gone."
+DRAIN_USAGE = f"""\
+usage: baton {DRAIN} NODE [--control ENDPOINT] [--keys FILE] [--config FILE]
+
+{DRAIN_HELP}
+
+The node takes no new requests, finishes or hands over those that it has within its node.drain_s,
+and exits with 0. `serve` does not start it again.
+
+  NODE                the node's id, as /health shows it
+  --control ENDPOINT  endpoint of a router that the node dials (default: {DEFAULT_CONTROL})
+  --keys FILE         the cluster's key, if it has one"""
 KEYGEN = "keygen"
 KEYGEN_HELP = "Make the key that the processes of a cluster on several hosts share."
 KEY_MADE = """\
@@ -47,8 +67,16 @@ Copy it to each host, and start every router and node with it:
   scp -p {path} HOST:
   baton router --keys {name} ...
 """
+API_KEY = "api-key"
+API_KEY_HELP = "Make a key for clients of the router and add its hash to a file of keys."
+API_KEY_MADE = """\
+The line above is the key; it is stored nowhere. {path} has its hash and name: remove that line to
+refuse the key. A router with --api-key-file {path} needs no restart for either.
+"""
 BENCH = "bench"
 BENCH_HELP = "Measure the latency of any OpenAI-compatible server (`baton bench --help`)."
+CHAT = "chat"
+CHAT_HELP = "Talk to a running server in the terminal (`baton chat --help`)."
 DEMO_MODEL = "demo-model"
 DEMO_MODEL_HELP = "Write the small model that `serve` uses by default into a folder."
 
@@ -60,10 +88,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(list(arguments))
     except ConfigError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_MISUSED
     except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
+        tell_failure(error.message, error.code)
         return EXIT_FAILED
     except BrokenPipeError:
         # The reader of our output left, so the flush of stdout at exit would fail.
@@ -87,8 +115,20 @@ def _run(words: list[str]) -> int:
         return _demo_model(rest)
     if name == KEYGEN:
         return _keygen(rest)
+    if name in CLUSTER_HELP:
+        from baton.deploy.cluster.commands import main as cluster
+
+        return cluster(name, CLUSTER_HELP[name], rest)
+    if name == API_KEY:
+        return _api_key(rest)
+    if name == CHAT:
+        from baton.console.chat import main as chat
+
+        return chat(rest)
+    if name == DRAIN:
+        return _drain(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, BENCH, KEYGEN, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, *CLUSTER_HELP, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -98,8 +138,8 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.model_folder import with_model
     from baton.deploy.ports import check_reach, check_router_ports
 
-    setup(config.log, config.node.id or name)
-    config = with_model(config)
+    own_process(config.log, config.node.id or name)
+    config = with_model(config, needs_weights=name != "router")
     if name == "serve":
         from baton.deploy.serve import serve
 
@@ -122,37 +162,72 @@ def _start(name: str, config: ClusterConfig) -> int:
 
 
 def _demo_model(rest: list[str]) -> int:
-    if rest in (["-h"], ["--help"]):
-        print(f"usage: baton {DEMO_MODEL} FOLDER\n\n{DEMO_MODEL_HELP}")
+    words = _operands(rest, DEMO_MODEL, "FOLDER", DEMO_MODEL_HELP)
+    if words is None:
         return 0
-    if len(rest) != 1 or rest[0].startswith("-"):
-        raise ConfigError(f"name one folder: baton {DEMO_MODEL} FOLDER")
     from baton.deploy.demo_model import write_demo_model
 
-    folder = Path(rest[0]).absolute()
+    folder = Path(words[0]).absolute()
     write_demo_model(folder)
     print(folder)
     return 0
 
 
 def _keygen(rest: list[str]) -> int:
-    if rest in (["-h"], ["--help"]):
-        print(f"usage: baton {KEYGEN} FILE\n\n{KEYGEN_HELP}")
+    words = _operands(rest, KEYGEN, "FILE", KEYGEN_HELP)
+    if words is None:
         return 0
-    if len(rest) != 1 or rest[0].startswith("-"):
-        raise ConfigError(f"name one file: baton {KEYGEN} FILE")
     from baton.runtime.channels.keys import write_key
 
-    path = Path(rest[0])
+    path = Path(words[0])
     write_key(path)
     print(KEY_MADE.format(path=path, name=path.name), end="")
     return 0
 
 
+def _api_key(rest: list[str]) -> int:
+    words = _operands(rest, API_KEY, "FILE NAME", API_KEY_HELP)
+    if words is None:
+        return 0
+    from baton.router.http.key_file import add_key
+
+    print(add_key(Path(words[0]), words[1]))
+    print(API_KEY_MADE.format(path=words[0]), end="", file=sys.stderr)
+    return 0
+
+
+def _operands(rest: list[str], name: str, operands: str, text: str) -> list[str] | None:
+    """Return the words after a command without flags, or None if help was asked for and printed.
+
+    `operands` names them, such as "FILE NAME"; `text` says what the command does.
+    """
+    if rest in (["-h"], ["--help"]):
+        print(f"usage: baton {name} {operands}\n\n{text}")
+        return None
+    if len(rest) != len(operands.split()) or any(word.startswith("-") for word in rest):
+        raise ConfigError(f"usage: baton {name} {operands}")
+    return rest
+
+
+def _drain(rest: list[str]) -> int:
+    if rest in (["-h"], ["--help"]):
+        print(DRAIN_USAGE)
+        return 0
+    if not rest or rest[0].startswith("-"):
+        raise ConfigError(f"name one node: baton {DRAIN} NODE [--control ENDPOINT]")
+    from baton.deploy.drain import drain
+
+    return drain(load(Subcommand(DRAIN, DRAIN_HELP, ("router", "keys")), rest[1:]), NodeId(rest[0]))
+
+
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
+    summaries |= CLUSTER_HELP
+    summaries[CHAT] = CHAT_HELP
+    summaries[DRAIN] = DRAIN_HELP
     summaries[BENCH] = BENCH_HELP
     summaries[KEYGEN] = KEYGEN_HELP
+    summaries[API_KEY] = API_KEY_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP
     lines = [f"  {name:<12}{text}" for name, text in summaries.items()]
     return "\n".join(

@@ -1,8 +1,10 @@
-"""Processes that are killed or stopped while they serve: every request still ends as it should."""
+"""Processes that end while they serve: every request still ends as it should.
+
+`test_soak` draws faults at random; these are the schedules that it cannot be sure to meet.
+"""
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -26,13 +28,11 @@ NUM_TOKENS = 200
 MANY_TOKENS = 4_000  # far more than the streams get to
 DEADLINE_S = 120.0
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
-LONG_PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(3_000)]
 
 
 @cache
-def expected(long: bool, num_tokens: int) -> list[int]:
-    oracle = Oracle(model_folder("qwen3"))
-    return oracle.greedy(LONG_PROMPT if long else PROMPT, num_tokens).token_ids
+def expected(num_tokens: int) -> list[int]:
+    return Oracle(model_folder("qwen3")).greedy(PROMPT, num_tokens).token_ids
 
 
 def settings(**nodes: int) -> ClusterConfig:
@@ -64,22 +64,9 @@ def serving(cluster: Cluster, role: str) -> str:
     return max(names, key=lambda name: len(cluster.steps(name)))
 
 
-def test_a_stream_outlives_its_decode_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, settings(decode=2)) as cluster:
-        tokens: list[int] = []
-        killed = False
-        for event in cluster.stream(**body(PROMPT, NUM_TOKENS)):
-            tokens += token_ids(event)
-            if len(tokens) >= 20 and not killed:
-                cluster.kill(serving(cluster, "decode"))
-                killed = True
-    assert killed
-    assert tokens == expected(False, NUM_TOKENS)
-
-
-@pytest.mark.parametrize("drain_s", [60.0, 0.0])
+@pytest.mark.parametrize(("drain_s", "by_command"), [(60.0, False), (0.0, False), (60.0, True)])
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
-    drain_s: float, tmp_path: Path
+    drain_s: float, by_command: bool, tmp_path: Path
 ) -> None:
     config = msgspec.structs.replace(settings(decode=2), node=NodeConfig(drain_s=drain_s))
     with Cluster(tmp_path, config) as cluster:
@@ -88,15 +75,24 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
         while len(tokens) < 20:
             tokens += token_ids(next(stream))
         first = serving(cluster, "decode")
-        cluster.children[first].terminate()
+        if by_command:
+            command = cluster.command("drain", first)
+            cluster.wait_for_line(f"drain | {first} is draining: 1 sequences")
+        else:
+            cluster.children[first].terminate()
         other = cluster.complete(**body(PROMPT, 20))["choices"]
         for event in stream:
             tokens += token_ids(event)
         assert cluster.children[first].wait(time.monotonic() + 30.0)
         assert cluster.children[first].exit_code == 0
+        if by_command:
+            assert command.wait(time.monotonic() + 30.0)
+            assert (command.exit_code, command.tail[-1]) == (0, f"{first} is gone")
+        left = [line for line in cluster.lines if "node out of service" in line]
+        assert "has left" in left[0]
         steps = {name: cluster.steps(name) for name in ("decode-0", "decode-1")}
-    assert tokens == expected(False, NUM_TOKENS)
-    assert other[0]["token_ids"] == expected(False, 20)  # type: ignore[index]
+    assert tokens == expected(NUM_TOKENS)
+    assert other[0]["token_ids"] == expected(20)  # type: ignore[index]
     attempts = {part.key.attempt for step in steps[first] for part in step.slices}
     moved = [part for name in steps if name != first for s in steps[name] for part in s.slices]
     assert attempts == {0}
@@ -105,43 +101,14 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     ) == (drain_s == 0)
 
 
-def test_a_prefill_node_killed_at_work_costs_no_request(tmp_path: Path) -> None:
-    with Cluster(tmp_path, settings(prefill=2)) as cluster, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(cluster.complete, **body(LONG_PROMPT, 20))
-        while not any(cluster.steps(f"prefill-{index}") for index in range(2)):
-            pass
-        cluster.kill(serving(cluster, "prefill"))
-        choice = answer.result(60)["choices"][0]  # type: ignore[index]
-    assert choice["token_ids"] == expected(True, 20)
-
-
-def test_a_stream_outlives_a_pause_of_its_decode_node(tmp_path: Path) -> None:
-    """Whether the router misses three beats in a pause of two seconds depends on the machine.
-
-    That two seconds of silence eject nobody is shown on the registry's own clock.
-    """
+def test_a_node_that_cannot_be_drained_is_one_clear_line(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings()) as cluster:
-        tokens: list[int] = []
-        paused = False
-        for event in cluster.stream(**body(PROMPT, NUM_TOKENS)):
-            tokens += token_ids(event)
-            if not paused:
-                paused = True
-                cluster.pause("decode-0")
-                threading.Timer(2.0, cluster.resume, ("decode-0",)).start()
-        cluster.wait_until_healthy()
-    assert tokens == expected(False, NUM_TOKENS)
-
-
-def test_requests_are_served_again_when_a_dead_node_is_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, settings()) as cluster:
-        first = cluster.complete(**body(PROMPT, 20))
-        cluster.kill("decode-0")
-        cluster.start_node("decode", 0)
-        cluster.wait_until_healthy()
-        again = cluster.complete(**body(PROMPT, 20))
-    assert first["choices"][0]["token_ids"] == expected(False, 20)  # type: ignore[index]
-    assert again["choices"][0]["token_ids"] == expected(False, 20)  # type: ignore[index]
+        command = cluster.command("drain", "decode-7")
+        assert command.wait(time.monotonic() + 30.0)
+    assert command.exit_code == 2
+    (line,) = command.tail
+    assert "there is no node decode-7" in line
+    assert "decode-0, prefill-0" in line
 
 
 class Reader:
@@ -195,4 +162,4 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
             reader.wait_for_more(2)
     for reader in readers:
         reader.join()
-        assert reader.tokens == expected(False, len(reader.tokens))
+        assert reader.tokens == expected(len(reader.tokens))

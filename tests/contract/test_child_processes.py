@@ -168,6 +168,17 @@ def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
         supervisor.stop(0.0)
 
 
+def test_a_child_that_was_told_to_end_may_stay_away() -> None:
+    clock, lines = VirtualClock(), Lines()
+    supervisor = Supervisor((command("a", "exit", "0"),), clock, lines, may_leave=True)
+    supervisor.start()
+    (left,) = next_exits(supervisor)
+    assert (left.code, left.restart_in_s) == (0, None)
+    clock.advance(1e6)
+    assert supervisor.poll() == []
+    assert supervisor.pid_of("a") is None
+
+
 def test_stopping_a_supervisor_ends_all_even_the_deaf() -> None:
     lines = Lines()
     supervisor = Supervisor((command("a", "deaf"), command("b", "wait")), monotonic, lines)
@@ -193,12 +204,13 @@ def test_restarts_wait_longer_each_time_until_one_went_well(
     assert tuple(backoff.after(ran_s) for ran_s in runs_s) == delays_s
 
 
-def test_the_first_signal_is_a_request() -> None:
+@pytest.mark.parametrize(("number", "is_hurried"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool) -> None:
     with Interrupts(on_second=lambda: None) as interrupts:
         assert not interrupts.wait(0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert interrupts.wait(DEADLINE_S)
-        assert interrupts.requested
+        assert (interrupts.requested, interrupts.is_hurried) == (True, is_hurried)
 
 
 def test_the_second_signal_is_an_order() -> None:

@@ -301,8 +301,8 @@ def test_a_key_that_is_there_is_not_overwritten(
     for words, hint in (
         ([str(path)], "is there already"),
         ([str(tmp_path / "no" / "folder")], "cannot write"),
-        ([], "name one file"),
-        (["--file"], "name one file"),
+        ([], "usage: baton keygen FILE"),
+        (["--file"], "usage: baton keygen FILE"),
     ):
         assert main(["keygen", *words]) == 2
         assert hint in capsys.readouterr().err

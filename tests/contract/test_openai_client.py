@@ -286,5 +286,5 @@ async def test_health_and_metrics_tell_about_each_node(http: HttpBench) -> None:
         ("p0", 64),
     ]
     metrics = (await http.get("/metrics")).text
-    assert 'baton_nodes{role="decode",state="ready"} 1.0' in metrics
-    assert 'baton_node_free_blocks{node="p0"} 64.0' in metrics
+    assert 'role="decode",state="ready"} 1.0' in metrics
+    assert 'node="p0",role="prefill"} 64.0' in metrics

@@ -25,19 +25,21 @@ BELOW = {
     "decode_node": ("protocol", "runtime", "engine", "kv_transfer"),
     "router": ("protocol", "runtime"),
     "bench": ("protocol", "runtime"),
+    "console": ("protocol", "runtime"),
     "deploy": (
         "protocol", "runtime", "kv_transfer", "engine", "prefill_node", "decode_node", "router",
     ),
 }  # fmt: skip
 PACKAGES = {
     "protocol": {"msgspec"},
-    "runtime": {"msgspec", "psutil", "yaml", "zmq"},
+    "runtime": {"msgspec", "prometheus_client", "psutil", "yaml", "zmq"},
     "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy"},
-    "engine": {"msgspec", "zmq", "numpy", "torch", "safetensors"},
+    "engine": {"aiohttp", "msgspec", "zmq", "numpy", "torch", "safetensors"},
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
-    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers", "prometheus_client"},
+    "console": {"msgspec", "aiohttp", "rich"},
+    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
 # Door of `src/baton` -> rooms that it may import. `LLM` starts nodes as processes of their own, so
@@ -47,6 +49,7 @@ DOORS = {
     "__main__.py": ("runtime",),
     "command_line.py": (
         "protocol", "runtime", "prefill_node", "decode_node", "router", "deploy", "bench",
+        "console",
     ),
     "llm.py": ("protocol", "router"),
     "async_llm.py": ("protocol", "runtime", "router"),

@@ -34,7 +34,7 @@ BOUNDARIES = {
     "kernels:_work",
     # One request's error hurts no other request.
     "router:App._answered",
-    "router:Handlers._stream",
+    "router:Handlers._relay",
     "router:RouterCore._step",
     "router:ChatTemplate.render",  # a template can raise whatever Python can
 }

@@ -159,8 +159,9 @@ def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) ->
 
 def test_a_model_that_cannot_be_loaded_is_an_error_with_the_node_s_words(tmp_path: Path) -> None:
     source = model_folder("qwen3")
-    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(NodeError, match="while it started"):
         LLM(str(tmp_path))
 

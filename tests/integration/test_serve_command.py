@@ -73,6 +73,45 @@ def serving(folder: Path, *arguments: str) -> Iterator[Serve]:
         process.wait()
 
 
+def chat(*words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton", "chat", *words]
+    return subprocess.run(
+        command, input=said, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def talk_with(url: str) -> None:
+    """`baton chat` remembers the conversation, forgets it at /reset, and names a refusal."""
+    fact, question = "The code of Maria is 4071.", "What is the code of Maria?"
+    assert chat("--url", url, f"{fact} {question}").stdout.strip() == "The code of Maria is 4071."
+    remembered = chat("--url", f"{url}/v1", "--temperature", "0", said=f"{fact}\n{question}\n")
+    assert remembered.stdout.splitlines()[-1].startswith("The code of Maria is 4071.")
+    forgotten = chat("--url", url, said=f"{fact}\n/reset\n{question}\n/exit\n{fact}\n")
+    assert len(forgotten.stdout.splitlines()) == 2
+    assert "4071" not in forgotten.stdout.splitlines()[-1]
+    assert chat("--url", url, "--max-tokens", "1", "Hello").stdout.split() == ["Hello"]
+    refused = chat("--url", url, "--model", "nope", "Hello")
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines() == [
+        f"baton: {url} answered 404: the model 'nope' does not exist; this server has 'demo'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--url", "http://127.0.0.1:9", "Hello"), "start a server, or name one with --url"),
+        (("--url", "127.0.0.1", "Hello"), "is not a URL"),
+        (("--max-tokens", "0", "Hello"), "not a number of tokens"),
+    ],
+)
+def test_a_chat_that_cannot_be_is_one_clear_line(words: tuple[str, ...], hint: str) -> None:
+    done = chat(*words)
+    assert done.returncode != 0
+    assert hint in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
     with serving(tmp_path) as serve:
         curl = serve.wait_for(r"(?m)^curl .*$")
@@ -84,6 +123,7 @@ def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
         )
         assert said.returncode == 0, said.stderr
         assert said.stdout.strip() == "42."
+        talk_with(re.search(r"http://[^/]+", curl).group())  # type: ignore[union-attr]
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait_for_exit() == 0, serve.text
         assert serve.all_gone()

@@ -1,4 +1,4 @@
-"""README's commands for several hosts, typed on several hosts."""
+"""Several hosts: README's commands typed on each of them, and one cluster.yaml for all."""
 
 import json
 import os
@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
+from baton import LLM, SamplingParams
 from baton.deploy.demo_model import write_demo_model
+from baton.runtime.channels.keys import write_key
 from tests.support.hosts import Hosts, hosts
 from tests.support.sources import REPOSITORY
 
@@ -42,9 +45,11 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
-def ask(on: Hosts, path: str, body: str = "") -> dict[str, object]:
-    """Return the answer to a request from the router's own host."""
-    done = on.run(1, sys.executable, "-c", ASK, f"http://127.0.0.1:8000{path}", body)
+def ask(
+    on: Hosts, path: str, body: str = "", host: int = 1, address: str = "127.0.0.1"
+) -> dict[str, object]:
+    """Return the answer to a request that a host sends to an address."""
+    done = on.run(host, sys.executable, "-c", ASK, f"http://{address}:8000{path}", body)
     answer: dict[str, object] = json.loads(done.stdout)
     return answer
 
@@ -89,3 +94,154 @@ def test_readmes_commands_serve_over_the_network(tmp_path: Path) -> None:
         answer = ask(on, "/v1/completions", BODY)
         assert answer["choices"][0]["text"] == " 2210.", (answer, said(tmp_path))  # type: ignore[index]
     assert "Traceback" not in said(tmp_path)
+
+
+ROUTERS, PREFILL, DECODE = (1, 2), 3, (4, 5)
+LONG = {"prompt": TOLD + "What is the code of Oslo?", "max_tokens": 32, "ignore_eos": True}
+DESCRIBED: dict[str, object] = {
+    "name": "five",
+    "model": "demo",
+    "key": "cluster.key",
+    "routers": [{"host": "10.0.0.1"}, {"host": "10.0.0.2"}],
+    "pools": {
+        "prefill": {"role": "prefill", "hosts": ["10.0.0.3"]},
+        "decode": {"role": "decode", "replicas": 2, "hosts": ["10.0.0.4", "10.0.0.5"]},
+    },
+    "settings": {"transfer": {"transport": "nixl"}, "cache": {"memory_mib": 64}},
+    "env": {"UCX_TLS": "tcp"},
+}
+
+
+class Five:
+    """Five hosts that have the same cluster.yaml, and `baton up` on each of them."""
+
+    def __init__(self, on: Hosts, folder: Path) -> None:
+        self.on = on
+        self.folder = folder
+        self.up: dict[int, subprocess.Popen[bytes]] = {}
+        write_demo_model(folder / "demo")
+        write_key(folder / "cluster.key")
+        (folder / "other").mkdir()
+        write_key(folder / "other/cluster.key")
+        (folder / "other/demo").symlink_to(folder / "demo")
+        self.describe("cluster.yaml", DESCRIBED)
+        self.describe("other/cluster.yaml", DESCRIBED)
+        pools = {"decode": {"role": "decode", "replicas": 2, "hosts": ["10.0.0.5", "10.0.0.4"]}}
+        self.describe("swapped.yaml", {**DESCRIBED, "pools": pools})
+
+    def describe(self, name: str, content: dict[str, object]) -> None:
+        (self.folder / name).write_text(yaml.safe_dump(content, sort_keys=False))
+
+    def baton(self, host: int, *words: str) -> "subprocess.CompletedProcess[str]":
+        return self.on.run(host, sys.executable, "-m", "baton", *words)
+
+    def fails(self, host: int, file: str, *words: str) -> str:
+        """Return the line that `up` ends with."""
+        where = ("--detach", "--state", str(self.folder / "failing"))
+        done = self.baton(host, "up", str(self.folder / file), *where, *words)
+        lines = [line for line in done.stderr.splitlines() if line.startswith("baton: ")]
+        assert (done.returncode, len(lines)) == (1, 1), done.stderr
+        return lines[0]
+
+    def state(self, host: int) -> tuple[str, ...]:
+        """Return the words that name the description, and the state folder of a host."""
+        return (str(self.folder / "cluster.yaml"), "--state", str(self.folder / f"state-{host}"))
+
+    def start(self, host: int) -> None:
+        command = [sys.executable, "-m", "baton", "up", *self.state(host)]
+        self.up[host] = self.on.start(host, command, self.folder / f"up-{host}.log")
+
+    def wait_until_said(self, host: int, words: str) -> None:
+        path = self.folder / f"up-{host}.log"
+
+        def is_said() -> bool:
+            assert self.up[host].poll() is None, said(self.folder)
+            return words in path.read_text()
+
+        self.wait(is_said)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, said(self.folder)
+            time.sleep(0.2)
+
+    def wait_for_state(self, router: int, node: str, *, is_ready: bool) -> None:
+        self.wait(lambda: (self.states(router).get(node) == "ready") is is_ready)
+
+    def states(self, router: int) -> dict[str, str]:
+        """Return the nodes that a router knows, and their states."""
+        nodes = ask(self.on, "/health", host=router, address=f"10.0.0.{router}").get("nodes", [])
+        assert isinstance(nodes, list)
+        return {node["node_id"]: node["state"] for node in nodes}
+
+    def complete(self, router: int) -> str:
+        body = json.dumps({**LONG, "temperature": 0})
+        answer = ask(self.on, "/v1/completions", body, router, f"10.0.0.{router}")
+        assert "choices" in answer, (answer, said(self.folder))
+        return str(answer["choices"][0]["text"])  # type: ignore[index]
+
+    def end(self) -> None:
+        for process in self.up.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.up.values():
+            process.wait(START_TIMEOUT_S)
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Iterator[Five]:
+    with hosts(5) as on:
+        cluster = Five(on, tmp_path)
+        try:
+            yield cluster
+        finally:
+            cluster.end()
+
+
+def completed_locally(folder: Path) -> str:
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    with LLM(model=str(folder / "demo")) as local:
+        (output,) = local.generate([str(LONG["prompt"])], params)
+    return output.outputs[0].text
+
+
+@pytest.mark.slow
+def test_one_description_serves_on_five_hosts_through_the_loss_of_some(five: Five) -> None:
+    text = completed_locally(five.folder)
+    line = five.fails(PREFILL, "cluster.yaml", "--timeout", "5")
+    assert "not ready within 5 s: router-0 on 10.0.0.1 does not answer" in line
+    for host in (PREFILL, *DECODE):
+        five.start(host)
+    for host in (PREFILL, *DECODE):
+        five.wait_until_said(host, ": ready ")
+    for host in ROUTERS:
+        five.start(host)
+    for host in five.up:
+        five.wait_until_said(host, "Ctrl-C ends it")
+    assert [five.complete(router) for router in ROUTERS] == [text, text]
+
+    # A host that has another key, and one that gives a node the id of another.
+    line = five.fails(DECODE[1], "other/cluster.yaml")
+    assert "router-0 on 10.0.0.1 refuses the key of this host" in line
+    line = five.fails(DECODE[1], "swapped.yaml")
+    assert "decode-0 on 10.0.0.5 ended while starting (exit code 1: the router refused" in line
+    assert "another process is decode-0 here" in line
+    assert set(five.states(ROUTERS[0])) == {"prefill-0", "decode-0", "decode-1"}
+
+    five.on.cut(DECODE[0])
+    five.wait_for_state(ROUTERS[0], "decode-0", is_ready=False)
+    assert [five.complete(router) for router in ROUTERS] == [text, text]
+    five.on.heal(DECODE[0])
+    for router in ROUTERS:
+        five.wait_for_state(router, "decode-0", is_ready=True)
+    assert five.complete(ROUTERS[1]) == text
+
+    five.up.pop(ROUTERS[0]).kill()
+    assert five.complete(ROUTERS[1]) == text
+    done = five.baton(ROUTERS[0], "down", *five.state(ROUTERS[0]))
+    assert done.returncode == 0, done.stderr
+    (five.folder / f"up-{ROUTERS[0]}.log").unlink()
+    five.start(ROUTERS[0])
+    five.wait_until_said(ROUTERS[0], "Ctrl-C ends it")
+    assert five.complete(ROUTERS[0]) == text
+    assert "Traceback" not in said(five.folder)

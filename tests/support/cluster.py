@@ -1,4 +1,4 @@
-"""A cluster of real processes on this host, each of which a test can stop, continue or kill.
+"""A cluster of real processes on this host, each of which a test can end or kill.
 
 `Cluster` starts them one by one through `python -m baton`, as an operator on several hosts would,
 so it also tests that. It binds loopback and ipc only and ends everything by process id.
@@ -91,24 +91,35 @@ class Cluster:
         args = (command or name, "--config", str(settings))
         self.children[name] = Child(Command(name, args, env=self._env), self._relay)
 
+    def command(self, *words: str) -> Child:
+        """Start `baton WORDS` for this cluster; its lines are among `lines`."""
+        assert self.config.router.control is not None
+        args = (*words, "--control", self.config.router.control)
+        return Child(Command(words[0], args), self._relay)
+
+    def wait_for_line(self, text: str) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not any(text in line for line in self.lines):
+            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
+            time.sleep(0.05)
+
+    def start_router(self) -> None:
+        """Start the router again, on the port that it had."""
+        router = msgspec.structs.replace(self.config.router, port=self.port)
+        self.start("router", msgspec.structs.replace(self.config, router=router))
+
     def stop(self) -> None:
         for child in self.children.values():
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGCONT)
-            child.terminate()
+            child.terminate(is_hurried=True)
         for child in self.children.values():
-            child.stop()
+            child.stop(is_hurried=True)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and wait until it is gone."""
         self.children[name].kill()
         assert self.children[name].wait(time.monotonic() + START_TIMEOUT_S)
-
-    def pause(self, name: str) -> None:
-        os.kill(self.children[name].pid, signal.SIGSTOP)
-
-    def resume(self, name: str) -> None:
-        os.kill(self.children[name].pid, signal.SIGCONT)
 
     # --- talking to it -------------------------------------------------------------------------
 
@@ -154,6 +165,17 @@ class Cluster:
             self._check_alive()
             time.sleep(0.05)
 
+    def wait_until_unused(self) -> None:
+        """Until every node has told the router that all of its blocks are free."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            nodes = json.loads(self.get("/health")[1])["nodes"]
+            blocks = [(n["load"]["free_blocks"], n["load"]["total_blocks"]) for n in nodes]
+            if blocks and all(0 < total == free for free, total in blocks):
+                return
+            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
+            time.sleep(0.05)
+
     # --- what it did ---------------------------------------------------------------------------
 
     def records(self, name: str) -> list[Record]:
@@ -176,7 +198,10 @@ class Cluster:
         return urllib.request.urlopen(request, timeout=60.0)  # type: ignore[no-any-return]
 
     def _num_ready(self) -> int:
-        nodes = json.loads(self.get("/health")[1])["nodes"]
+        try:
+            nodes = json.loads(self.get("/health")[1])["nodes"]
+        except OSError:
+            return 0  # the router is starting again
         return sum(node["state"] == "ready" for node in nodes)
 
     def _wait_for_port(self) -> None:

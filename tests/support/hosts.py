@@ -34,6 +34,13 @@ class Hosts:
             [*self._inside(host), *command], capture_output=True, text=True, check=False
         )
 
+    def cut(self, host: int) -> None:
+        """Take the link of a host down, as if its cable were pulled."""
+        _ip_must("-n", f"{self._prefix}switch", "link", "set", f"port{host}", "down")
+
+    def heal(self, host: int) -> None:
+        _ip_must("-n", f"{self._prefix}switch", "link", "set", f"port{host}", "up")
+
     def _inside(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", f"{self._prefix}{host}"]
 

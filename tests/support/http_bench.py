@@ -13,15 +13,17 @@ import aiohttp
 import msgspec
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Cancelled, NodeError
-from baton.protocol.messages import FinishReason
+from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
+from baton.protocol.messages import FinishReason, Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import Health, ServedModel
 from baton.router.http.app import App, Server
-from baton.router.http.handlers import Engine
+from baton.router.http.engine import Engine
+from baton.router.reattaching import Claim
 from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
+from baton.router.text_router import ParamsOf
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
 
@@ -44,7 +46,11 @@ class ScriptedEngine:
         self._changed = asyncio.Event()
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        kept: Kept | None = None,
     ) -> RequestStream:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
@@ -59,6 +65,9 @@ class ScriptedEngine:
         if self.script is not None:
             asyncio.get_running_loop().call_soon(self.script, stream)
         return stream
+
+    async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
+        raise RequestError("no node holds it", code="stream_gone", http_status=404)
 
     def health(self) -> Health:
         if self.is_ready:

@@ -1,8 +1,10 @@
 """Nodes for the library that start in no time: they live on its event loop and compute nothing."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
+from baton.deploy.demo_model import CHECKPOINT
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.messages import Decode, Prefill
@@ -73,7 +75,8 @@ class StillbornCluster(ToyCluster):
 
 
 def toy_model(folder: Path, family: Family = "byte_level") -> Path:
-    """A folder that holds all of a model that toy nodes need."""
+    """Return a folder that passes for a model; toy nodes need its tokenizer only."""
     model = Path(write_tokenizer(folder / "model", family))
-    (model / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(CHECKPOINT / name, model / name)
     return model

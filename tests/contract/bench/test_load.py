@@ -235,7 +235,7 @@ def test_a_stop_brings_back_what_there_is() -> None:
     stop = threading.Event()
 
     def watch(progress: Progress) -> None:
-        if progress.ended == 1 and progress.in_flight == 2:
+        if progress.ended == 1 and progress.sent - progress.ended == 2:
             stop.set()
 
     planned = [*requests(3), Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,))]
@@ -292,7 +292,7 @@ def test_ctrl_c_ends_a_load_at_once_and_its_client_processes() -> None:
     pids: list[str] = []
 
     def interrupt(progress: Progress) -> None:
-        if progress.in_flight == 2:
+        if progress.sent - progress.ended == 2:
             pids.extend(_children())
             signal.raise_signal(signal.SIGINT)
 
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_a_load_at_once_and_its_client_processes() -> None:
 
 def test_a_client_process_that_dies_is_an_error() -> None:
     def kill(progress: Progress) -> None:
-        if progress.in_flight == 2:
+        if progress.sent - progress.ended == 2:
             os.kill(int(_children()[-1]), signal.SIGKILL)
 
     with pytest.raises(BatonError, match=r"client process client-\d failed .*exit code -9"):

@@ -219,7 +219,7 @@ def test_chats_are_probed_as_chats() -> None:
 def connected(*servers: ScriptedServer) -> list[Server]:
     settings = CompareSettings(load=LoadSettings(requests=1))
     arms = {server.url: Target(server.url) for server in servers}
-    with Experiment("compare", settings, [None], concurrency=1) as experiment:
+    with Experiment("compare", settings, [None], settings.arrival) as experiment:
         return list(connect(experiment, arms).values())
 
 

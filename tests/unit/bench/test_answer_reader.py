@@ -52,11 +52,6 @@ def counts(record: Record) -> Counts:
     return [(arrival.at_s, arrival.num_tokens) for arrival in record.arrivals]
 
 
-def test_a_cut_anywhere_changes_no_event() -> None:
-    for cut in range(len(STREAM) + 1):
-        assert parse(STREAM[:cut], STREAM[cut:]) == EVENTS
-
-
 @given(st.lists(st.integers(0, len(STREAM))))
 def test_many_cuts_change_no_event(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(STREAM)]

@@ -114,7 +114,7 @@ def test_points_are_in_the_order_of_their_rates_and_an_invalid_one_is_marked() -
     assert offered is not None
     assert found.marks == [Mark(offered, "INVALID")]
     report.target = 0.9  # asked for by a search only
-    assert "target 90%" in [curve.label for curve in chart(report, "Attainment").curves]
+    assert "--attainment 0.9" in [curve.label for curve in chart(report, "Attainment").curves]
 
 
 def test_a_report_has_the_charts_that_its_records_allow() -> None:

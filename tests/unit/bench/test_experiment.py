@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.bench import cli
@@ -12,13 +13,13 @@ from baton.bench.experiment import Experiment, Server
 from baton.bench.fault import refuse_late
 from baton.bench.figures.faults import parse_fault
 from baton.bench.figures.metrics import PRESETS
-from baton.bench.figures.search import Ending, Found
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import Case, judge
 from baton.bench.plan.plan import Plan
-from baton.bench.planning import arrivals_of, loop_of, plan_of
+from baton.bench.plan.workload import Workload
+from baton.bench.planning import arrivals_of, loop_of, plan_of, reseeded
 from baton.bench.report.document import Report, Run, read_json, write_json
-from baton.bench.report.publish import is_usable
+from baton.bench.report.publish import UNTOLD, finish
 from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
@@ -145,7 +146,7 @@ def test_the_loads_of_a_sweep_run_upwards_with_prompts_of_their_own(tmp_path: Pa
 def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -> None:
     target = Target("http://a", "m", extra_body='{"temperature": 0.7}')
     settings = cli.parse(RunSettings, (*ASKED, *CLOSED, "--verify"))[0]
-    experiment = Experiment("run", settings, [None], concurrency=1, verify=True)
+    experiment = Experiment("run", settings, [None], settings.arrival, verify=True)
     server = Server(target, settings.workload, Probed("m", "", "", frozenset()))
     with pytest.raises(ConfigError, match="only greedy outputs can be verified: leave out temp"):
         experiment.put(server, 0, "a load", None)
@@ -164,9 +165,9 @@ def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
 def test_loads_that_were_never_run_make_a_report_unusable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert is_usable(unfinished(1, capsys))
+    assert unfinished(1, capsys).verdict == "VALID"
     report = unfinished(3, capsys)
-    assert not is_usable(report)
+    assert report.verdict.startswith("INVALID")
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
 
 
@@ -174,7 +175,7 @@ def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
     runs = [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2, 3)]
     table = spread(runs)
     assert table.rows[0][0] == "tokens/s"
-    assert {"ttft p50, ms", "itl p99, ms"} <= {row[0] for row in table.rows}
+    assert {"TTFT p50", "ITL p99", "answered"} <= {row[0] for row in table.rows}
     assert "Over the runs" in table.title
 
 
@@ -183,21 +184,53 @@ def test_a_loop_is_named_by_what_drives_it() -> None:
     assert loop_of(ArrivalSettings(arrivals="poisson:2")) == "poisson:2"
 
 
-@pytest.mark.parametrize(
-    ("ending", "is_confirmed"), [(Ending.FOUND, True), (Ending.PROBES_SPENT, False)]
-)
-def test_a_search_stands_by_what_it_confirmed(ending: Ending, is_confirmed: bool) -> None:
-    bad = scene_run(Scene(duration_s=5.0), "2/s, up")
-    bad.problems = [invalid("the client sent late")]
-    report = report_of([bad])
-    assert not is_usable(report)
-    report.search = Found(2.0, is_confirmed, ending, 3.0, "", [])
-    assert is_usable(report) is is_confirmed
-
-
 def test_pages_of_an_invalid_or_empty_report_are_no_success(tmp_path: Path) -> None:
     good, bad = (scene_run(Scene(duration_s=5.0), "a load") for _ in range(2))
     bad.problems = [invalid("late")]
     for name, runs, code in (("good", [good], 0), ("bad", [good, bad], 1), ("empty", [], 1)):
         write_json(report_of(runs), tmp_path / name)
         assert cli.main(["report", str(tmp_path / name)]) == code
+
+
+# --- prompts that a server may know -----------------------------------------------------------
+
+
+def test_no_load_of_an_experiment_has_the_seed_of_another_experiment() -> None:
+    seeds = [
+        [reseeded(Workload(seed=seed), place).seed for place in range(20)] for seed in range(20)
+    ]
+    assert [own[0] for own in seeds] == list(range(20))
+    assert len({seed for own in seeds for seed in own}) == 20 * 20
+    assert reseeded(Workload(seed=3), 7) == reseeded(Workload(seed=3), 7)
+
+
+def told(arm: str, cached_share: float | None) -> Run:
+    run = scene_run(Scene(duration_s=5.0), arm or "a load")
+    run.arm = arm
+    run.summary = msgspec.structs.replace(run.summary, cached_share=cached_share)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([told("", 0.0)], []),
+        ([told("", None)], [UNTOLD]),
+        ([told("a", 0.0), told("b", None), told("b", None)], [f"b: {UNTOLD}"]),
+    ],
+)
+def test_a_server_that_does_not_tell_what_it_had_cached_is_noted(
+    runs: list[Run], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(runs)
+    assert finish(report, "") == 0
+    assert report.notes == said
+    assert [line for line in capsys.readouterr().out.splitlines() if UNTOLD in line] == said
+
+
+def test_what_a_server_had_cached_that_answered_nothing_is_not_missed() -> None:
+    run = told("", None)
+    run.summary = msgspec.structs.replace(run.summary, outcomes={"refused": 3})
+    report = report_of([run])
+    finish(report, "")
+    assert report.notes == []

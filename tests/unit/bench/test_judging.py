@@ -3,7 +3,7 @@
 import pytest
 
 from baton.bench.figures.validity import Severity
-from baton.bench.judging import ALL_FAILED, CACHED, judge, mark_mismatches, sent_so_far
+from baton.bench.judging import CACHED, judge, mark_mismatches, sent_so_far
 from baton.bench.plan.plan import make_plan
 from baton.bench.plan.workload import Workload
 from baton.bench.records import Outcome, Planned
@@ -47,9 +47,8 @@ def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
 
 
 def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
-    with pytest.raises(BatonError, match="no request arrived") as caught:
+    with pytest.raises(BatonError, match="no request arrived"):
         judge(case_of(1), ended(), "")
-    assert caught.value.code != ALL_FAILED
     warm = ended(REFUSED)
     warm.records[0].warm_up = True
     for load in (warm, ended(STOPPED, STOPPED)):

@@ -31,14 +31,10 @@ def p50(found: Distribution | None) -> float:
 
 def test_latencies_count_from_the_intended_arrival() -> None:
     timing = measure(request(10.0, (0.25, 0.35, 0.65), lag_s=0.05, tail_s=0.15))
-    assert timing.lag_ms == pytest.approx(50)
-    assert timing.ttft_ms == pytest.approx(250)
-    assert timing.ttft_from_sent_ms == pytest.approx(200)
-    assert timing.tpot_ms == pytest.approx(200)
-    assert timing.gap_max_ms == pytest.approx(300)
-    assert timing.e2e_ms == pytest.approx(800)
-    assert timing.e2e_from_sent_ms == pytest.approx(750)
-    assert timing.ntpot_ms == pytest.approx(800 / 3)
+    assert msgspec.structs.asdict(timing) == pytest.approx({
+        "lag_ms": 50, "ttft_ms": 250, "ttft_from_sent_ms": 200, "tpot_ms": 200, "gap_max_ms": 300,
+        "e2e_ms": 800, "e2e_from_sent_ms": 750, "ntpot_ms": 800 / 3, "num_tokens": 3,
+    })  # fmt: skip
 
 
 def test_a_chunk_of_several_tokens_counts_as_so_many_gaps() -> None:
@@ -60,11 +56,6 @@ def test_an_answer_of_one_chunk_has_no_tpot_and_no_gap() -> None:
         assert timing.tpot_ms is None
         assert timing.gap_max_ms is None
     assert meets(request(0.0, [(0.1, 5)]), BOUNDS)
-
-
-def test_an_arrival_without_tokens_is_no_arrival() -> None:
-    plain = measure(request(0.0, (0.1, 0.2)))
-    assert measure(request(0.0, [(0.05, 0), (0.1, 1), (0.15, 0), (0.2, 1)])) == plain
 
 
 def test_a_limit_itself_is_within_the_bounds() -> None:
@@ -197,8 +188,8 @@ def test_the_figures_of_any_load_agree_with_each_other(
     assert summary.num_requests == sum(summary.outcomes.values()) == len(records)
     assert summary.attainment is not None
     assert summary.attainment_interval is not None
-    assert summary.attainment_interval.low <= summary.attainment
-    assert summary.attainment <= summary.attainment_interval.high
+    interval = summary.attainment_interval
+    assert 0 <= interval.low <= summary.attainment <= interval.high <= 1
     num_met = sum(meets(record, BOUNDS) for record in records)
     assert summary.attainment == num_met / len(records)
     good = [record for record in records if record.outcome is Outcome.ANSWERED]

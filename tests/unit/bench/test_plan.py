@@ -110,7 +110,6 @@ def test_prompts_share_what_was_asked_for_and_no_more() -> None:
     assert starts == starts[:2] * 3
     assert starts[0] != starts[1]
     assert all(len(one.prompt_ids) == 13 for one in plan.requests)
-    assert "prompts share 2 starts of 5 tokens" in said(plan)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "text", "chat"])
@@ -169,7 +168,7 @@ def test_a_plan_says_what_it_is() -> None:
     assert plan.realised is not None
     assert (plan.offered_rate, plan.realised.num_arrivals) == (5, 200)
     assert plan.duration_s == plan.requests[-1].at_s
-    for words in ("poisson:5: 200 arrivals", "outputs, tokens: mean", "2 warm-up", "seed 0"):
+    for words in ("poisson:5: 200 arrivals", "outputs, tokens: mean", "seed 0"):
         assert words in said(plan)
     assert make_plan(SMALL, POISSON, duration_s=10.0).duration_s == 10
     assert make_plan(SMALL, None, count=3).offered_rate is None

@@ -5,20 +5,19 @@ import random
 import re
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.bench.console import shown
-from baton.bench.figures.search import Ending, Found, Purpose, RateSearch, SearchOptions
+from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import judge
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.search import is_servers_fault, observe, with_offered
+from baton.bench.search import is_servers_fault, probe_of
 from tests.support.bench_records import answered, case_of, ended, loaded, report_of
 
 GOAL = 0.9
@@ -34,7 +33,7 @@ def knee(rate: float, width: float = 4.0) -> Curve:
 def run(curve: Curve, options: SearchOptions | None = None, reach: float = math.inf) -> Found:
     search = RateSearch(options or SearchOptions())
     while (rate := search.next_rate()) is not None:
-        search.observe(rate, curve(rate), rate <= reach)
+        search.observe(Probe(rate, curve(rate), rate <= reach))
     return search.result()
 
 
@@ -43,8 +42,8 @@ def observed(steps: list[Step], **options: float) -> RateSearch:
     search = RateSearch(SearchOptions(**options))  # type: ignore[arg-type]
     for rate, attainment, flaws in steps:
         assert search.next_rate() == search.next_rate() == rate
-        search.observe(rate, attainment, not flaws.get("invalid"),
-                       **{name: True for name in flaws if name != "invalid"})  # fmt: skip
+        marks = {f"is_{name}": True for name in flaws if name != "invalid"}
+        search.observe(Probe(rate, attainment, not flaws.get("invalid"), **marks))
     return search
 
 
@@ -207,7 +206,7 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
     while (rate := search.next_rate()) is not None:
         answer = next(replies)  # never more than `max_probes`
         assert options.min_rate <= rate <= (max_rate or rate)
-        search.observe(rate, float(answer > 2), answer != 3, saturated=answer == 4)
+        search.observe(Probe(rate, float(answer > 2), answer != 3, is_saturated=answer == 4))
     found = search.result()
     confirming = [
         probe
@@ -249,17 +248,16 @@ def test_arrivals_that_were_planned_far_off_the_rate_are_warned_of(rate: float, 
 
 def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
     search, report = RateSearch(SearchOptions(max_rate=4.0, start_rate=2.0)), report_of([])
+    assert search.result().offered_rate is None
     offered = iter((9.0, 9.0, 3.7, 4.2, 3.9))
     while (rate := search.next_rate()) is not None:
         run = judged(next(offered), rate)
         report.runs.append(run)
-        observe(search, rate, run)
-    report.search = with_offered(search.result(), report.runs)
+        search.observe(probe_of(rate, run))
+    report.search = search.result()
     assert report.search.offered_rate == pytest.approx(3.9)
     assert report.search.line.endswith("; 3.9/s were offered (median of the confirming runs)")
     assert report.search.line in shown(report)
-    unconfirmed = msgspec.structs.replace(search.result(), confirmed=False)
-    assert with_offered(unconfirmed, report.runs) == unconfirmed
 
 
 def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> None:
@@ -268,7 +266,7 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
     assert run.summary.attainment == 0.95
     search = RateSearch(SearchOptions(min_rate=1.0))
     while (rate := search.next_rate()) is not None:
-        observe(search, rate, run)
+        search.observe(probe_of(rate, run))
     assert [probe.attainment for probe in search.probes] == [0.95]
     report = report_of([run])
     report.search = search.result()
@@ -278,7 +276,7 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
     # One of a hundred is a warning, and a failed request like any other.
     search = RateSearch(SearchOptions(max_rate=1.0))
     while (rate := search.next_rate()) is not None:
-        observe(search, rate, judged(4.0, 4.0, num_wrong=1))
+        search.observe(probe_of(rate, judged(4.0, 4.0, num_wrong=1)))
     assert search.result().confirmed
 
 
@@ -294,10 +292,9 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
 def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
     outcomes: tuple[Outcome, ...], is_valid: bool
 ) -> None:
-    search = RateSearch()
-    observe(search, 1.0, judge(case_of(len(outcomes)), ended(*outcomes), ""))
-    assert search.probes[0].is_valid is is_valid
-    assert search.probes[0].attainment == 0.0 or not is_valid
+    found = probe_of(1.0, judge(case_of(len(outcomes)), ended(*outcomes), ""))
+    assert found.is_valid is is_valid
+    assert found.attainment == 0.0 or not is_valid
 
 
 def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.bench.figures.metrics import summarise
 from baton.bench.figures.stages import (
     STAGES,
     UNATTRIBUTED,
@@ -12,10 +13,12 @@ from baton.bench.figures.stages import (
     read_timeline,
     stages_of,
     sum_error_s,
-    summarise_stages,
 )
 from baton.bench.records import Outcome, Record, Stage
-from tests.support.load_records import request
+from baton.bench.report.document import Run, Table
+from baton.bench.report.sections import sections
+from tests.support.bench_records import report_of
+from tests.support.load_records import load, request
 
 # A request as baton's router describes it: 20 ms to the first token by its clock, of which 1 ms
 # went into messages between nodes, and 60 ms in all.
@@ -82,17 +85,20 @@ def test_stamps_and_claims_that_do_not_quite_agree_still_add_up(
     assert sum_error_s(record) == pytest.approx(0)
 
 
+def tables_of(records: list[Record]) -> list[Table]:
+    run = Run(label="a load", summary=summarise(load(records)), records=records)
+    tables = [table for section in sections(report_of([run])) for table in section.tables]
+    return [table for table in tables if table.title == "Stages, ms"]
+
+
 def test_a_server_that_claims_more_time_than_there_was_is_found_out() -> None:
     record = request(0.0, (0.02, 0.03))
     record.stages = stages_of(
         Timeline(prefill_s=0.05, time_to_first_token_s=0.02, e2e_s=0.03), record
     )
     assert sum_error_s(record) == pytest.approx(0.02)
-    table = summarise_stages([record])
-    assert table is not None
-    assert not table.adds_up
-    assert table.num_beyond == 1
-    assert table.max_error_ms == pytest.approx(20)
+    (table,) = tables_of([record])
+    assert "their stages DO NOT ADD UP to e2e within 1 ms for 1 request" in table.caption
 
 
 def test_a_table_is_of_answered_requests_and_says_how_many_had_no_timeline() -> None:
@@ -100,13 +106,14 @@ def test_a_table_is_of_answered_requests_and_says_how_many_had_no_timeline() -> 
     for record in records[:3]:
         record.stages = stages_of(TIMELINE, record)
     records[2].outcome = Outcome.TRUNCATED
-    table = summarise_stages(records)
-    assert table is not None
-    assert (table.num_joined, table.num_without) == (2, 1)
-    assert list(table.stages) == list(STAGES)
-    assert sum(table.shares.values()) == pytest.approx(1)
-    assert table.adds_up
-    assert summarise_stages(records[3:]) is None
+    (table,) = tables_of(records)
+    assert table.caption == (
+        "2 requests with a timeline; their stages add up to e2e within 0.001 ms; 1 answered "
+        "without one"
+    )
+    assert [row[0] for row in table.rows] == list(STAGES)
+    assert sum(float(row[-1].strip("<>% ")) for row in table.rows) == pytest.approx(100, 0.01)
+    assert tables_of(records[3:]) == []
 
 
 def test_a_timeline_is_an_entry_or_a_list_of_one() -> None:

@@ -262,7 +262,6 @@ def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
     played = replay(rows, options)
     assert stamps(played.rows) == pytest.approx(moved)
     assert ("7 of 7 rows share a stamp" in notes(played, options)) == (spread_s == 0)
-    assert ("rows of one stamp are spread" in notes(played, options)) == (spread_s > 0)
 
 
 def test_spreading_makes_the_quantised_trace_smooth() -> None:
@@ -283,8 +282,6 @@ def test_a_start_skips_rows_and_counts_from_the_first_that_is_left() -> None:
     options = Workload(trace_start_s=3, time_scale=2)
     played = replay(rows, options)
     assert stamps(played.rows) == [0, 10]
-    assert "the trace's first 3 s are left out" in notes(played, options)
-    assert "the trace's times are stretched by 2" in notes(played, options)
     with pytest.raises(ConfigError, match="no rows from 10 s on"):
         replay(rows, Workload(trace_start_s=10))
 
@@ -294,7 +291,6 @@ def test_what_was_clamped_and_scaled_is_said_of_the_rows_that_are_played() -> No
     options = Workload(length_scale=0.5, max_input=300)
     played = replay(rows, options)
     said = notes(played, options)
-    assert "lengths are scaled by 0.5" in said
     assert "blocks of 256 tokens, which scales inputs by 0.5" in said
     assert "1 of 3 inputs were clamped to 1 to 300 tokens" in said
     assert "1 of 3 outputs were clamped to 1 or more tokens" in said

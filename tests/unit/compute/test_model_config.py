@@ -140,6 +140,7 @@ def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
 )
 def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: Path) -> None:
     assert read(tmp_path, torch_dtype=given).dtype == taken
+    assert read(tmp_path, torch_dtype=given).is_widened == (given == "float16")
     assert read(tmp_path, dtype=given, torch_dtype=ABSENT).dtype == taken
 
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,14 @@ def model_of(path: str, name: str = "") -> ModelConfig:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "tiny-model"
-    made.mkdir()
-    (made / "config.json").write_text("{}")
+    write_model(made)
     return made
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(CHECKPOINT / name, folder / name)
 
 
 def test_a_model_is_called_like_its_folder(folder: Path) -> None:
@@ -57,6 +63,41 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         model_of(str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         model_of(str(tmp_path))
+    (tmp_path / "small.Q4_K_M.gguf").touch()
+    for path in (tmp_path, tmp_path / "small.Q4_K_M.gguf"):
+        with pytest.raises(ConfigError, match="GGUF"):
+            model_of(str(path))
+
+
+def test_a_model_that_cannot_be_computed_is_refused_before_any_process_starts(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(
+        json.dumps(
+            {**json.loads(file.read_bytes()), "quantization_config": {"quant_method": "fp8"}}
+        )
+    )
+    with pytest.raises(ConfigError, match=r"config\.json: quantization_config: .*\(fp8\)"):
+        model_of(str(folder))
+
+
+def test_weights_that_are_not_there_are_refused_and_a_router_needs_none(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a Git LFS pointer.*git lfs pull"):
+        model_of(str(folder))
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
+        model_of(str(folder))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (folder / "1.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"has no 2\.safetensors"):
+        model_of(str(folder))
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match="does not list"):
+        model_of(str(folder))
+    config = ClusterConfig(model=ModelConfig(path=str(folder)))
+    assert with_model(config, needs_weights=False).model.name == "tiny-model"
 
 
 def test_a_model_of_the_hub_is_taken_from_its_cache(
@@ -68,8 +109,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
         model_of("some/model")
     repository = tmp_path / "models--some--model"
     snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
+    write_model(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(snapshot.name)
     assert model_of("some/model") == ModelConfig(path=str(snapshot), name="some/model")

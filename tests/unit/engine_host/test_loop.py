@@ -18,6 +18,7 @@ from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AgentCommand,
     AgentEvent,
+    ConnectorReport,
     DialPeer,
     DropPeer,
     FromPeer,
@@ -129,6 +130,8 @@ class Quiet:
     def step_settled(self, plan: StepPlan, result: StepResult) -> None: ...
 
     def read_ended(self, rank: int, event: ReadEnded) -> None: ...
+
+    def reported(self, report: ConnectorReport) -> None: ...
 
     def set_load(self, load: Load) -> None: ...
 

@@ -88,7 +88,7 @@ def test_a_request_goes_from_one_place_to_closed() -> None:
     assert [send.node for send in sent if isinstance(send, Send)] == [D, P]
     assert drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == [
         Release(P, KEY),
-        Timed(TIMES, of_prompt=True),
+        Timed(KEY, TIMES, of_prompt=True),
     ]
     assert drive.says(D, Accepted(KEY)) == [Deliver(0, [9])]
     assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == [
@@ -248,7 +248,7 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
     commands = drive.says(D, Failed(KEY, REFUSED))
     pair = (P, EPOCHS[P]), (D, EPOCHS[D])
     assert of_type(commands, HandoffEnded) == [HandoffEnded(*pair, REFUSED)]
-    assert of_type(commands, TriedAgain) == [TriedAgain(is_resume=False)]
+    assert of_type(commands, TriedAgain) == [TriedAgain(KEY, REFUSED, is_resume=False)]
     (place,) = of_type(commands, Place)
     assert isinstance(place, Place)
     assert place.avoid == set(pair)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.protocol.errors import Failure
-from baton.protocol.messages import NodeInfo, Ready
+from baton.protocol.messages import NodeFacts, NodeInfo, Ready
 from baton.router.membership import SETTLED_S, Membership, Replaced
 from baton.router.registry import Change, Entered, Left, Refuse, Registry
 from tests.support.scripted_nodes import hello_of, node_info
@@ -64,6 +64,11 @@ def test_nodes_that_left_count_for_nothing() -> None:
     ("changes", "code", "text"),
     [
         ({"model": "x" * 32}, "model_mismatch", "serves another model"),
+        (
+            {"model": "x" * 32, "facts": NodeFacts("float32", model_name="qwen")},
+            "model_mismatch",
+            "it serves qwen in float32, they serve tiny in bfloat16",
+        ),
         ({"max_model_len": 100}, "limits_mismatch", "its max_model_len is 100, theirs 200"),
         ({"vocab_size": 7}, "limits_mismatch", "its vocab_size is 7, theirs 250"),
         ({"eos_token_ids": (3,)}, "limits_mismatch", r"its eos_token_ids is (3,), theirs ()"),
@@ -72,7 +77,9 @@ def test_nodes_that_left_count_for_nothing() -> None:
 def test_a_refusal_names_the_fields_that_differ(
     changes: dict[str, object], code: str, text: str
 ) -> None:
-    failure = joined(P0, D0).join(1.0, msgspec.structs.replace(D1, **changes))
+    named = NodeFacts("bfloat16", model_name="tiny")
+    infos = [msgspec.structs.replace(info, facts=named) for info in (P0, D0, D1)]
+    failure = joined(*infos[:2]).join(1.0, msgspec.structs.replace(infos[2], **changes))
     assert isinstance(failure, Failure)
     assert failure.code == code
     assert text in failure.message

@@ -14,7 +14,7 @@ from baton.protocol.messages import (
     Starting,
 )
 from baton.router.changes import Differs, Entered, Left, Refuse
-from baton.router.registry import SILENCE_S, Charge, Registry
+from baton.router.registry import LOST_KEPT_S, SILENCE_S, Charge, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
@@ -100,6 +100,25 @@ def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has(by_beat: bool
     assert registry.nodes_health(1.0)[0].state == "draining"
     assert ids(registry, "decode") == []
     assert [type(change) for change in registry.tick(99.0)] == [Left]
+
+
+def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_not() -> None:
+    registry, (lost, planned) = Registry(), (node_info("d0", "decode"), node_info("d1", "decode"))
+    for info in (lost, planned):
+        join(registry, info)
+    registry.beat(1.0, Beat(planned.node_id, planned.epoch, Load(), is_draining=True))
+    (left,) = registry.gone(planned.node_id)
+    assert isinstance(left, Left)
+    assert left.failure.code == "draining"
+    (left,) = registry.gone(lost.node_id)
+    assert isinstance(left, Left)
+    assert left.failure.code != "draining"
+    assert [node.node_id for node in registry.lost_nodes(1.0)] == ["d0"]
+    assert registry.lost_nodes(LOST_KEPT_S + 2.0) == ()
+    join(registry, lost)
+    registry.gone(lost.node_id)
+    join(registry, lost)
+    assert registry.lost_nodes(1.0) == ()
 
 
 def test_beats_of_another_epoch_count_for_nobody() -> None:

@@ -114,9 +114,10 @@ async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(
     assert (await bench.post({"prompt": [5], "stream": True})).status == 200
     engine.is_ready = False
     assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
+    engine.is_ready = True
     text = (await bench.get("/metrics")).text
     for code, status, num in (("queue_full", 429, 2), ("no_nodes", 503, 1), ("not_ready", 503, 1)):
-        assert f'baton_refusals_total{{code="{code}",status="{status}"}} {num}.0' in text
+        assert f'{{code="{code}",model_name="tiny",status="{status}"}} {num}.0' in text
 
 
 @served()

@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig
 from tests.support.router_process import (
@@ -52,10 +53,14 @@ def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Sta
     assert router.process.returncode == 0, router.lines
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
-    config: ClusterConfig, start: StartRouter
+    number: signal.Signals, config: ClusterConfig, start: StartRouter
 ) -> None:
-    router = start(config)
+    """SIGTERM waits for `drain_s`, which is longer than this test waits if SIGINT took it."""
+    drain_s = 2.0 if number == signal.SIGTERM else 10 * WAIT_S
+    limited = msgspec.structs.replace(config.router, drain_s=drain_s)
+    router = start(msgspec.structs.replace(config, router=limited))
     url = router.wait_for_url()
     body = {"prompt": [5, 6, 7], "max_tokens": 50, "stream": True}
 
@@ -64,7 +69,7 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
         request = post(url, body)
         with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
             lines = [reply.readline()]
-            os.kill(router.process.pid, signal.SIGTERM)
+            os.kill(router.process.pid, number)
             return lines + reply.readlines()
 
     lines = asyncio.run(with_toy_nodes(config, read_and_end, max_steps=3))

@@ -1,25 +1,124 @@
-"""What the router counts of losses."""
+"""What the router counts, as Prometheus reads it."""
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.protocol.errors import NodeError
 from baton.protocol.ids import NodeId
-from baton.router.health import Health
-from baton.router.http.metrics import HttpMetrics
+from baton.protocol.messages import Load, Totals
+from baton.router.health import Health, LostNode, NodeHealth, ServedModel
+from baton.router.http.metric_families import ROUTER_FAMILIES
+from baton.router.http.metrics import MAX_CODES, HttpMetrics
 from baton.router.outputs import RequestMetrics
+from baton.router.pairs import PairTransfers
+from baton.runtime.node_metrics import NODE_FAMILIES
+
+MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")
+D0 = NodeHealth(
+    NodeId("d0"), "decode", "ready", "ready", 0, 0, Load(2, 1, 3, 4, 2, 1), 0.5, 0.0, 0, 0,
+    totals=Totals(prefix_queried_tokens=10, prefix_hit_tokens=4, preemptions=2, leases_expired=1),
+    dtype="bfloat16", features=("prefix_caching",),
+)  # fmt: skip
 
 
-def value(metrics: HttpMetrics, health: Health, name: str) -> float:
-    lines = metrics.render(health).decode().splitlines()
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
 
 
-def test_retries_resumes_and_failed_transfers_are_counted_once() -> None:
-    metrics = HttpMetrics()
+def value(metrics: HttpMetrics, health: Health, name: str, **labels: str) -> float:
+    wanted = frozenset({"model_name": "tiny", **labels}.items())
+    return samples(metrics.render(health, MODEL))[name, wanted]
+
+
+def test_retries_resumes_and_transfers_are_counted_once() -> None:
+    metrics = HttpMetrics("tiny")
+    failure = NodeError("gone").to_failure()
     for _ in range(2):
-        metrics.ended(RequestMetrics(num_retries=1, num_resumes=3), "finished", 1)
+        request = RequestMetrics()
+        request.try_again(failure, is_resume=False)
+        for _ in range(3):
+            request.try_again(failure, is_resume=True)
+        metrics.ended(request, "finished", 1)
+    moved = PairTransfers(NodeId("p0"), NodeId("d0"), 7, 2, 4096, 0.5)
+    health = Health("ready", (), 0, 0, transfers=(moved,))
+    assert value(metrics, health, "baton_retries_total", reason="node_lost") == 2
+    assert value(metrics, health, "baton_resumes_total", reason="node_lost") == 6
+    for name, expected in (("s", 7), ("_failures", 2), ("_bytes", 4096), ("_seconds", 0.5)):
+        of_pair = value(metrics, health, f"baton_transfer{name}_total", prefill="p0", decode="d0")
+        assert of_pair == expected
+
+
+def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero() -> None:
+    metrics = HttpMetrics("tiny", "1.2")
+    health = Health("ready", (D0,), 3, 1, lost=(LostNode(NodeId("p0"), "prefill", 9.0),))
+    d0, p0 = {"node": "d0", "role": "decode"}, {"node": "p0", "role": "prefill"}
+    assert value(metrics, health, "baton_node_up", **d0) == 1
+    assert value(metrics, health, "baton_node_up", **p0) == 0
+    assert value(metrics, health, "baton_node_running_requests", **p0) == 0
+    assert value(metrics, health, "baton_node_running_requests", **d0) == 2
+    assert value(metrics, health, "baton_node_waiting_requests", **d0) == 1
+    assert value(metrics, health, "baton_kv_cache_usage_perc", **d0) == 0.25
+    assert value(metrics, health, "baton_node_quarantined_blocks", **d0) == 1
+    assert value(metrics, health, "baton_prefix_cache_queries_total", **d0) == 10
+    assert value(metrics, health, "baton_prefix_cache_hits_total", **d0) == 4
+    assert value(metrics, health, "baton_num_preemptions_total", **d0) == 2
+    assert value(metrics, health, "baton_node_leases_expired_total", **d0) == 1
+    build = {
+        "version": "1.2", "dtype": "bfloat16", "block_size": "16", "max_model_len": "256",
+        "features": "prefix_caching",
+    }  # fmt: skip
+    assert value(metrics, health, "baton_build_info", **build) == 1
+    assert ("baton_node_free_blocks", frozenset({"model_name": "tiny", **p0}.items())) not in (
+        samples(metrics.render(health, MODEL))
+    )
+
+
+def test_a_request_is_seen_in_every_family_of_times_and_lengths() -> None:
+    metrics = HttpMetrics("tiny")
+    request = RequestMetrics(
+        router_queue_s=0.25, queue_s=0.25, prefill_s=0.5, time_to_first_token_s=1.0, e2e_s=3.0,
+        num_prompt_tokens=30, num_output_tokens=101, finish_reasons=["stop"],
+    )  # fmt: skip
+    metrics.ended(request, "finished", 1)
     health = Health("ready", (), 0, 0)
-    assert value(metrics, health, "baton_retries_total") == 2
-    assert value(metrics, health, "baton_resumes_total") == 6
-    name = 'baton_transfer_failures_total{decode="d0",prefill="p0"}'
-    for count in (2, 2, 5):
-        failures = ((NodeId("p0"), NodeId("d0"), count),)
-        health = Health("ready", (), 0, 0, transfer_failures=failures)
-        assert value(metrics, health, name) == count
+    sums = {
+        "time_to_first_token_seconds": 1.0,
+        "request_time_per_output_token_seconds": 0.02,
+        "e2e_request_latency_seconds": 3.0,
+        "request_queue_time_seconds": 0.5,
+        "request_prefill_time_seconds": 0.5,
+        "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.5,
+        "request_prompt_tokens": 30,
+        "request_generation_tokens": 101,
+    }
+    for name, expected in sums.items():
+        assert value(metrics, health, f"baton_{name}_sum") == expected
+        assert value(metrics, health, f"baton_{name}_bucket", le="+Inf") == 1
+    below = "baton_request_time_per_output_token_seconds_bucket"
+    assert value(metrics, health, below, le="0.015") == 0
+    assert value(metrics, health, below, le="0.02") == 1
+    assert value(metrics, health, "baton_request_success_total", finished_reason="stop") == 1
+
+
+def test_codes_that_others_invent_do_not_add_up() -> None:
+    metrics = HttpMetrics("tiny")
+    for number in range(2 * MAX_CODES):
+        metrics.ended(RequestMetrics(), f"code-{number}", 1)
+    health = Health("ready", (), 0, 0)
+    shown = [key for key in samples(metrics.render(health)) if key[0] == "baton_requests_total"]
+    assert len(shown) == MAX_CODES + 1
+    others = {"path": "none", "outcome": "other"}
+    assert value(metrics, health, "baton_requests_total", **others) == MAX_CODES
+
+
+def test_the_page_has_the_families_of_the_tables_those_of_the_process_and_no_others() -> None:
+    page = HttpMetrics("tiny").render(Health("ready", (D0,), 0, 0)).decode()
+    found = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")]
+    ours = [name for name in found if not name.startswith("process_")]
+    assert sorted(ours) == sorted(one.full_name for one in (*ROUTER_FAMILIES, *NODE_FAMILIES))
+    assert "process_cpu_seconds_total" in found
+    assert "_created" not in page

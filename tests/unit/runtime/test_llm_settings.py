@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from baton.deploy.demo_model import CHECKPOINT
+from baton.deploy.demo_model import CHECKPOINT, write_demo_model
 from baton.llm_settings import REFUSED, SAME, Model, config_of
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.errors import ConfigError
@@ -72,7 +72,7 @@ def test_no_model_is_the_demo_and_nodes_are_quiet() -> None:
 
 
 def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    write_demo_model(tmp_path)
     forms: list[Model] = [str(tmp_path), tmp_path, {"path": str(tmp_path)}]
     forms.append(ModelConfig(path=str(tmp_path)))
     for form in forms:

@@ -5,6 +5,8 @@ import json
 import logging
 import shutil
 import stat
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -53,6 +55,44 @@ def test_an_exception_keeps_its_traceback(stream: io.StringIO) -> None:
     except ValueError:
         logger("node").exception("broke")
     assert "ValueError: why" in json.loads(stream.getvalue())["traceback"]
+
+
+OWNED = """
+import logging, sys, threading, warnings
+from baton.protocol.config import LogConfig
+from baton.runtime.log import own_process, relayed, tell_failure
+own_process(LogConfig(json=True), "router")
+warnings.warn("old", DeprecationWarning)
+logging.getLogger("aiohttp.server").error("bad %s", "request")
+tell_failure("no port", "no_port")
+sys.stderr.write(relayed("decode-0", "a line of a library") + "\\n")
+sys.stderr.write(relayed("decode-0", '{"process": "decode-0"}') + "\\n")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise ValueError("the end")
+"""
+
+
+def test_with_json_every_line_of_a_process_is_json() -> None:
+    """Those of libraries, of Python's warnings, of children and of uncaught errors too."""
+    command = [sys.executable, "-W", "default", "-c", OWNED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    told = [line.get("message", "").partition("\n")[0] for line in lines]
+    assert "old" in told.pop(0)
+    assert told == [
+        "bad request", "no port", "a line of a library", "",
+        "a thread ended by an error of its own", "the process ends by an error of its own",
+    ]  # fmt: skip
+    assert [line["process"] for line in lines] == [
+        *["router"] * 3,
+        *["decode-0"] * 2,
+        *["router"] * 2,
+    ]
+    assert "ZeroDivisionError" in lines[-2]["traceback"]
+    assert "ValueError: the end" in lines[-1]["traceback"]
+    assert done.returncode == 1
 
 
 def test_lines_below_the_level_are_not_printed(stream: io.StringIO) -> None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from baton.bench.plan.traces import read_prompts
 from baton.engine.model_config import read_decoder_config
-from baton.engine.models.loading import load_decoder
+from baton.engine.models.loading import Placement, load_decoder
 from baton.engine.tensor_parallel import SingleRank
 from baton.engine.weights import Checkpoint
 from baton.protocol.errors import ConfigError
@@ -29,7 +29,7 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     assert (config.family, config.num_layers, config.head_dim) == ("qwen3", 2, 32)
     assert (config.vocab_size, config.eos_token_ids) == (300, (random_model.END_ID,))
     decoder = load_decoder(
-        config, Checkpoint(folder), SingleRank(), torch.bfloat16, CPU, no_progress
+        config, Checkpoint(folder), SingleRank(), Placement(torch.bfloat16, CPU), no_progress
     )
     values = sum(
         layer.qkv.weight.numel() + layer.output.weight.numel()

@@ -1,0 +1,116 @@
+"""The command lines of `baton up`, `down`, `status` and `render`.
+
+`commands` reads them into one Struct. Settings have no flags here: they stand in cluster.yaml.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from baton.deploy.cluster.platform import PLATFORMS
+from baton.protocol.errors import ConfigError
+from baton.runtime.flag_parser import FlagParser
+
+LOCAL = "local"
+DEFAULT_FILE = "cluster.yaml"
+
+
+class Words(msgspec.Struct, frozen=True):
+    """What the words of one command say."""
+
+    file: str
+    platform: str = LOCAL
+    state: str = ""
+    hosts: tuple[str, ...] = ()
+    out: str = ""
+    timeout_s: float = 0.0  # 0 takes the nodes' own limit
+    detach: bool = False
+    keep: bool = False
+    json: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether `up` stays in front, and the cluster ends with it."""
+        return self.platform == LOCAL and not self.detach and not self.keep
+
+
+def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
+    """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
+    given = vars(_parser(command, summary).parse_args(arguments))
+    hosts = tuple(filter(None, (given.pop("host", None) or "").split(",")))
+    words = Words(hosts=hosts, **{name: one for name, one in given.items() if one is not None})
+    if words.platform not in PLATFORMS:
+        raise ConfigError(f"--on {words.platform}: choose one of {', '.join(PLATFORMS)}")
+    return words
+
+
+def _parser(command: str, summary: str) -> FlagParser:
+    parser = FlagParser(prog=f"baton {command}", description=summary)
+    is_new = command in ("up", "render")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        default=DEFAULT_FILE,
+        help=f"the description of the cluster (default: {DEFAULT_FILE})",
+    )
+    if is_new:
+        parser.add_argument(
+            "--on",
+            dest="platform",
+            metavar="PLATFORM",
+            help=f"what runs the processes: {', '.join(PLATFORMS)} (default: {LOCAL})",
+        )
+        parser.add_argument(
+            "--host",
+            metavar="A,B",
+            help="hosts of the description whose processes are meant; the default is the hosts "
+            "whose address this machine has",
+        )
+    if command == "render":
+        parser.add_argument(
+            "--out", metavar="FOLDER", help="folder for the files (default: NAME-PLATFORM)"
+        )
+        return parser
+    parser.add_argument(
+        "--state",
+        metavar="FOLDER",
+        help="folder in which `up` notes what it starts (default: ~/.local/state/baton/NAME)",
+    )
+    if command == "up":
+        _add_start(parser)
+    if command == "status":
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _add_start(parser: FlagParser) -> None:
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="return once the cluster serves; without it, `--on local` stays in front and ends the "
+        "cluster with Ctrl-C",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave what was started running when the start fails; implies --detach",
+    )
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        metavar="S",
+        type=_seconds,
+        help="longest wait until the cluster serves, in seconds (default: node.start_timeout_s of "
+        "the slowest pool and 20 s)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--timeout {text}: give a number of seconds above 0")
+    return seconds

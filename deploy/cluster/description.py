@@ -1,0 +1,87 @@
+"""`cluster.yaml`: the description of a cluster, as typed Structs.
+
+`reading` makes a checked one of a file, and `processes` the list of processes. The blocks called
+`settings` hold settings of `protocol.config`, as a file for `--config` does: at the top for all
+processes, below a pool or a router for its own.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.deploy.cluster.document import Settings
+from baton.protocol.messages import Role
+
+Name = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$",
+        description="at most 40 lower-case letters, digits and dashes, the first one a letter",
+    ),
+]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+PortOrFree = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Replicas = Annotated[int, Meta(ge=1, le=10_000)]
+Gpus = Annotated[int, Meta(ge=0, le=64)]
+SystemdScope = Literal["system", "user"]
+
+
+class RouterPlace(msgspec.Struct, frozen=True):
+    """A router. Clients and nodes reach it at `host`; without one the platform places it."""
+
+    host: str = ""
+    port: Port = 8000
+    control_port: Port = 5570
+    settings: Settings = {}
+    env: dict[str, str] = {}
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Nodes of one role that are alike.
+
+    `gpus` is the number of GPUs of each node and its tensor-parallel degree; 0 computes on CPUs.
+    `hosts` are addresses that take the nodes in turn; without them the platform places the nodes.
+    The nodes of a host listen on `peer_port` and the ports after it; 0 takes free ones. They serve
+    their metrics on `http_port` and the ports after it; 0 serves none.
+    """
+
+    role: Role
+    replicas: Replicas = 1
+    gpus: Gpus = 0
+    hosts: tuple[str, ...] = ()
+    peer_port: PortOrFree = 0
+    http_port: PortOrFree = 0
+    cpus: Count = 0  # of each node; 0 sets no limit
+    memory_mib: Annotated[int, Meta(ge=0)] = 0  # of each node; 0 sets no limit
+    node_selector: dict[str, str] = {}  # labels or features that a node's machine must have
+    resources: dict[str, str] = {}  # further ones of the platform, such as rdma/hca: "1"
+    settings: Settings = {}
+    env: dict[str, str] = {}
+
+
+class SystemdOptions(msgspec.Struct, frozen=True):
+    """What only `--on systemd` reads."""
+
+    scope: SystemdScope = "system"
+    user: str = "baton"  # who runs the processes of system units
+    program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
+
+
+class Description(msgspec.Struct, frozen=True):
+    """A whole cluster.yaml. Paths in it are relative to the file."""
+
+    name: Name
+    pools: dict[Name, Pool]
+    model: str = ""  # folder, or name on the Hugging Face hub; empty is the demo model
+    key: str = ""  # file of `baton keygen`
+    logs: str = ""  # folder for what the processes print; empty keeps it in the state folder
+    gpus_per_host: Count = 0  # 0 is not known, and not checked
+    routers: tuple[RouterPlace, ...] = (RouterPlace(),)
+    settings: Settings = {}
+    env: dict[str, str] = {}  # of all processes
+    systemd: SystemdOptions = SystemdOptions()
+
+    def pools_of(self, role: Role) -> dict[str, Pool]:
+        return {name: pool for name, pool in self.pools.items() if pool.role == role}

@@ -1,0 +1,146 @@
+"""Which hosts of a description are this machine, and whether it has what their processes need.
+
+The platforms that run processes on hosts by name ask: `local` and `systemd`.
+"""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
+from baton.deploy.cluster.reading import is_loopback
+from baton.deploy.health import url_of
+from baton.deploy.model_folder import with_model
+from baton.deploy.ports import check_port
+from baton.protocol.config import ClusterConfig, EngineConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.cpus import threads_per_rank
+
+HERE = "127.0.0.1"
+THREADS = "engine.threads"
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def places_by_name(description: Description) -> ProcessPlaces:
+    """Return the places of processes that run where the description says, or else all here."""
+    routers = tuple(router.host or HERE for router in description.routers)
+    return ProcessPlaces(routers, HERE, host=HERE)
+
+
+def chosen(plan: ClusterPlan, hosts: Sequence[str]) -> tuple[ProcessSpec, ...]:
+    """Return the processes of `hosts`, or those of this machine; raises `ConfigError` for none."""
+    known = dict.fromkeys(spec.host for spec in plan.processes)
+    for host in hosts:
+        if host not in known:
+            raise ConfigError(
+                f"--host {host}: the description has no such host; it has {', '.join(known)}"
+            )
+    wanted = hosts or [host for host in known if is_here(host)]
+    if not wanted:
+        raise ConfigError(
+            f"none of the description's hosts is this machine ({', '.join(known)}); run this "
+            "command on those hosts, or say with --host which of them this machine is"
+        )
+    return tuple(spec for spec in plan.processes if spec.host in wanted)
+
+
+def is_here(host: str) -> bool:
+    """Return whether an address or a name is one of this machine."""
+    if is_loopback(host):
+        return True
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool({_plain(address) for address in found} & _own_addresses())
+
+
+def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
+    """Raise `ConfigError` if this machine lacks a model, a free port or a GPU for `specs`."""
+    for spec in specs:
+        who = f"{spec.name} on {spec.host}"
+        try:
+            _check_model(plan.description)
+            for port in spec.ports:
+                hint = f"end what uses it, or change the {port.name} port in the description"
+                check_port(_bound(spec, port.name), port.port, hint)
+        except ConfigError as error:
+            raise ConfigError(f"{who}: {error.message}") from error
+        missing = [number for number in spec.gpu_ids if number >= num_gpus()]
+        if missing:
+            raise ConfigError(
+                f"{who}: no GPU is left for it, because it needs number {missing[0]} and this host "
+                f"has {num_gpus()}; lower gpus or replicas, or name more hosts"
+            )
+
+
+def num_gpus() -> int:
+    """Return how many NVIDIA GPUs this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip()])
+    return len(list(GPUS.glob("*"))) if GPUS.is_dir() else 0
+
+
+def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
+    return tuple(url_of(spec.host, spec.ports[0].port) for spec in plan.pool(ROUTERS))
+
+
+def with_cpus(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
+    """Divide the CPUs of this machine among the nodes that compute on them and set no number.
+
+    `shared` is a file by which nodes lend each other the CPUs that they do not need.
+    """
+    sharing = [
+        spec
+        for spec in specs
+        if spec.role != "router" and not spec.gpus and not _set(spec, THREADS)
+    ]
+    return tuple(
+        _with_share(spec, len(sharing), shared) if spec in sharing else spec for spec in specs
+    )
+
+
+def _with_share(spec: ProcessSpec, num_nodes: int, shared: str) -> ProcessSpec:
+    degree = int(_set(spec, "engine.tensor_parallel") or 1)
+    threads = threads_per_rank(EngineConfig(tensor_parallel=degree), num_nodes)
+    env = {**spec.env, "BATON_ENGINE_THREADS": str(threads)}
+    if shared and degree == 1:
+        env["BATON_ENGINE_SHARED_CPUS"] = shared
+    return msgspec.structs.replace(spec, env=env)
+
+
+def _set(spec: ProcessSpec, setting: str) -> str:
+    """Return what a command sets a setting to; empty if it does not."""
+    values = [word.partition("=")[2] for word in spec.argv if word.startswith(f"{setting}=")]
+    return values[-1] if values else ""
+
+
+def _check_model(description: Description) -> None:
+    config = ClusterConfig()
+    model = msgspec.structs.replace(config.model, path=description.model)
+    with_model(msgspec.structs.replace(config, model=model))
+
+
+def _bound(spec: ProcessSpec, port: str) -> str:
+    """Return the address that a process binds for a port."""
+    return spec.env.get("BATON_ROUTER_HOST", spec.host) if port == "http" else spec.host
+
+
+def _own_addresses() -> set[str]:
+    return {
+        _plain(one.address)
+        for owned in psutil.net_if_addrs().values()
+        for one in owned
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def _plain(address: str) -> str:
+    return str(ipaddress.ip_address(address.partition("%")[0]))

@@ -1,0 +1,90 @@
+"""What `baton up`, `down`, `status` and `render` ask of every platform.
+
+A platform is this host, systemd, Slurm, Ray or Kubernetes. It runs the processes of a `ClusterPlan`
+exactly as they stand: it may prefix a command with the program's path, but adds no setting except
+one that only the machine knows, such as a share of its CPUs.
+`folder` is the state folder of one deployment, which only its user can enter; a platform keeps
+there what `stop` and `status` need.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
+from baton.protocol.errors import ConfigError
+
+ProcessState = Literal["waiting", "running", "ended", "unknown"]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """How a platform sees one process. Whether a node is ready is for its routers to say."""
+
+    name: str
+    role: ProcessRole
+    host: str
+    state: ProcessState
+    note: str = ""  # its pid or its pod
+    last_end: str = ""  # why it ended when it last did, in one line, even if it runs again
+
+
+class PlatformOptions(msgspec.Struct, frozen=True):
+    """What the command line says to a platform that runs processes on hosts by name."""
+
+    hosts: tuple[str, ...] = ()  # whose processes are meant; empty means those of this machine
+    is_tied: bool = False  # everything ends with this process, which shows what the others print
+
+
+class Platform(Protocol):
+    def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
+        """Return the processes that `start` starts: all of them, or those of the chosen hosts."""
+
+    def places(self, description: Description) -> ProcessPlaces:
+        """Return what the platform knows of the machines. Raises `ConfigError`."""
+
+    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
+        """Write the files that run `plan` into `folder` and return them. Start nothing."""
+
+    def start(self, plan: ClusterPlan, folder: Path) -> None:
+        """Start every process and return without waiting for nodes to be ready.
+
+        Raises `ConfigError` for what cannot work and `NodeError` for what failed.
+        """
+
+    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
+        """End every process, each with its `grace_s`, and return when all are gone. Idempotent.
+
+        Where the platform can, those that are hurried do not wait for their requests.
+        """
+
+    def status(self, folder: Path) -> list[ProcessStatus]:
+        """Return the state of every process, and of those that have ended the reason."""
+
+    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
+        """Return the routers' base URLs that can be reached from here; none is allowed."""
+
+
+def platform_named(name: str, options: PlatformOptions) -> Platform:
+    """Return the platform of `--on`; raises `ConfigError` for an unknown name."""
+    if name not in PLATFORMS:
+        raise ConfigError(f"--on {name}: choose one of {', '.join(PLATFORMS)}")
+    return PLATFORMS[name](options)
+
+
+def _local(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.local import LocalPlatform
+
+    return LocalPlatform(options)
+
+
+def _systemd(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.systemd import SystemdPlatform
+
+    return SystemdPlatform(options)
+
+
+# A platform's code is imported when it is chosen.
+PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {"local": _local, "systemd": _systemd}

@@ -1,0 +1,267 @@
+"""The processes of a cluster: what each runs, where, with what, and how it is probed and ended.
+
+`processes_of` is the one place that states commands; every platform runs what it returns. All
+processes of a pool have the same `argv`. What differs between them, addresses and ids, is in `env`,
+so that one systemd template, StatefulSet or srun step can serve a pool. Pure.
+"""
+
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from baton.deploy.cluster.description import Description, Pool, RouterPlace
+from baton.deploy.cluster.document import Settings
+from baton.deploy.cluster.reading import config_of, is_loopback, placed_hosts, tensor_parallel
+from baton.protocol.errors import ConfigError
+from baton.protocol.messages import Role
+
+ProcessRole = Role | Literal["router"]
+
+ROUTERS = "router"  # the name of the routers, as if they were a pool
+# From SIGTERM to a forced end, beyond the time in which requests may finish.
+EXTRA_GRACE_S = 10.0
+
+
+class ProcessPlaces(msgspec.Struct, frozen=True):
+    """What a platform knows of the machines, as text that goes into commands as it stands.
+
+    An address that is known only where the process runs may be a variable that the platform fills
+    in, such as `$(POD_IP)`.
+    """
+
+    routers: tuple[str, ...]  # the address of each router, which nodes and clients dial
+    node: str  # the address of a node without a host of its own, which other nodes dial
+    listen: str = ""  # what routers, and the HTTP of nodes, bind; empty is what is dialled
+    host: str = ""  # the host of every process without one; empty: the platform chooses
+    # Where a described model and key file lie there; empty is where the description says.
+    model: str = ""
+    key: str = ""
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """An HTTP request to the process, answered with 200 when all is well."""
+
+    path: str
+    port: int
+
+
+class NamedPort(msgspec.Struct, frozen=True):
+    name: Literal["http", "control", "peers"]
+    port: int
+
+
+class ProcessSpec(msgspec.Struct, frozen=True):
+    """One process. `name` is also the id of a node."""
+
+    name: str
+    role: ProcessRole
+    pool: str
+    index: int  # in its pool
+    argv: tuple[str, ...]  # `baton ROLE ...`
+    env: dict[str, str]
+    secret_env: dict[str, str]  # a platform writes these only where other users cannot read
+    host: str  # empty where the platform chooses
+    gpus: int
+    gpu_ids: tuple[int, ...]  # on its host; empty where the platform chooses
+    cpus: int
+    memory_mib: int
+    node_selector: dict[str, str]
+    resources: dict[str, str]
+    ports: tuple[NamedPort, ...]
+    live: Probe | None  # None for a node without http_port: its routers know how it is
+    ready: Probe | None
+    grace_s: float  # from SIGTERM to a forced end
+
+
+class ClusterPlan(msgspec.Struct, frozen=True):
+    """A description and the processes that it comes to on one platform."""
+
+    description: Description
+    processes: tuple[ProcessSpec, ...]
+
+    def pool(self, name: str) -> tuple[ProcessSpec, ...]:
+        return tuple(process for process in self.processes if process.pool == name)
+
+    @property
+    def control_endpoints(self) -> tuple[str, ...]:
+        """What nodes dial: one endpoint per router."""
+        node = next(process for process in self.processes if process.role != "router")
+        return tuple(node.env["BATON_NODE_ROUTERS"].split(","))
+
+    @property
+    def start_timeout_s(self) -> float:
+        """The longest time from the start of a node to its being ready."""
+        pools = self.description.pools.values()
+        return max(config_of(self.description, p.settings).node.start_timeout_s for p in pools)
+
+
+def plan_of(description: Description, places: ProcessPlaces) -> ClusterPlan:
+    """Return the plan; raises `ConfigError` where processes would reach other hosts keyless."""
+    keys = config_of(description, {}).keys
+    if not (description.key or keys.insecure or all(map(is_loopback, places.routers))):
+        raise ConfigError(
+            "key: processes on several hosts need a key; make one with `baton keygen cluster.key` "
+            "and write `key: cluster.key` into the description"
+        )
+    return ClusterPlan(description, processes_of(description, places))
+
+
+def processes_of(description: Description, places: ProcessPlaces) -> tuple[ProcessSpec, ...]:
+    """Return every process: the routers, then the nodes pool by pool."""
+    assert len(places.routers) == len(description.routers)
+    processes = [
+        _router(description, places, index, router)
+        for index, router in enumerate(description.routers)
+    ]
+    gpus_taken: Counter[str] = Counter()
+    for name, pool in description.pools.items():
+        on_host: Counter[str] = Counter()
+        for index, named in enumerate(placed_hosts(pool)):
+            host = named or places.host
+            seat = _Seat(name, pool, index, host, named or places.node, on_host[host])
+            processes.append(_node(description, places, seat, gpus_taken[host]))
+            on_host[host] += bool(host)
+            gpus_taken[host] += pool.gpus
+    return tuple(processes)
+
+
+class _Seat(msgspec.Struct, frozen=True):
+    """The place of a node to be: the `nth` of its pool on its host, dialled at `address`."""
+
+    pool_name: str
+    pool: Pool
+    index: int
+    host: str
+    address: str
+    nth: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.pool_name}-{self.index}"
+
+
+def _router(
+    description: Description, places: ProcessPlaces, index: int, router: RouterPlace
+) -> ProcessSpec:
+    settings = {**_common(description, places), **router.settings}
+    listen = places.listen or places.routers[index]
+    env = {
+        **description.env,
+        **router.env,
+        "BATON_ROUTER_PORT": str(router.port),
+        "BATON_ROUTER_CONTROL": f"tcp://{_bracketed(listen)}:{router.control_port}",
+    }
+    if "router.host" not in settings:
+        env["BATON_ROUTER_HOST"] = listen
+    api_keys = settings.pop("router.api_keys", ())
+    assert isinstance(api_keys, tuple)
+    return ProcessSpec(
+        name=f"{ROUTERS}-{index}",
+        role="router",
+        pool=ROUTERS,
+        index=index,
+        argv=_argv("router", settings),
+        env=env,
+        secret_env={"BATON_ROUTER_API_KEYS": ",".join(api_keys)} if api_keys else {},
+        host=router.host or places.host,
+        gpus=0,
+        gpu_ids=(),
+        cpus=0,
+        memory_mib=0,
+        node_selector={},
+        resources={},
+        ports=(NamedPort("http", router.port), NamedPort("control", router.control_port)),
+        live=Probe("/live", router.port),
+        ready=Probe("/health", router.port),
+        grace_s=config_of(description, router.settings).router.drain_s + EXTRA_GRACE_S,
+    )
+
+
+def _node(description: Description, places: ProcessPlaces, seat: _Seat, first_gpu: int) -> ProcessSpec:
+    pool = seat.pool
+    config = config_of(description, pool.settings)
+    port = pool.peer_port + seat.nth if pool.peer_port else 0
+    routers = [
+        f"tcp://{_bracketed(address)}:{router.control_port}"
+        for address, router in zip(places.routers, description.routers, strict=True)
+    ]
+    env = {
+        **description.env,
+        **pool.env,
+        "BATON_NODE_ID": seat.name,
+        "BATON_NODE_ROUTERS": ",".join(routers),
+        "BATON_NODE_BIND": f"tcp://{_bracketed(seat.address)}" + (f":{port}" if port else ""),
+    }
+    http = pool.http_port + seat.nth if pool.http_port else 0
+    if http:
+        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or seat.address)}:{http}"
+    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if seat.host else ()
+    if gpu_ids:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+    settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
+    return ProcessSpec(
+        name=seat.name,
+        role=pool.role,
+        pool=seat.pool_name,
+        index=seat.index,
+        argv=_argv(pool.role, {k: v for k, v in settings.items() if not k.startswith("router.")}),
+        env=env,
+        secret_env={},
+        host=seat.host,
+        gpus=pool.gpus,
+        gpu_ids=gpu_ids,
+        cpus=pool.cpus,
+        memory_mib=pool.memory_mib,
+        node_selector=pool.node_selector,
+        resources=pool.resources,
+        ports=(
+            *([NamedPort("peers", port)] if port else []),
+            *([NamedPort("http", http)] if http else []),
+        ),
+        live=Probe("/live", http) if http else None,
+        ready=Probe("/ready", http) if http else None,
+        grace_s=config.node.drain_s + EXTRA_GRACE_S,
+    )
+
+
+def _common(description: Description, places: ProcessPlaces) -> Settings:
+    """Return the settings that all processes share."""
+    settings: Settings = {}
+    if description.model:
+        settings["model.path"] = places.model or description.model
+    if description.key:
+        settings["keys.file"] = places.key or description.key
+    return settings | description.settings
+
+
+def _computing(description: Description, pool: Pool) -> Settings:
+    """Return the settings that follow from a pool's GPUs and CPUs."""
+    settings: Settings = {"engine.device": "cuda" if pool.gpus else "cpu"}
+    degree = tensor_parallel(description, pool)
+    if degree > 1:
+        settings["engine.tensor_parallel"] = degree
+    if pool.cpus and not pool.gpus:
+        settings["engine.threads"] = max(1, pool.cpus // degree)
+    return settings
+
+
+def _argv(role: ProcessRole, settings: Settings) -> tuple[str, ...]:
+    words = ["baton", role]
+    for name, value in settings.items():
+        if value is not None:
+            words += ["--set", f"{name}={_text_of(value)}"]
+    return tuple(words)
+
+
+def _text_of(value: object) -> str:
+    """Return a setting's value as `--set` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

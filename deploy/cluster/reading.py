@@ -1,0 +1,300 @@
+"""From a cluster.yaml to a checked `Description`.
+
+`read_description` refuses what cannot work before anything starts: splits that cannot exchange KV
+blocks, addresses and ports that clash, keys that others can read. Every `ConfigError` names the
+file, the key and what to do. Nothing here looks at other hosts.
+"""
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from baton.deploy.cluster.description import Description, Pool
+from baton.deploy.cluster.document import Settings, read_document, struct_of
+from baton.protocol.config import ClusterConfig, KeysConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.pairs import degrees_problem
+from baton.runtime.channels.keys import load_keys
+from baton.runtime.fields import with_values
+from baton.runtime.settings import VARIABLE_PREFIX, checked
+
+# Settings that the description decides with keys of its own, and those keys.
+DECIDED = {
+    "prefill": "pools",
+    "decode": "pools",
+    "model.path": "model",
+    "router.port": "routers[].port",
+    "router.control": "routers[].control_port",
+    "node.id": "the name of the pool",
+    "node.routers": "routers",
+    "node.bind": "pools.NAME.hosts and pools.NAME.peer_port",
+    "node.http": "pools.NAME.http_port",
+    "keys.file": "key",
+}
+# Sections that the processes of one pool, or one router, may have of their own.
+POOL_SECTIONS = ("cache", "engine", "node", "transfer", "log")
+ROUTER_SECTIONS = ("router", "log")
+# What the nodes of all pools must share, to exchange blocks.
+SHARED = ("cache.block_size", "transfer.verify_kv")
+
+
+def read_description(path: Path) -> Description:
+    """Return the checked description of a cluster.yaml; raises `ConfigError`."""
+    description = struct_of(read_document(path), Description, str(path))
+    description = msgspec.structs.replace(
+        description,
+        key=_beside(path, description.key),
+        logs=_beside(path, description.logs),
+        model=_model_beside(path, description.model),
+    )
+    for problem in _problems(description):
+        raise ConfigError(f"{path}: {problem}")
+    return description
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only the host itself can reach this address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def config_of(description: Description, own: Settings) -> ClusterConfig:
+    """Return the settings of a process: those of all, then its `own`."""
+    return with_values(ClusterConfig(), {**description.settings, **own})
+
+
+def tensor_parallel(description: Description, pool: Pool) -> int:
+    return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel
+
+
+def pairing_problem(description: Description) -> str | None:
+    """Return why prefill and decode nodes of this baton could not work together, or None.
+
+    A later one may let other degrees exchange blocks, so this is no error of the file.
+    """
+    for name, pool in description.pools_of("prefill").items():
+        for other, partner in description.pools_of("decode").items():
+            ours, theirs = (tensor_parallel(description, one) for one in (pool, partner))
+            if (problem := degrees_problem(ours, theirs)) is not None:
+                return f"pools.{name} and pools.{other}: {problem}"
+    return None
+
+
+def placed_hosts(pool: Pool) -> list[str]:
+    """Return the host of each node, empty where the platform chooses."""
+    return [pool.hosts[i % len(pool.hosts)] if pool.hosts else "" for i in range(pool.replicas)]
+
+
+def _problems(description: Description) -> Iterator[str]:
+    """Yield what is wrong, the plainest first, each with its key and what to do."""
+    yield from _missing(description)
+    yield from _settings_problems(description)
+    for name, pool in description.pools.items():
+        yield from _pool_problems(description, f"pools.{name}", pool)
+    yield from _split_problems(description)
+    yield from _host_problems(description)
+    yield from _port_problems(description)
+    yield from _gpu_problems(description)
+    yield from _key_problems(description)
+
+
+def _missing(description: Description) -> Iterator[str]:
+    if not description.routers:
+        yield "routers: the list is empty; give one router at least, or leave the key out"
+    if not description.pools_of("decode"):
+        yield (
+            "pools: no pool has `role: decode`, so no node could generate tokens; add one, such as "
+            "`decode: {role: decode}`"
+        )
+    if "router" in description.pools:
+        yield "pools.router: this name is that of the routers; give the pool another"
+
+
+def _settings_problems(description: Description) -> Iterator[str]:
+    blocks: list[tuple[str, Settings, tuple[str, ...] | None]] = [
+        ("settings", description.settings, None)
+    ]
+    blocks += [
+        (f"pools.{n}.settings", p.settings, POOL_SECTIONS) for n, p in description.pools.items()
+    ]
+    blocks += [
+        (f"routers[{i}].settings", router.settings, ROUTER_SECTIONS)
+        for i, router in enumerate(description.routers)
+    ]
+    for at, settings, sections in blocks:
+        for name in settings:
+            if name in DECIDED:
+                yield f"{at}.{name}: {DECIDED[name]} decides this; take the line out"
+            if sections is not None and name.partition(".")[0] not in sections:
+                yield f"{at}.{name}: all processes share this setting; write it under `settings`"
+    environments = [("env", description.env)]
+    environments += [(f"pools.{name}.env", pool.env) for name, pool in description.pools.items()]
+    environments += [(f"routers[{i}].env", one.env) for i, one in enumerate(description.routers)]
+    for at, env in environments:
+        for name in env:
+            if name.startswith(VARIABLE_PREFIX):
+                yield f"{at}.{name}: write a setting of baton under `settings`"
+    for key in config_of(description, {}).router.api_keys:
+        if "," in key:
+            yield "settings.router.api_keys: a key must not hold a comma; choose another key"
+
+
+def _pool_problems(description: Description, at: str, pool: Pool) -> Iterator[str]:
+    config = config_of(description, pool.settings)
+    if pool.gpus and config.engine.device == "cpu":
+        yield f"{at}.gpus is {pool.gpus}, but engine.device is cpu; take one of the two out"
+    if not pool.gpus and config.engine.device == "cuda":
+        yield f"{at}: engine.device is cuda, but gpus is 0; say how many GPUs each node has"
+    if pool.gpus and config.engine.tensor_parallel not in (1, pool.gpus):
+        yield (
+            f"{at}.settings.engine.tensor_parallel: it is {config.engine.tensor_parallel}, but a "
+            f"node has {pool.gpus} GPUs (gpus), which is its degree; take the line out"
+        )
+    if len(pool.hosts) > pool.replicas:
+        yield f"{at}.hosts: {len(pool.hosts)} hosts for {pool.replicas} replicas; raise replicas"
+    if len(set(pool.hosts)) < len(pool.hosts):
+        yield f"{at}.hosts: a host is named twice; hosts take the replicas in turn, so name it once"
+    if pool.role == "prefill" and pool.peer_port:
+        yield f"{at}.peer_port: prefill nodes listen on no port; take the line out"
+    if "CUDA_VISIBLE_DEVICES" in pool.env and pool.gpus:
+        yield f"{at}.env.CUDA_VISIBLE_DEVICES: the platform sets it; take the line out"
+    heads = _num_heads(description.model)
+    degree = tensor_parallel(description, pool)
+    if heads % degree:
+        yield (
+            f"{at}: {degree} ranks (gpus) cannot share the {heads} attention heads of "
+            f"{description.model}; choose a number that divides {heads}"
+        )
+
+
+def _split_problems(description: Description) -> Iterator[str]:
+    config = config_of(description, {})
+    prefill, decode = description.pools_of("prefill"), description.pools_of("decode")
+    try:
+        checked(msgspec.structs.replace(config, prefill=len(prefill)))
+    except ConfigError as error:
+        yield f"pools: {error.message}"
+    for name, pool in prefill.items():
+        for other, partner in decode.items():
+            ours, theirs = (tensor_parallel(description, one) for one in (pool, partner))
+            if ours % theirs and theirs % ours:
+                yield (
+                    f"pools.{name}.gpus is {ours} and pools.{other}.gpus is {theirs}: of the two "
+                    "tensor-parallel degrees one must divide the other; change one"
+                )
+    for setting in SHARED:
+        values = {
+            name: pool.settings.get(setting, description.settings.get(setting))
+            for name, pool in description.pools.items()
+        }
+        if len(set(values.values())) > 1:
+            yield (
+                f"pools.{min(values)}.settings.{setting}: it differs among the pools, which then "
+                "cannot exchange KV blocks; write it once, under the `settings` of all"
+            )
+
+
+def _host_problems(description: Description) -> Iterator[str]:
+    named = {f"routers[{i}].host": one.host for i, one in enumerate(description.routers)}
+    named |= {
+        f"pools.{name}.hosts": ",".join(pool.hosts) for name, pool in description.pools.items()
+    }
+    empty = [at for at, hosts in named.items() if not hosts]
+    if empty and len(empty) < len(named):
+        yield (
+            f"{empty[0]}: no host is named, but other processes have one; name the hosts of all "
+            "routers and pools, or of none"
+        )
+    hosts = [host for one in named.values() for host in one.split(",") if host]
+    near = [is_loopback(host) for host in hosts]
+    if any(near) and not all(near):
+        at = next(at for at, one in named.items() if any(map(is_loopback, one.split(","))))
+        yield f"{at}: other hosts cannot reach a loopback address; name one that they can"
+    for at, one in named.items():
+        for host in one.split(","):
+            if host in ("0.0.0.0", "::", "*"):
+                yield f"{at}: nodes cannot dial {host}; name the address of one host"
+
+
+def _port_problems(description: Description) -> Iterator[str]:
+    taken: dict[tuple[str, int], str] = {}
+    for at, host, port in _ports(description):
+        if port > 65535:
+            yield f"{at}: the last node of a host would have port {port}; choose a lower port"
+        other = taken.setdefault((host, port), at)
+        if other != at:
+            where = f"host {host}" if host else "one host"
+            yield f"{at}: port {port} is that of {other} too, on {where}; choose another"
+
+
+def _ports(description: Description) -> Iterator[tuple[str, str, int]]:
+    """Yield (key, host, port) of everything that listens on a port of its own."""
+    for i, router in enumerate(description.routers):
+        yield f"routers[{i}].port", router.host, router.port
+        yield f"routers[{i}].control_port", router.host, router.control_port
+    for name, pool in description.pools.items():
+        on_host: Counter[str] = Counter()
+        for i, host in enumerate(placed_hosts(pool)):
+            for key, port in (("peer_port", pool.peer_port), ("http_port", pool.http_port)):
+                if port:
+                    yield f"pools.{name}.{key} (node {i})", host, port + on_host[host]
+            on_host[host] += 1
+
+
+def _gpu_problems(description: Description) -> Iterator[str]:
+    most = description.gpus_per_host
+    if not most:
+        return
+    used: Counter[str] = Counter()
+    for name, pool in description.pools.items():
+        if pool.gpus > most:
+            yield f"pools.{name}.gpus: a node has {pool.gpus}, a host only {most} (gpus_per_host)"
+        for i, host in enumerate(placed_hosts(pool)):
+            used[host] += pool.gpus
+            if host and used[host] > most:
+                yield (
+                    f"pools.{name}.hosts: no GPU is left on host {host} for node {name}-{i}, which "
+                    f"needs {pool.gpus} of {most} (gpus_per_host); name another host"
+                )
+
+
+def _key_problems(description: Description) -> Iterator[str]:
+    keys = config_of(description, {}).keys
+    if description.key:
+        try:
+            load_keys(KeysConfig(file=description.key))
+        except ConfigError as error:
+            yield f"key: {error.message}"
+    hosts = [router.host for router in description.routers]
+    if not description.key and not keys.insecure and not all(is_loopback(h) for h in hosts if h):
+        yield (
+            "key: processes on several hosts need a key; make one with `baton keygen cluster.key` "
+            "and write `key: cluster.key`"
+        )
+
+
+def _num_heads(model: str) -> int:
+    """Return the number of attention heads of a model in a folder here; 0 if it is not known."""
+    try:
+        return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=_Heads).heads
+    except (OSError, msgspec.MsgspecError):
+        return 0
+
+
+class _Heads(msgspec.Struct):
+    heads: int = msgspec.field(name="num_attention_heads", default=0)
+
+
+def _beside(path: Path, name: str) -> str:
+    return str(path.absolute().parent / Path(name).expanduser()) if name else ""
+
+
+def _model_beside(path: Path, name: str) -> str:
+    """Return the folder beside the file, or `name` if there is none: it may be one of the hub."""
+    is_folder = name.startswith((".", "~")) or (bool(name) and (path.parent / name).is_dir())
+    return _beside(path, name) if is_folder else name

@@ -1,0 +1,130 @@
+"""What is known of a deployment between two commands: its state folder, and processes by id.
+
+`up` makes the folder, `status` and `down` read it. A process is known by its id and the moment it
+started, so that a signal never reaches another process that got the same id later.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from baton.protocol.errors import ConfigError
+
+DEPLOYMENT = "deployment.json"
+STATE_VARIABLE = "XDG_STATE_HOME"
+
+
+class ProcessId(msgspec.Struct, frozen=True):
+    """A process of this host that need not be a child of ours."""
+
+    pid: int
+    started: str  # the boot of the host, and the ticks from it to the start
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId":
+        return cls(pid, _started(pid))
+
+    @property
+    def is_alive(self) -> bool:
+        return _started(self.pid) == self.started
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal, and return whether the process was still there."""
+        with self._open() as descriptor:
+            if descriptor < 0:
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+            return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the process is gone within `timeout_s`."""
+        with self._open() as descriptor:
+            if descriptor < 0:
+                return True
+            return bool(select.select([descriptor], [], [], timeout_s)[0])
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[int]:
+        """Open a descriptor of exactly this process; -1 if it is gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            yield -1
+            return
+        try:
+            # The id may have gone to another process before it was opened, but not after.
+            yield descriptor if self.is_alive else -1
+        finally:
+            os.close(descriptor)
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """What `up` writes down for the commands after it."""
+
+    name: str
+    platform: str
+    file: str
+    hosts: tuple[str, ...]  # whose processes were started; empty means all of them
+
+
+def state_folder(name: str, chosen: str = "") -> Path:
+    """Return the folder of a deployment, whether or not it exists."""
+    if chosen:
+        return Path(chosen).absolute()
+    home = os.environ.get(STATE_VARIABLE) or "~/.local/state"
+    return Path(home).expanduser() / "baton" / name
+
+
+def read_deployment(folder: Path) -> Deployment | None:
+    """Return what `up` has noted in a state folder; None if it noted nothing."""
+    try:
+        return msgspec.json.decode((folder / DEPLOYMENT).read_bytes(), type=Deployment)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def write_deployment(folder: Path, deployment: Deployment) -> None:
+    write_private(folder / DEPLOYMENT, msgspec.json.encode(deployment))
+
+
+def forget_deployment(folder: Path) -> None:
+    """Remove what was noted of a deployment that has ended, except its logs."""
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, or check that only this user can enter it; raises `ConfigError`."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the state folder {folder}: {error.strerror}; name another with --state"
+        ) from error
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file by one that only this user can read; a reader sees the old or the new one."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with open(descriptor, "wb") as file:
+        file.write(content)
+    Path(name).replace(path)
+
+
+def _started(pid: int) -> str:
+    """Return when a process started; empty if it is gone or a zombie."""
+    try:
+        # The name of the process, in brackets, may hold spaces and brackets itself.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{boot} {fields[19]}"

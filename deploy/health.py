@@ -1,0 +1,64 @@
+"""What a router's /health says of its nodes, as those who wait for a cluster need it.
+
+`serve` and `baton up` ask while nodes start. The answer is read without an HTTP library.
+"""
+
+import http.client
+from urllib.parse import urlsplit
+
+import msgspec
+
+HEALTH_TIMEOUT_S = 1.0
+
+
+class NodeReply(msgspec.Struct, frozen=True):
+    node_id: str
+    role: str = ""
+    state: str = ""
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    reason: str = ""  # why it is degraded
+
+    @property
+    def doing(self) -> str:
+        if self.state != "starting":
+            return self.state
+        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
+
+
+class HealthReply(msgspec.Struct, frozen=True):
+    """The part of GET /health that start-up needs."""
+
+    nodes: tuple[NodeReply, ...] = ()
+    can_serve: bool = False  # the answer was 200
+
+    @property
+    def ready_ids(self) -> frozenset[str]:
+        return frozenset(node.node_id for node in self.nodes if node.state == "ready")
+
+
+def ask_health(url: str) -> HealthReply | None:
+    """Return what the router at `url` (http://host:port) says, or None if it does not answer."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S
+    )
+    try:
+        connection.request("GET", "/health")
+        reply = connection.getresponse()
+        health = msgspec.json.decode(reply.read(), type=HealthReply)
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+        return None
+    finally:
+        connection.close()
+    return msgspec.structs.replace(health, can_serve=reply.status == 200)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL by which a client on this host reaches a server bound to `host`."""
+    if host in ("0.0.0.0", "*", ""):
+        host = "127.0.0.1"
+    elif host == "::":
+        host = "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,134 @@
+"""The HTTP side of a node, for probes and Prometheus: `/live`, `/ready` and `/metrics`.
+
+The node's shell starts it when `node.http` asks for it. It runs on an event loop in a thread of its
+own and only reads `Vitals`, so it never waits for the engine loop, nor the engine loop for it.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+from aiohttp import web
+
+from baton.engine.beats import Vitals
+from baton.protocol.errors import ConfigError
+from baton.protocol.messages import NodeInfo, Role
+from baton.runtime.clock import Clock
+from baton.runtime.exposition import CONTENT_TYPE, Page
+from baton.runtime.node_metrics import NodeSample, add_nodes
+
+# A loop that hangs for so long does not come back. It is longer than what a router takes for stuck.
+DEAD_S = 60.0
+DEAD_FACTOR = 16.0  # of the predicted time of a step
+STOP_S = 2.0
+
+
+class NodeHttp:
+    """Serves from `start` to `stop`. `info` returns what the node published, None until then."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        clock: Clock,
+        node: tuple[str, Role],
+        model_name: str,
+        info: Callable[[], NodeInfo | None],
+    ) -> None:
+        self.url = ""
+        self._vitals = vitals
+        self._clock = clock
+        self._node = node
+        self._model_name = model_name
+        self._info = info
+        self._started: Future[None] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, address: str) -> None:
+        """Serve on `host:port`; raises `ConfigError` if that cannot be bound."""
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"node.http is {address!r}: write host:port, such as 127.0.0.1:9100")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, int(port)), family=family)
+        except OSError as error:
+            raise ConfigError(f"cannot serve node.http on {address}: {error.strerror}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{listener.getsockname()[1]}"
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._serve(listener),), name="http", daemon=True
+        )
+        self._thread.start()
+        self._started.result()
+
+    def stop(self) -> None:
+        """Close the port. May be called again, and without `start`."""
+        if self._loop is not None and self._ending is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ending.set)
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/live", self._live),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S / 2)
+        try:
+            await runner.setup()
+            await web.SockSite(runner, listener).start()
+            self._started.set_result(None)
+            await self._ending.wait()
+        finally:
+            await runner.cleanup()
+            listener.close()
+
+    async def _live(self, request: web.Request) -> web.Response:
+        """503 means that only a restart can help."""
+        now_s, signs = self._clock(), self._vitals.read()
+        if self._vitals.loop_age_s(now_s) > DEAD_S:
+            return _json("the node's loop hangs", 503)
+        if signs.step_age_s(now_s) > max(DEAD_S, DEAD_FACTOR * signs.predicted_s):
+            return _json("a step of the model hangs", 503)
+        return _json("live", 200)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """200 means that the node is loaded and takes requests."""
+        signs = self._vitals.read()
+        if signs.is_draining:
+            return _json("draining", 503)
+        return _json("ready", 200) if signs.ready else _json(f"starting: {signs.phase}", 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        page = Page({"model_name": self._model_name})
+        add_nodes(page, [self._sample()])
+        return web.Response(body=page.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _sample(self) -> NodeSample:
+        signs, (node_id, role) = self._vitals.read(), self._node
+        sample = NodeSample(
+            node_id,
+            role,
+            is_up=True,
+            load=signs.load,
+            totals=self._vitals.totals(),
+            step_age_s=signs.step_age_s(self._clock()),
+        )
+        info = self._info()
+        return sample if info is None else sample.of(info)
+
+
+def _json(status: str, code: int) -> web.Response:
+    body = msgspec.json.encode({"status": status})
+    return web.Response(body=body, status=code, content_type="application/json")

@@ -1,0 +1,74 @@
+"""Tells the log which routers a node cannot find, and why, but seldom.
+
+The beat thread asks it to look, because that thread runs from the start of a node to its end. Names
+are looked up in a thread of their own: a slow name server must not hold up the beats.
+"""
+
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.protocol.errors import ConfigError
+from baton.runtime.channels.endpoint import bindable
+from baton.runtime.log import logger
+
+FIRST_S = 5.0
+LONGEST_S = 600.0
+
+log = logger("node")
+
+
+class RouterLink(Protocol):
+    """What `RouterWatch` needs of a dialer."""
+
+    endpoint: str
+    connected: bool
+    refusals: int
+
+
+@dataclass(slots=True)
+class _Absence:
+    """How long a router has been missing, and when the log says so (again)."""
+
+    tell_at_s: float
+    wait_s: float = FIRST_S
+    was_told: bool = False
+
+
+class RouterWatch:
+    def __init__(self) -> None:
+        self._absences: dict[str, _Absence] = {}
+
+    def look(self, now_s: float, router: RouterLink) -> None:
+        """Note whether a router is there; log it after 5 s without, then ever more rarely."""
+        absence = self._absences.get(router.endpoint)
+        if router.connected:
+            if absence is not None:
+                del self._absences[router.endpoint]
+                if absence.was_told:
+                    log.info("found the router", router=router.endpoint)
+            return
+        if absence is None:
+            self._absences[router.endpoint] = _Absence(now_s + FIRST_S)
+            return
+        if now_s < absence.tell_at_s or router.refusals:  # the node's channel tells of refusals
+            return
+        absence.was_told = True
+        absence.wait_s = min(absence.wait_s * 4, LONGEST_S)
+        absence.tell_at_s = now_s + absence.wait_s
+        threading.Thread(target=tell, args=(router.endpoint,), name="lookup", daemon=True).start()
+
+
+def tell(endpoint: str) -> None:
+    """Log that a router is awaited, and what stands in the way as far as this host can say."""
+    reason = "nothing answers there"
+    try:
+        address = bindable(endpoint)
+        if address.host:
+            socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except ConfigError as error:
+        reason = error.message
+    except OSError:
+        reason = "name does not resolve"
+    log.warning(f"waiting for router {endpoint}: {reason}")

@@ -1,0 +1,39 @@
+"""What a router takes over of a request that another one began. `core` calls it after a search.
+
+The caller has a part of each choice already. That part goes through its detokenizer again, so that
+the text goes on where it was cut: inside a character or a stop string, too.
+"""
+
+from baton.protocol.ids import Key
+from baton.router.reattaching import Claim
+from baton.router.registry import Registry
+from baton.router.request.events import AdoptedChoice
+from baton.router.request.search import FoundRequest, ReceivedPart
+from baton.router.stream import RequestStream
+
+
+def adopted(
+    claim: Claim, found: FoundRequest, stream: RequestStream, registry: Registry
+) -> tuple[AdoptedChoice, ...]:
+    """Return every choice of the request, and bring `stream` to where its caller is."""
+    choices: list[AdoptedChoice] = []
+    for index in range(found.attached.num_choices):
+        received = claim.received[index] if claim.received is not None else ReceivedPart()
+        one = found.choices.get(index)
+        if one is None:  # its node has forgotten what the caller has in full
+            stream.metrics.num_output_tokens += received.num_tokens
+            choices.append(AdoptedChoice(Key(claim.request_id, index), [], has_ended=True))
+            continue
+        node = registry.node(one.node) if one.held.is_running else None
+        is_stopped = stream.replay(index, one.held.token_ids[: received.num_tokens])
+        choices.append(
+            AdoptedChoice(
+                one.held.key,
+                one.held.token_ids,
+                received.num_tokens,
+                received.has_ended or is_stopped,
+                one.held.finish_reason,
+                None if node is None else node.process,
+            )
+        )
+    return tuple(choices)

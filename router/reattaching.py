@@ -1,0 +1,138 @@
+"""Clients that come back for a stream that another router began: their searches under way.
+
+`core` calls it on the event loop. It asks every decode node, those that dial in later too, and ends
+each search with one call. It reads no text and knows no HTTP.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import Attach, Attached, Cancel, NotAttached
+from baton.router.request.events import NodeMessage
+from baton.router.request.search import REJOIN_S, FoundRequest, ReceivedPart, Search, in_use
+from baton.router.stream import RequestStream
+
+MAX_SEARCHES = 1_024
+# How many messages of its request a search holds back until all nodes have answered.
+MAX_EARLY = 10_000
+
+Ask = Callable[[NodeId, Attach | Cancel], object]
+# Makes the stream of a request that was found; raises `BatonError` if that cannot be done.
+Accept = Callable[[FoundRequest], RequestStream]
+Early = list[tuple[NodeId, NodeMessage]]
+# Begins a request that was found and accepted, then feeds it the messages that came early.
+Adopt = Callable[["Claim", RequestStream, FoundRequest, Early], None]
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What a client that comes back says: which stream, whose it is, and what it has of it."""
+
+    request_id: RequestId
+    owner: bytes
+    received: tuple[ReceivedPart, ...] | None = None  # None: nothing yet
+
+
+@dataclass(slots=True)
+class Searching:
+    claim: Claim
+    search: Search
+    accept: Accept
+    taken: asyncio.Future[RequestStream]
+    early: Early = field(default_factory=list)
+
+
+class Reattaching:
+    def __init__(self, now_s: float, ask: Ask, adopt: Adopt) -> None:
+        self._settled_s = now_s + REJOIN_S
+        self._ask = ask
+        self._adopt = adopt
+        self._searching: dict[RequestId, Searching] = {}
+
+    async def take(
+        self, now_s: float, claim: Claim, nodes: list[NodeId], accept: Accept
+    ) -> RequestStream:
+        """Search among `nodes` and return the stream that `accept` makes; raises `BatonError`."""
+        if claim.request_id in self._searching:
+            raise in_use()
+        if len(self._searching) >= MAX_SEARCHES:
+            raise Overloaded("too many clients come back at once", retry_after_s=1.0)
+        search = Search(claim.request_id, claim.received, now_s, self._settled_s)
+        taken: asyncio.Future[RequestStream] = asyncio.get_running_loop().create_future()
+        searching = Searching(claim, search, accept, taken)
+        self._searching[claim.request_id] = searching
+        for node in nodes:
+            self._ask_one(searching, node)
+        try:
+            return await taken
+        except asyncio.CancelledError:
+            if taken.done() and not taken.cancelled() and taken.exception() is None:
+                taken.result().close()
+            raise
+
+    def entered(self, node: NodeId) -> None:
+        for searching in self._searching.values():
+            self._ask_one(searching, node)
+
+    def left(self, node: NodeId) -> None:
+        for searching in self._searching.values():
+            searching.search.lost(node)
+
+    def heard(self, now_s: float, node: NodeId, answer: Attached | NotAttached) -> None:
+        searching = self._searching.get(answer.request_id)
+        if searching is not None:
+            searching.search.heard(node, answer)
+            self._judge(now_s, searching)
+        elif isinstance(answer, Attached):
+            self._give_up({node: [one.key for one in answer.choices if one.is_running]})
+
+    def holds_back(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> bool:
+        """Keep a message of a request that is searched for; False if it is not."""
+        searching = self._searching.get(request_id)
+        if searching is None or len(searching.early) >= MAX_EARLY:
+            return False
+        searching.early.append((node, message))
+        return True
+
+    def tick(self, now_s: float) -> None:
+        for searching in list(self._searching.values()):
+            self._judge(now_s, searching)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _ask_one(self, searching: Searching, node: NodeId) -> None:
+        if searching.search.asks(node):
+            self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
+
+    def _judge(self, now_s: float, searching: Searching) -> None:
+        verdict = searching.search.verdict(now_s)
+        if verdict is None:
+            return
+        del self._searching[searching.claim.request_id]
+        if not self._end(searching, verdict):
+            self._give_up(searching.search.running_keys)
+
+    def _end(self, searching: Searching, verdict: FoundRequest | Failure) -> bool:
+        """Hand over what was found; False if it is not wanted any more."""
+        taken = searching.taken
+        if taken.done():  # the client has left
+            return False
+        try:
+            if isinstance(verdict, Failure):
+                raise from_failure(verdict)
+            stream = searching.accept(verdict)
+        except BatonError as error:
+            taken.set_exception(error)
+            return False
+        self._adopt(searching.claim, stream, verdict, searching.early)
+        taken.set_result(stream)
+        return True
+
+    def _give_up(self, keys: dict[NodeId, list[Key]]) -> None:
+        for node, running in keys.items():
+            if running:
+                self._ask(node, Cancel(tuple(running), "ended"))

@@ -1,0 +1,140 @@
+"""The search for a request that another router began: which decode nodes hold its choices.
+
+Pure: `router.reattaching` asks the nodes, tells it their answers, and acts on the verdict. A router
+that has just started knows few of its nodes, so what no node holds counts as gone only after the
+nodes have had time to dial in.
+"""
+
+import msgspec
+
+from baton.protocol.errors import Failure, RequestError
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import Attached, HeldChoice, NotAttached
+
+# Nodes find a router that was started again within two seconds.
+REJOIN_S = 10.0
+ANSWER_S = 5.0
+
+
+class ReceivedPart(msgspec.Struct, frozen=True):
+    """What the client already has of one choice."""
+
+    num_tokens: int = 0
+    has_begun: bool = False  # it has the event that opens the choice
+    has_ended: bool = False  # it has the event with the finish reason
+
+
+class FoundChoice(msgspec.Struct, frozen=True):
+    """One choice as the node with its highest attempt holds it."""
+
+    node: NodeId
+    held: HeldChoice
+
+
+class FoundRequest(msgspec.Struct, frozen=True):
+    """All that is needed to go on. Choices that the client has in full may be missing."""
+
+    attached: Attached  # as one of the nodes said it; its choices are not those of all nodes
+    choices: dict[int, FoundChoice]
+
+
+class Search:
+    def __init__(
+        self,
+        request_id: RequestId,
+        received: tuple[ReceivedPart, ...] | None,
+        now_s: float,
+        settled_s: float,
+    ) -> None:
+        """Begin at `now_s`; by `settled_s` all nodes will have dialled in.
+
+        `received` is None for a client that has nothing yet.
+        """
+        self.request_id = request_id
+        self._received = received
+        self._give_up_s = max(now_s + ANSWER_S, settled_s)
+        self._settled_s = settled_s
+        self._asked: set[NodeId] = set()
+        self._silent: set[NodeId] = set()  # those that were asked and have not answered
+        self._first: Attached | None = None
+        self._choices: dict[int, FoundChoice] = {}
+        self._is_in_use = False
+
+    def asks(self, node: NodeId) -> bool:
+        """Return whether that node must be asked, which counts as done."""
+        if node in self._asked:
+            return False
+        self._asked.add(node)
+        self._silent.add(node)
+        return True
+
+    def heard(self, node: NodeId, answer: Attached | NotAttached) -> None:
+        self._silent.discard(node)
+        if isinstance(answer, NotAttached):
+            self._is_in_use |= answer.is_in_use
+            return
+        self._first = self._first or answer
+        for held in answer.choices:
+            known = self._choices.get(held.key.choice)
+            if known is None or known.held.key.attempt < held.key.attempt:
+                self._choices[held.key.choice] = FoundChoice(node, held)
+
+    def lost(self, node: NodeId) -> None:
+        """Forget a node. If it comes back, it is asked again."""
+        self._asked.discard(node)
+        self._silent.discard(node)
+        self._choices = {i: found for i, found in self._choices.items() if found.node != node}
+
+    def verdict(self, now_s: float) -> FoundRequest | Failure | None:
+        """Return what was found, or why it is not, or None as long as that is not known."""
+        if self._is_in_use:
+            return in_use().to_failure()
+        wanted: list[int] = []
+        if self._first is not None:
+            if self._received is not None and len(self._received) != self._first.num_choices:
+                return _gone()
+            numbers = range(self._first.num_choices)
+            wanted = [i for i in numbers if not self.received_of(i).has_ended]
+            if all(map(self._is_live, wanted)):
+                return FoundRequest(self._first, self._choices)
+        if now_s < self._give_up_s and (self._silent or now_s < self._settled_s):
+            return None
+        if self._first is None or not all(map(self._has_enough, wanted)):
+            return _gone()
+        return FoundRequest(self._first, self._choices)
+
+    @property
+    def running_keys(self) -> dict[NodeId, list[Key]]:
+        """The sequences that nodes have given to this router, by node."""
+        keys: dict[NodeId, list[Key]] = {}
+        for found in self._choices.values():
+            if found.held.is_running:
+                keys.setdefault(found.node, []).append(found.held.key)
+        return keys
+
+    def received_of(self, choice: int) -> ReceivedPart:
+        return self._received[choice] if self._received is not None else ReceivedPart()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _has_enough(self, choice: int) -> bool:
+        found = self._choices.get(choice)
+        had = self.received_of(choice).num_tokens
+        return found is not None and len(found.held.token_ids) >= had
+
+    def _is_live(self, choice: int) -> bool:
+        """Return whether no other node can know more of this choice."""
+        if not self._has_enough(choice):
+            return False
+        held = self._choices[choice].held
+        return held.is_running or held.finish_reason is not None
+
+
+def _gone() -> Failure:
+    text = "no node holds this stream any more: send the request again"
+    return RequestError(text, code="stream_gone", http_status=404).to_failure()
+
+
+def in_use() -> RequestError:
+    text = "this stream still has a connection: try again when that has ended"
+    return RequestError(text, code="stream_in_use", http_status=409)

@@ -1,0 +1,221 @@
+"""Streams whose router dies: their clients take them up again, and nothing is lost or doubled."""
+
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    NodeConfig,
+    RouterConfig,
+)
+from tests.support.checkpoints import model_folder
+from tests.support.cluster import Cluster
+
+PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
+NUM_TOKENS = 1_000
+DEADLINE_S = 120.0
+KEYS = ("one", "two")
+
+# The stop string never comes, so the text before it is held back again and again.
+ASKS: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0, "stream_options": {"include_usage": True}},
+    "sampled": {"temperature": 1.0, "seed": 7, "return_token_ids": True},
+    "choices": {"n": 2, "seed": 3, "temperature": 0.8, "return_token_ids": True},
+    "short": {"temperature": 0.7, "seed": 11, "max_tokens": 100},
+}
+
+
+def settings(**nodes: int) -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
+        cache=CacheConfig(num_blocks=800),
+        engine=EngineConfig(chunk_tokens=64),
+        router=RouterConfig(local_prefill="never", api_keys=KEYS),
+        node=NodeConfig(detached_s=DEADLINE_S),
+        **nodes,
+    )
+
+
+class Client:
+    """Reads one stream, and takes it up again after the last event that it got."""
+
+    def __init__(self, cluster: Cluster, ask: dict[str, object], key: str = KEYS[0]) -> None:
+        self.texts: dict[int, str] = defaultdict(str)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.ends: dict[int, tuple[str, object]] = {}
+        self.usage: object = None
+        self.event_id = ""
+        self.is_done = False
+        self.error: dict[str, object] | None = None
+        self.gap_s = 0.0
+        self._heard_s = time.monotonic()
+        self._cluster = cluster
+        self._key = key
+        self._moved = threading.Condition()
+        self._body = json.dumps(
+            {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+            | {"stream": True, **ask}
+        ).encode()
+        self._read_on("POST", "/v1/completions")
+
+    def come_back(self, *, by_get: bool) -> None:
+        """Ask until the router answers, then read on a thread."""
+        self._thread.join(DEADLINE_S)
+        self.error = None
+        name = self.event_id.partition(":")[0]
+        path = f"/v1/streams/{name}" if by_get else "/v1/completions"
+        self._read_on("GET" if by_get else "POST", path)
+
+    def wait_for(self, num_tokens: int) -> None:
+        with self._moved:
+            moved = self._moved.wait_for(
+                lambda: self.is_done or self.error or self._num_events >= num_tokens, DEADLINE_S
+            )
+        assert moved, "the stream stands still"
+
+    def finish(self) -> "Client":
+        self._thread.join(DEADLINE_S)
+        assert self.is_done, self.error
+        return self
+
+    def result(self) -> object:
+        return dict(self.texts), dict(self.tokens), self.ends, self.usage
+
+    def _read_on(self, method: str, path: str) -> None:
+        self._num_events = 0
+        self._thread = threading.Thread(target=self._read, args=(method, path))
+        self._thread.start()
+
+    def _read(self, method: str, path: str) -> None:
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        if self.event_id:
+            headers["Last-Event-ID"] = self.event_id
+        data = self._body if method == "POST" else None
+        request = urllib.request.Request(self._cluster.url(path), data, headers, method=method)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+                    for line in reply:
+                        self._take(line.decode())
+                return
+            except urllib.error.HTTPError as refusal:
+                with refusal:
+                    self.error = json.loads(refusal.read())["error"]
+                if refusal.code != 503:
+                    return
+            except (http.client.HTTPException, OSError):
+                if self._num_events:
+                    return  # the router died
+            time.sleep(0.05)  # it is not there again yet
+
+    def _take(self, line: str) -> None:
+        with self._moved:
+            name, _, value = line.rstrip("\n").partition(": ")
+            if name == "id":
+                self._next_id = value
+            elif name == "data":
+                self._event(value)
+                self.event_id = self._next_id
+                self._moved.notify_all()
+
+    def _event(self, data: str) -> None:
+        now_s = time.monotonic()
+        self.gap_s, self._heard_s = max(self.gap_s, now_s - self._heard_s), now_s
+        self._num_events += 1
+        if data == "[DONE]":
+            self.is_done = True
+            return
+        event = json.loads(data)
+        self.error = event.get("error")
+        if event.get("usage") is not None:
+            self.usage = {**event["usage"], "prompt_tokens_details": None}  # it starts anew
+        for choice in event.get("choices", ()):
+            index = choice["index"]
+            assert index not in self.ends, "an event after the end"
+            self.texts[index] += choice["text"]
+            self.tokens[index] += choice.get("token_ids", ())
+            if choice["finish_reason"] is not None:
+                self.ends[index] = choice["finish_reason"], choice["stop_reason"]
+
+
+def asks_of(cluster: Cluster) -> dict[str, dict[str, object]]:
+    """Those above, and one that ends at a stop string late in its text."""
+    told = Client(cluster, {"temperature": 0, "max_tokens": 600}).finish().texts[0]
+    return {**ASKS, "stopped": {"temperature": 0, "stop": [told[-5:], "never said", told[-30:]]}}
+
+
+@pytest.mark.parametrize(("decode", "is_late"), [(2, False), (1, True)])
+def test_streams_outlive_a_router_that_is_killed(
+    decode: int, is_late: bool, tmp_path: Path
+) -> None:
+    """A late client comes when all that it wants has been computed."""
+    with Cluster(tmp_path, settings(decode=decode)) as cluster:
+        asks = asks_of(cluster)
+        expected = {name: Client(cluster, ask).finish().result() for name, ask in asks.items()}
+        clients = {name: Client(cluster, ask) for name, ask in asks.items()}
+        for client in clients.values():
+            client.wait_for(20)
+        cluster.kill("router")
+        cluster.start_router()
+        if is_late:
+            cluster.wait_until_healthy()
+            cluster.wait_until_unused()
+        for number, client in enumerate(clients.values()):
+            client.come_back(by_get=number % 2 == 0)
+        results = {name: client.finish().result() for name, client in clients.items()}
+        print("longest gaps in s:", sorted(round(c.gap_s, 2) for c in clients.values()))
+        assert results == expected
+
+
+def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:
+    with Cluster(tmp_path, settings()) as cluster:
+        client = Client(cluster, ASKS["sampled"])
+        client.wait_for(5)
+        stranger = Client(cluster, ASKS["short"], KEYS[1]).finish()
+        stranger.event_id = client.event_id
+        for event_id, code in (
+            (client.event_id, "stream_in_use"),  # the router itself has it
+            ("cmpl-" + 24 * "0" + ":3", "stream_gone"),
+            ("cmpl-7:x", "invalid_request"),
+        ):
+            stranger.event_id = event_id
+            stranger.come_back(by_get=False)
+            stranger._thread.join(DEADLINE_S)
+            assert stranger.error is not None
+            assert stranger.error["code"] == code
+        cluster.kill("router")
+        cluster.start_router()
+        stranger.event_id = client.event_id
+        stranger.come_back(by_get=True)
+        stranger._thread.join(DEADLINE_S)
+        assert stranger.error["code"] == "stream_gone"  # it has another key
+        client.come_back(by_get=True)
+        assert len(client.finish().tokens[0]) == NUM_TOKENS
+
+
+def test_a_stream_that_no_client_comes_for_ends_and_gives_its_blocks_back(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(settings(), node=NodeConfig(detached_s=0.5))
+    with Cluster(tmp_path, config) as cluster:
+        client = Client(cluster, {"max_tokens": 10_000, "temperature": 0})
+        client.wait_for(5)
+        cluster.kill("router")
+        cluster.start_router()
+        cluster.wait_until_healthy()
+        cluster.wait_until_unused()
+        client.come_back(by_get=True)
+        client._thread.join(DEADLINE_S)
+        assert client.error is not None
+        assert client.error["code"] == "stream_gone"

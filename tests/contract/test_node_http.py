@@ -1,0 +1,91 @@
+"""The pages of a node over real HTTP, from its start to a loop that hangs."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.engine.beats import Vitals
+from baton.engine.node_http import DEAD_S, NodeHttp
+from baton.protocol.errors import ConfigError
+from baton.protocol.messages import Load, Totals
+from baton.runtime.node_metrics import NODE_FAMILIES
+from tests.support.scripted_nodes import node_info
+from tests.support.virtual_clock import VirtualClock
+
+INFO = node_info("d0", "decode")
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.vitals, self.clock = Vitals(), VirtualClock(100.0)
+        self.http = NodeHttp(self.vitals, self.clock, ("d0", "decode"), "tiny", lambda: INFO)
+        self.http.start("127.0.0.1:0")
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.http.url + path, timeout=30.0) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def status(self, path: str) -> tuple[int, str]:
+        code, body = self.get(path)
+        return code, json.loads(body)["status"]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.http.stop()
+
+
+def test_a_node_is_live_while_it_starts_and_ready_until_it_drains(bench: Bench) -> None:
+    bench.vitals.progress("weights", 3, 8)
+    assert bench.status("/live") == (200, "live")
+    assert bench.status("/ready") == (503, "starting: weights")
+    bench.vitals.set_ready()
+    assert bench.status("/ready") == (200, "ready")
+    bench.vitals.set_draining()
+    assert bench.status("/ready") == (503, "draining")
+    assert bench.status("/live") == (200, "live")
+
+
+def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench: Bench) -> None:
+    bench.vitals.set_ready()
+    bench.vitals.turned(bench.clock())
+    bench.clock.advance(DEAD_S + 1.0)
+    assert bench.status("/live") == (503, "the node's loop hangs")
+    bench.vitals.turned(bench.clock())
+    bench.vitals.step_started(bench.clock(), 5.0)
+    bench.clock.advance(DEAD_S + 1.0)
+    bench.vitals.turned(bench.clock())
+    assert bench.status("/live") == (200, "live")  # such a step was predicted to be long
+    bench.vitals.step_started(bench.clock() - DEAD_S - 1.0, 0.1)
+    assert bench.status("/live") == (503, "a step of the model hangs")
+
+
+def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench: Bench) -> None:
+    bench.vitals.set_load(Load(2, 1, 3, 4))
+    bench.vitals.count_with(lambda: Totals(steps=7))
+    code, text = bench.get("/metrics")
+    assert code == 200
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {one.name for one in NODE_FAMILIES} == {name for name in found if "baton_" in name}
+    (steps,) = found["baton_node_steps"].samples
+    assert steps.value == 7
+    assert steps.labels == {"model_name": "tiny", "node": "d0", "role": "decode"}
+    assert "process_cpu_seconds_total" in text
+
+
+@pytest.mark.parametrize("address", ["9100", "127.0.0.1:", "127.0.0.1:99999", "no.such.host:1"])
+def test_an_address_that_cannot_be_served_is_named(address: str) -> None:
+    http = NodeHttp(Vitals(), VirtualClock(), ("d0", "decode"), "tiny", lambda: None)
+    with pytest.raises(ConfigError, match=r"node\.http"):
+        http.start(address)
+    http.stop()

@@ -1,0 +1,171 @@
+"""A router takes over streams of another one, over real sockets, from nodes that the test plays."""
+
+import asyncio
+
+import pytest
+
+from baton.protocol.errors import RequestError
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    CancelDone,
+    Decode,
+    HeldChoice,
+    Kept,
+    NotAttached,
+    Prefill,
+    TokenEntry,
+    Tokens,
+)
+from baton.protocol.sampling import Sampling, SamplingParams
+from baton.router.outputs import CompletionOutput
+from baton.router.reattaching import Claim
+from baton.router.request.search import REJOIN_S, ReceivedPart
+from baton.router.stream import RequestStream
+from tests.support.router_bench import GREEDY, PROMPT, RouterBench, routed
+from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer
+
+ID = RequestId("cmpl-7-0")
+OWNER = b"owner"
+SAMPLING = Sampling(seed=0, max_tokens=8, temperature=0.0)
+ANSWER = toy_answer(PROMPT, 8)
+
+
+def claim(*received: ReceivedPart) -> Claim:
+    return Claim(ID, OWNER, received or None)
+
+
+def attached(*choices: HeldChoice, num_choices: int = 1) -> Attached:
+    return Attached(ID, b"form", num_choices, PROMPT, SAMPLING, choices)
+
+
+def taking(
+    bench: RouterBench, claim: Claim, params: SamplingParams = GREEDY
+) -> "asyncio.Task[tuple[RequestStream, list[CompletionOutput]]]":
+    """Take the stream over, and return it with the deltas as they come."""
+
+    async def take() -> tuple[RequestStream, list[CompletionOutput]]:
+        def params_of(form: bytes) -> SamplingParams:
+            assert form == b"form"
+            return params
+
+        stream = await bench.router.reattach(claim, params_of)
+        deltas: list[CompletionOutput] = []
+        stream.send_to(deltas.append)
+        return stream, deltas
+
+    return asyncio.create_task(take())
+
+
+async def asked(node: ScriptedNode) -> None:
+    assert await node.hear(Attach) == Attach(ID, OWNER)
+
+
+def token_ids(deltas: list[CompletionOutput], choice: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.index == choice for token in delta.token_ids]
+
+
+@routed()
+async def test_a_stream_that_runs_goes_on_where_the_client_is(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    task = taking(bench, claim(ReceivedPart(3, True)))
+    await asked(decode)
+    decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
+    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 5, ANSWER[5:], "length")]))
+    stream, deltas = await task
+    await stream.ended()
+    assert token_ids(deltas) == ANSWER[3:]
+    assert stream.metrics.num_output_tokens == len(ANSWER)
+    await bench.settled()
+
+
+@routed()
+async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: RouterBench) -> None:
+    await bench.toy(node_info("p0", "prefill"))
+    holder = await bench.scripted(node_info("d0", "decode"))
+    task = taking(bench, claim(ReceivedPart(3, True)))
+    await asked(holder)
+    holder.say(attached(HeldChoice(Key(ID, 0, 2), ANSWER[:5])))
+    bench.clock.advance(REJOIN_S)
+    stream, deltas = await task
+    order = await holder.hear(Decode)
+    assert order.key == Key(ID, 0, 3)
+    assert order.token_ids == PROMPT + ANSWER[:5]
+    assert order.kept == Kept(b"form", OWNER, 1), "this router may die as well"
+    holder.say(Tokens([TokenEntry(order.key, len(PROMPT) + 5, ANSWER[5:], "length")]))
+    await stream.ended()
+    assert token_ids(deltas) == ANSWER[3:]
+
+
+@routed()
+async def test_a_finished_stream_needs_no_node(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    received = (ReceivedPart(8, True, True), ReceivedPart(8, True))
+    task = taking(bench, claim(*received), SamplingParams(n=2, max_tokens=8))
+    await asked(decode)
+    decode.say(attached(HeldChoice(Key(ID, 1), ANSWER, "length"), num_choices=2))
+    stream, deltas = await task
+    await stream.ended()
+    assert [(d.index, d.token_ids, d.finish_reason) for d in deltas] == [(1, [], "length")]
+    assert stream.metrics.num_output_tokens == 16
+    await bench.settled()
+
+
+@routed()
+async def test_a_stop_string_that_the_cut_went_through_is_found(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    text = bench.router.get_tokenizer()
+    ids = [text.encode_now(letter)[0] for letter in "stworst"]
+    params = SamplingParams(max_tokens=50, stop="wor")
+    task = taking(bench, claim(ReceivedPart(4, True)), params)  # it has "st", and "wo" is held back
+    await asked(decode)
+    decode.say(attached(HeldChoice(Key(ID), ids[:4], is_running=True)))
+    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 4, ids[4:])]))
+    stream, deltas = await task
+    assert (await decode.hear(Cancel)).keys == (Key(ID),)
+    decode.say(CancelDone((Key(ID),)))
+    await stream.ended()
+    assert [(d.text, d.finish_reason, d.stop_reason) for d in deltas] == [("", "stop", "wor")]
+    await bench.settled()
+
+
+@routed()
+async def test_a_client_that_leaves_again_gives_the_sequence_up(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    task = taking(bench, claim())
+    await asked(decode)
+    task.cancel()
+    await asyncio.wait([task])
+    decode.say(attached(HeldChoice(Key(ID), ANSWER[:2], is_running=True)))
+    assert (await decode.hear(Cancel)).keys == (Key(ID),)
+    assert bench.core.num_active == 0
+
+
+@routed()
+async def test_all_nodes_are_asked_before_a_stream_is_called_gone(bench: RouterBench) -> None:
+    _, first = await bench.pair()
+    task = taking(bench, claim())
+    await asked(first)
+    first.say(NotAttached(ID))
+    second = await bench.scripted(node_info("d1", "decode"))
+    await asked(second)
+    bench.clock.advance(REJOIN_S)
+    second.say(NotAttached(ID))
+    with pytest.raises(RequestError) as error:
+        await task
+    assert (error.value.code, error.value.http_status) == ("stream_gone", 404)
+
+
+@routed()
+async def test_a_node_that_lost_its_channel_hears_what_it_need_not_keep(bench: RouterBench) -> None:
+    prefill, decode = await bench.pair()
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    key = (await prefill.hear(Prefill)).key
+    decode.die()
+    await bench.until(lambda: not bench.core.registry.in_service("decode"))
+    back = await bench.scripted(node_info("d0", "decode"))
+    assert (await back.hear(Cancel)).keys == (key,)
+    stream.close()

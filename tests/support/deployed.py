@@ -1,0 +1,91 @@
+"""A small cluster on this machine that the cluster commands start and end."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tests.support.cluster import free_port
+
+TIMEOUT_S = 120.0
+TOLD = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+
+
+class Deployed:
+    """A small cluster in a folder of its own. `prefix` and `env` are those of every command."""
+
+    def __init__(
+        self, folder: Path, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder = folder
+        self._prefix = prefix
+        self._env = {**os.environ, **(env or {})}
+        self.state = folder / "state"
+        self.port, control = free_port(), free_port()
+        self.content: dict[str, object] = {
+            "name": "small",
+            "routers": [{"port": self.port, "control_port": control}],
+            "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
+            "settings": {"cache": {"memory_mib": 64}},
+        }
+        self.seen: dict[int, psutil.Process] = {}
+
+    def write(self) -> None:
+        text = yaml.safe_dump(self.content, sort_keys=False)
+        (self.folder / "cluster.yaml").write_text(text)
+
+    def baton(self, command: str, *words: str) -> "subprocess.Popen[str]":
+        self.write()
+        return subprocess.Popen(
+            [
+                *self._prefix, sys.executable, "-m", "baton", command, *words,
+                "--state", str(self.state),
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
+            env=self._env, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, command: str, *words: str) -> "tuple[int, str, str]":
+        process = self.baton(command, *words)
+        said, complained = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, said, complained
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return the running processes by name, as `status` has them."""
+        code, said, _ = self.run("status", "--json")
+        found = {}
+        for one in json.loads(said) if code != 2 else ():
+            # The notes of a keeper that was killed name processes that are gone.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one["state"] == "running":
+                    found[one["name"]] = psutil.Process(int(one["note"].split()[1]))
+        self.seen |= {process.pid: process for process in found.values()}
+        return found
+
+    def all_gone(self) -> bool:
+        return not psutil.wait_procs(list(self.seen.values()), timeout=TIMEOUT_S)[1]
+
+    def complete(self) -> str:
+        body = json.dumps({"prompt": TOLD, "max_tokens": 8, "temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            body,
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            return str(json.load(reply)["choices"][0]["text"])
+
+
+def until(condition: Callable[[], bool], said: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, said()
+        time.sleep(0.05)

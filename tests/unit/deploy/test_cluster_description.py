@@ -1,0 +1,225 @@
+"""cluster.yaml: what it comes to, and what it refuses."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, Probe, ProcessSpec, plan_of
+from baton.deploy.cluster.reading import read_description
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.channels.keys import write_key
+from baton.runtime.settings import Subcommand, load
+from tests.support.sources import REPOSITORY
+
+EXAMPLES = sorted((REPOSITORY / "deploy/examples").glob("*.yaml"))
+SMALL: dict[str, object] = {
+    "name": "small",
+    "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
+}
+HERE = ProcessPlaces(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
+
+
+def written(folder: Path, **changes: object) -> Path:
+    """Write the small cluster with other keys of the top level."""
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+    return path
+
+
+def pools(**changes: object) -> dict[str, object]:
+    """The small cluster's pools, with other keys of the decode pool."""
+    return {"prefill": {"role": "prefill"}, "decode": {"role": "decode", **changes}}
+
+
+def planned(path: Path, places: ProcessPlaces = HERE) -> ClusterPlan:
+    return plan_of(read_description(path), places)
+
+
+def settings_of(process: ProcessSpec) -> ClusterConfig:
+    """The settings that the process itself will make of its command and its environment."""
+    _, role, *words = process.argv
+    return load(Subcommand(role, "", ()), words, {**process.env, **process.secret_env})
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_becomes_processes_that_understand_their_commands(
+    example: Path, tmp_path: Path
+) -> None:
+    write_key(tmp_path / "cluster.key")
+    description = read_description(Path(shutil.copy(example, tmp_path)))
+    address = "10.9.0.1" if description.key else "127.0.0.1"
+    routers = tuple(router.host or address for router in description.routers)
+    plan = plan_of(description, ProcessPlaces(routers, address))
+    assert len({process.name for process in plan.processes}) == len(plan.processes)
+    for process in plan.processes:
+        config = settings_of(process)
+        assert config.model.path == description.model
+        if process.role == "router":
+            assert config.router.port == process.ports[0].port
+            continue
+        assert config.node.id == process.name
+        assert config.engine.tensor_parallel == max(1, process.gpus)
+        assert len(config.node.routers) == len(routers)
+        assert process.grace_s > config.node.drain_s
+
+
+def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        pools=pools(
+            replicas=3, peer_port=6000, http_port=6100, settings={"engine": {"threads": 2}}
+        ),
+    )
+    first, *others = planned(path).pool("decode")
+    assert first.argv[:2] == ("baton", "decode")
+    assert "engine.threads=2" in first.argv
+    assert [one.env["BATON_NODE_ID"] for one in (first, *others)] == [
+        "decode-0", "decode-1", "decode-2",
+    ]  # fmt: skip
+    assert [[port.port for port in one.ports] for one in (first, *others)] == [
+        [6000, 6100], [6001, 6101], [6002, 6102],
+    ]  # fmt: skip
+    assert first.ready == Probe("/ready", 6100)
+    assert settings_of(first).node.http == "127.0.0.1:6100"
+    assert {one.argv for one in others} == {first.argv}
+
+
+def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> None:
+    hosts = {"a": ["10.0.0.1"], "b": ["10.0.0.1", "10.0.0.2"]}
+    path = written(
+        tmp_path,
+        routers=[{"host": "10.0.0.9"}],
+        gpus_per_host=4,
+        settings={"keys": {"insecure": True}},
+        pools={
+            "prefill": {"role": "prefill", "gpus": 2, "hosts": hosts["a"]},
+            "decode": {"role": "decode", "gpus": 1, "replicas": 4, "hosts": hosts["b"]},
+        },
+    )
+    plan = planned(path, ProcessPlaces(("10.0.0.9",), ""))
+    assert [(one.host, one.gpu_ids) for one in plan.processes if one.gpus] == [
+        ("10.0.0.1", (0, 1)),
+        ("10.0.0.1", (2,)),
+        ("10.0.0.2", (0,)),
+        ("10.0.0.1", (3,)),
+        ("10.0.0.2", (1,)),
+    ]
+    assert plan.pool("decode")[2].env["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_keys_of_clients_are_in_no_command(tmp_path: Path) -> None:
+    path = written(tmp_path, settings={"router": {"api_keys": ["s3cret", "other"]}})
+    plan = planned(path)
+    assert not [one for one in plan.processes if "s3cret" in f"{one.argv}{one.env}"]
+    assert settings_of(plan.processes[0]).router.api_keys == ("s3cret", "other")
+
+
+REMOTE: dict[str, object] = {
+    "routers": [{"host": "10.0.0.1"}],
+    "settings": {"keys": {"insecure": True}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "hint"),
+    [
+        ({"rooters": []}, "rooters", "did you mean routers?"),
+        ({"pools": pools(replica=2)}, "pools.decode.replica", "did you mean replicas?"),
+        ({"pools": pools(replicas=0)}, "pools.decode.replicas cannot be 0", ">= 1"),
+        ({"pools": pools(role="both")}, "pools.decode.role", "prefill, decode"),
+        ({"pools": {"Big": {"role": "decode"}}}, "pools.Big", "lower-case"),
+        ({"pools": {"prefill": {"role": "prefill"}}}, "pools", "role: decode"),
+        ({"pools": {"decode": {}}}, "pools.decode", "role is missing"),
+        ({"pools": {**pools(), "router": {"role": "decode"}}}, "pools.router", "another"),
+        ({"routers": []}, "routers", "one router"),
+        ({"routers": [{"port": 99999}]}, "routers[0].port cannot be 99999", "65535"),
+        ({"routers": [{"port": 5570}]}, "routers[0].control_port", "choose another"),
+        ({"routers": [{}, {"control_port": 5571}]}, "routers[1].port", "routers[0].port"),
+        ({"pools": pools(peer_port=8000)}, "pools.decode.peer_port (node 0)", "routers[0].port"),
+        ({"pools": pools(http_port=7000, peer_port=7000)}, "pools.decode.http_port", "peer_port"),
+        ({"pools": pools(peer_port=65535, replicas=2)}, "pools.decode.peer_port", "lower"),
+        ({"settings": {"cahe": {}}}, "settings: cahe", "did you mean cache?"),
+        ({"settings": {"cache": {"sise": 1}}}, "settings: cache.sise", "did you mean"),
+        ({"settings": {"cache": {"block_size": 0}}}, "settings: ", "cache.block_size cannot be 0"),
+        ({"settings": {"model": {"path": "x"}}}, "settings.model.path", "model decides"),
+        ({"pools": pools(settings={"model": {"name": "x"}})}, "pools.decode.settings", "share"),
+        ({"pools": pools(settings={"cache": {"block_size": 8}})}, "cache.block_size", "pools"),
+        ({"pools": pools(env={"BATON_NODE_ID": "x"})}, "pools.decode.env", "settings"),
+        ({"pools": pools(hosts=["10.0.0.2"])}, "routers[0].host", "of none"),
+        ({"routers": [{"host": "10.0.0.1"}]}, "pools.prefill.hosts", "of none"),
+        (
+            {
+                "pools": {"decode": {"role": "decode"}},
+                "settings": {"router": {"local_prefill": "never"}},
+            },
+            "pools", "local-prefill always",
+        ),
+        (
+            {"pools": {"p": {"role": "prefill", "gpus": 2}, "d": {"role": "decode", "gpus": 3}}},
+            "pools.p.gpus is 2 and pools.d.gpus is 3", "divide",
+        ),
+        (
+            {
+                **REMOTE, "gpus_per_host": 1,
+                "pools": {
+                    "p": {"role": "prefill", "gpus": 1, "hosts": ["10.0.0.2"]},
+                    "d": {"role": "decode", "gpus": 1, "hosts": ["10.0.0.2"]},
+                },
+            },
+            "pools.d.hosts", "no GPU is left on host 10.0.0.2 for node d-0",
+        ),
+        (
+            {
+                "routers": [{"host": "10.0.0.1"}],
+                "pools": {"d": {"role": "decode", "hosts": ["10.0.0.2"]}},
+            },
+            "key", "baton keygen",
+        ),
+        (
+            {**REMOTE, "pools": {"d": {"role": "decode", "hosts": ["127.0.0.1"]}}},
+            "pools.d.hosts", "loopback",
+        ),
+        ({"key": "nowhere.key"}, "key", "No such file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_with_file_key_and_remedy(
+    changes: dict[str, object], key: str, hint: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, **changes)
+    with pytest.raises(ConfigError) as error:
+        read_description(path)
+    said = error.value.message
+    assert said.startswith(str(path)) or f" {path}" in said
+    assert key in said
+    assert hint in said
+    assert len(said.splitlines()) == 1
+
+
+def test_two_pools_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: a\npools:\n  d: {role: decode}\n  d: {role: decode}\n")
+    with pytest.raises(ConfigError, match=r"d is written twice, in lines 3 and 4.*same ids"):
+        read_description(path)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    write_key(tmp_path / "cluster.key")
+    (tmp_path / "cluster.key").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_description(written(tmp_path, key="cluster.key"))
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"num_attention_heads": 6}')
+    path = written(tmp_path, model="model", pools=pools(gpus=4))
+    with pytest.raises(ConfigError, match="6 attention heads"):
+        read_description(path)
+
+
+def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="baton keygen"):
+        planned(written(tmp_path), ProcessPlaces(("baton-router-0.baton",), ""))

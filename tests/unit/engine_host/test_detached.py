@@ -1,0 +1,169 @@
+"""Streams whose router is gone: they run on, and are given to the router that asks for them."""
+
+import msgspec
+import pytest
+
+from baton.decode_node import ended
+from baton.engine.scheduler import NodeLimits
+from baton.protocol.ids import RequestId
+from baton.protocol.messages import (
+    Attach,
+    Attached,
+    Decode,
+    HeldChoice,
+    Kept,
+    NotAttached,
+    TokenEntry,
+    Tokens,
+)
+from tests.support.drive import Drive, decode_drive, handed, key, local
+from tests.support.toy_executor import continuation
+
+PROMPT = [1, 2, 3, 4, 5]
+OWNER, OTHER = b"owner", b"another"
+OLD, NEW = 0, 1
+KEEP_S = 30.0
+LIMITS = NodeLimits(
+    chunk_tokens=16, max_num_seqs=8, max_model_len=256, vocab_size=1000, detached_s=KEEP_S
+)
+
+
+def stream(message: Decode, num_choices: int = 1) -> Decode:
+    return msgspec.structs.replace(message, kept=Kept(b"form", OWNER, num_choices))
+
+
+def detached(steps: int, message: Decode) -> Drive:
+    """A node on which a request has taken so many steps when its router is lost."""
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, message)
+    drive.run(steps)
+    drive.scheduler.forget(OLD)
+    return drive
+
+
+def attach(drive: Drive, owner: bytes = OWNER) -> list[object]:
+    """What the new router is told first."""
+    drive.entries()
+    del drive.said[:]
+    drive.scheduler.attach(drive.now_s, NEW, Attach(RequestId("r"), owner))
+    drive._collect()
+    said, drive.said = list(drive.said), []
+    return said
+
+
+def choices_of(answer: list[object]) -> dict[int, HeldChoice]:
+    (attached,) = answer
+    assert isinstance(attached, Attached)
+    assert (attached.form, attached.prompt_token_ids) == (b"form", PROMPT)
+    return {held.key.choice: held for held in attached.choices}
+
+
+def tokens_after(drive: Drive, choice: int) -> tuple[int, list[int]]:
+    """Where the tokens begin that the new router gets, and what they are."""
+    entries = [
+        entry for message in drive.said if isinstance(message, Tokens)
+        for entry in message.entries if isinstance(entry, TokenEntry) and entry.key.choice == choice
+    ]  # fmt: skip
+    return entries[0].position, [token for entry in entries for token in entry.token_ids]
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_stream_runs_on_and_goes_to_the_router_that_attaches(num_choices: int) -> None:
+    drive = detached(3, stream(local("r", PROMPT, 20, num_choices), num_choices))
+    num_said = len(drive.said)
+    drive.run(4)
+    assert len(drive.said) == num_said, "nobody is told"
+    held = choices_of(attach(drive))
+    drive.run()
+    for choice in range(num_choices):
+        assert held[choice].is_running
+        position, rest = tokens_after(drive, choice)
+        assert position == len(PROMPT) + len(held[choice].token_ids)
+        assert held[choice].token_ids + rest == continuation(PROMPT, 20, choice)
+    assert len(held[0].token_ids) > 4, "it went on without a router"
+    assert drive.pool.num_free == 64
+
+
+def test_what_ends_while_detached_is_kept_without_its_blocks() -> None:
+    drive = detached(3, stream(local("r", PROMPT, 20)))
+    drive.run()
+    assert drive.pool.num_free == 64
+    held = choices_of(attach(drive))[0]
+    assert (held.token_ids, held.finish_reason) == (continuation(PROMPT, 20), "length")
+    assert choices_of(attach(drive))[0] == held, "the tokens are there for the next one, too"
+    drive.now_s += KEEP_S
+    drive.run()
+    assert attach(drive) == [NotAttached(RequestId("r"))]
+
+
+def test_a_stream_that_nobody_comes_for_ends_in_time() -> None:
+    drive = detached(3, stream(local("r", PROMPT, 200)))
+    drive.now_s += KEEP_S - 0.1
+    drive.run(1)
+    assert drive.scheduler.load().num_running == 1
+    drive.now_s += 0.2
+    drive.run(1)
+    assert drive.scheduler.load().num_running == 0
+    assert drive.pool.num_free == 64
+    assert attach(drive) == [NotAttached(RequestId("r"))]
+
+
+def test_a_request_that_nothing_was_kept_of_ends_with_its_router() -> None:
+    drive = detached(3, local("r", PROMPT, 200))
+    drive.run(1)
+    assert drive.pool.num_free == 64
+    assert attach(drive) == [NotAttached(RequestId("r"))]
+
+
+def test_only_its_owner_gets_a_stream_and_only_once() -> None:
+    drive = detached(3, stream(local("r", PROMPT, 200)))
+    assert attach(drive, OTHER) == [NotAttached(RequestId("r"))]
+    assert choices_of(attach(drive))[0].is_running
+    assert attach(drive) == [NotAttached(RequestId("r"), is_in_use=True)]
+    drive.scheduler.forget(NEW)
+    assert choices_of(attach(drive))[0].is_running, "the second router is gone as well"
+
+
+def test_a_prompt_without_tokens_is_begun_again_by_the_router() -> None:
+    """Prefill has lost the router, too, and will not finish it."""
+    drive = detached(1, stream(handed("r", PROMPT, 20)))
+    held = choices_of(attach(drive))[0]
+    assert held == HeldChoice(key("r"), [])
+    again = local("r", PROMPT, 20)
+    again = msgspec.structs.replace(again, key=key("r", attempt=1))
+    drive.scheduler.add(drive.now_s, NEW, again)
+    drive.run()
+    assert drive.output("r", PROMPT) == continuation(PROMPT, 20)
+
+
+def test_what_a_cancel_ends_can_be_continued_from_its_tokens() -> None:
+    """The client may have lost its connection and not its interest."""
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, stream(local("r", PROMPT, 200)))
+    drive.run(5)
+    drive.scheduler.cancel(OLD, (key("r"),))
+    drive.run()
+    held = choices_of(attach(drive))[0]
+    assert (held.is_running, held.finish_reason) == (False, None)
+    assert held.token_ids == continuation(PROMPT, 200)[: len(held.token_ids)]
+    assert drive.pool.num_free == 64
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended, "MAX_ENDED", 3)
+    drive = decode_drive(limits=LIMITS)
+    for number in range(5):
+        drive.scheduler.add(0.0, OLD, stream(local(f"r{number}", PROMPT, 3)))
+        drive.run()
+    found = []
+    for number in range(5):
+        drive.scheduler.attach(0.0, NEW, Attach(RequestId(f"r{number}"), OWNER))
+        drive._collect()
+        found.append(isinstance(drive.said[-1], Attached))
+    assert found == [False, False, True, True, True]
+    monkeypatch.setattr(ended, "MAX_BYTES", 2 * ended.OVERHEAD_BYTES)
+    drive.scheduler.add(0.0, OLD, stream(local("last", PROMPT, 3)))
+    drive.run()
+    drive.scheduler.attach(0.0, NEW, Attach(RequestId("last"), OWNER))
+    drive._collect()
+    assert isinstance(drive.said[-1], Attached)

@@ -1,0 +1,74 @@
+"""A router that is missing is told of after 5 s, with the reason, and then seldom."""
+
+import socket
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from baton.engine.router_watch import FIRST_S, LONGEST_S, RouterWatch
+from tests.support.virtual_clock import VirtualClock
+
+
+@dataclass
+class Link:
+    endpoint: str
+    connected: bool = False
+    refusals: int = 0
+
+
+class Bench:
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.clock, self.watch, self._caplog = VirtualClock(), RouterWatch(), caplog
+
+    def said(self, link: Link, seconds: float = 0.0) -> list[str]:
+        """The lines of the next `seconds`, looked at as often as beats do."""
+        self._caplog.clear()
+        end_s = self.clock() + seconds
+        while True:
+            self.watch.look(self.clock(), link)
+            for thread in threading.enumerate():
+                if thread.name == "lookup":
+                    thread.join()
+            if self.clock() >= end_s:
+                return [record.message for record in self._caplog.records]
+            self.clock.advance(0.5)
+
+
+@pytest.fixture
+def bench(caplog: pytest.LogCaptureFixture) -> Bench:
+    caplog.set_level("INFO")
+    return Bench(caplog)
+
+
+def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_rarely(
+    bench: Bench,
+) -> None:
+    link = Link("tcp://127.0.0.1:5570")
+    line = "waiting for router tcp://127.0.0.1:5570: nothing answers there"
+    assert bench.said(link, FIRST_S - 0.5) == []
+    assert bench.said(link, 0.5) == [line]
+    assert bench.said(link, 3600.0).count(line) <= 3600.0 / LONGEST_S + 3
+    assert bench.said(link, LONGEST_S) == [line]
+    link.connected = True
+    assert bench.said(link) == ["found the router"]
+    link.connected = False
+    assert bench.said(link, FIRST_S - 0.5) == []  # a router that restarts is back by then
+    link.connected = True
+    assert bench.said(link) == []
+
+
+def test_a_name_that_does_not_resolve_is_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_args: object, **_more: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    expected = ["waiting for router tcp://front:5570: name does not resolve"]
+    assert bench.said(Link("tcp://front:5570"), FIRST_S) == expected
+
+
+def test_a_router_that_refuses_the_key_is_not_waited_for(bench: Bench) -> None:
+    """The node's own channel tells of that."""
+    assert bench.said(Link("tcp://127.0.0.1:5570", refusals=3), 60.0) == []

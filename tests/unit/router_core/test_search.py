@@ -1,0 +1,124 @@
+"""Which nodes hold a request that another router began, and when that is decided."""
+
+import msgspec
+
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttached
+from baton.protocol.sampling import Sampling
+from baton.router.request.search import ANSWER_S, REJOIN_S, FoundRequest, ReceivedPart, Search
+
+ID = RequestId("r")
+A, B = NodeId("a"), NodeId("b")
+NOTHING = NotAttached(ID)
+
+
+def search(
+    *received: ReceivedPart, nodes: tuple[NodeId, ...] = (A, B), is_old: bool = True
+) -> Search:
+    """A search among these nodes, by a router that was started long or just now."""
+    one = Search(ID, received or None, 0.0, 0.0 if is_old else REJOIN_S)
+    assert all(one.asks(node) for node in nodes)
+    return one
+
+
+def held(
+    choice: int = 0,
+    num_tokens: int = 5,
+    *,
+    attempt: int = 0,
+    end: FinishReason | None = None,
+    is_running: bool = False,
+) -> HeldChoice:
+    return HeldChoice(Key(ID, choice, attempt), list(range(num_tokens)), end, is_running)
+
+
+def attached(*choices: HeldChoice, num_choices: int = 1) -> Attached:
+    return Attached(ID, b"", num_choices, [1], Sampling(seed=0, max_tokens=9), choices)
+
+
+def code(verdict: object) -> str:
+    assert isinstance(verdict, Failure)
+    return verdict.code
+
+
+def test_a_stream_that_runs_is_found_at_once() -> None:
+    one = search(ReceivedPart(3, True))
+    assert one.verdict(0.0) is None
+    one.heard(B, attached(held(is_running=True)))
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert verdict.choices[0].node == B
+    assert one.running_keys == {B: [Key(ID)]}
+
+
+def test_what_no_node_holds_is_gone_when_all_have_answered() -> None:
+    one = search()
+    one.heard(A, NOTHING)
+    assert one.verdict(0.0) is None
+    one.heard(B, NOTHING)
+    assert code(one.verdict(0.0)) == "stream_gone"
+
+
+def test_a_router_that_just_started_waits_for_its_nodes() -> None:
+    one = search(is_old=False, nodes=(A,))
+    one.heard(A, NOTHING)
+    assert one.verdict(REJOIN_S - 0.1) is None
+    assert one.asks(B)
+    assert not one.asks(B)
+    one.heard(B, attached(held(end="stop")))
+    assert isinstance(one.verdict(REJOIN_S - 0.1), FoundRequest)
+
+
+def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
+    one = search()
+    one.heard(A, NOTHING)
+    assert one.verdict(ANSWER_S - 0.1) is None
+    assert code(one.verdict(ANSWER_S)) == "stream_gone"
+
+
+def test_a_stream_of_another_router_is_left_alone() -> None:
+    one = search()
+    one.heard(A, NotAttached(ID, is_in_use=True))
+    assert code(one.verdict(0.0)) == "stream_in_use"
+
+
+def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
+    one = search(ReceivedPart(5, True))
+    one.heard(A, attached(held(num_tokens=5)))
+    assert one.verdict(0.0) is None, "another node may have gone on with it"
+    one.heard(B, attached(held(num_tokens=8, attempt=1, end="length")))
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert (verdict.choices[0].node, verdict.choices[0].held.key.attempt) == (B, 1)
+
+
+def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them() -> None:
+    received = (ReceivedPart(2, True), ReceivedPart(4, True, True), ReceivedPart())
+    one = search(*received)
+    one.heard(A, attached(held(0, is_running=True), num_choices=3))
+    assert one.verdict(0.0) is None
+    one.heard(B, attached(held(2, 0, is_running=True), num_choices=3))
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert sorted(verdict.choices) == [0, 2]
+
+
+def test_a_node_that_knows_less_than_the_client_does_not_help() -> None:
+    one = search(ReceivedPart(9, True), nodes=(A,))
+    one.heard(A, attached(held(num_tokens=5, is_running=True)))
+    assert code(one.verdict(0.0)) == "stream_gone"
+
+
+def test_an_id_with_another_number_of_choices_fits_nothing() -> None:
+    one = search(ReceivedPart(1, True), nodes=(A,))
+    one.heard(A, attached(held(is_running=True), num_choices=2))
+    assert code(one.verdict(0.0)) == "stream_gone"
+
+
+def test_a_node_that_is_lost_takes_its_part_along() -> None:
+    one = search(nodes=(A,))
+    one.heard(A, msgspec.structs.replace(attached(held(0, is_running=True)), num_choices=2))
+    one.lost(A)
+    assert one.running_keys == {}
+    assert one.asks(A)

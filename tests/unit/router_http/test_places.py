@@ -1,0 +1,92 @@
+"""The ids of events say how much of an answer its reader has, and nothing else is taken for one."""
+
+import pytest
+
+from baton.protocol.errors import RequestError
+from baton.router.http.answers import Answer
+from baton.router.http.kept import Form, form_of, kept_of, owner_of
+from baton.router.http.places import MAX_CHOICES, Positions, ReaderPlace, place_of, start_of
+from baton.router.request.search import ReceivedPart
+from tests.support.http_bench import HttpBench, served
+
+NAME = "chatcmpl-" + "0a" * 12
+NOTHING = ReceivedPart()
+
+
+def test_an_id_tells_what_its_events_brought() -> None:
+    places = Positions([NOTHING] * 3)
+    places.begin(1)
+    places.advance(2, 1, has_ended=False)
+    places.advance(2, 4, has_ended=True)
+    assert places.now() == b".0.5e"
+    received = (NOTHING, ReceivedPart(0, True), ReceivedPart(5, True, True))
+    assert place_of(f"{NAME}:.0.5e") == ReaderPlace(NAME, received)
+    again = Positions(received)
+    assert again.now() == b".0.5e"
+    again.advance(1, 2, has_ended=False)
+    assert place_of(f"{NAME}:{again.now('/u').decode()}").tail == "/u"
+
+
+@pytest.mark.parametrize(
+    "event_id",
+    [
+        "",
+        NAME,
+        f"{NAME}:-1",
+        f"{NAME}:1e2",
+        f"{NAME}:1/x",
+        f"{NAME}:{'1' * 10}",
+        f"{NAME}:" + MAX_CHOICES * "1.",
+        f"{NAME}:1\n",
+        f"x{NAME}:1",
+        f"cmpl-{'g' * 24}:1",
+    ],
+)
+def test_what_is_no_id_is_refused(event_id: str) -> None:
+    with pytest.raises(RequestError) as error:
+        place_of(event_id)
+    assert error.value.param == "Last-Event-ID"
+
+
+def test_a_name_alone_is_the_start_and_must_be_one_of_ours() -> None:
+    assert start_of(NAME) == ReaderPlace(NAME, None)
+    with pytest.raises(RequestError):
+        start_of("cmpl-1")
+
+
+def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None:
+    answer = Answer(NAME, "tiny", 7, True, True, False, False)
+    form = Form(answer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request")
+    kept = kept_of(form, b"owner", 2)
+    assert kept is not None
+    assert form_of(kept.form) == form
+    assert form.params.stop == ["a", "é"]
+    for data in (b"", b"\x93\x01\x02\x03", kept.form[:-3]):
+        with pytest.raises(RequestError) as error:
+            form_of(data)
+        assert error.value.code == "stream_gone"
+    assert kept_of(form, b"", MAX_CHOICES + 1) is None
+    huge = Form(answer, {"stop": ["x" * 40_000]}, "request")
+    assert kept_of(huge, b"", 1) is None
+
+
+def test_an_owner_is_known_by_its_key_alone() -> None:
+    one, other = (owner_of(f"Bearer {key}", wants_key=True) for key in ("one", "two"))
+    assert one != other
+    assert owner_of("bearer  one", wants_key=True) == one
+    assert owner_of("Bearer one", wants_key=False) == b""
+
+
+@served()
+async def test_a_client_that_has_all_is_told_to_stop_asking(bench: HttpBench) -> None:
+    async def get(path: str, event_id: str) -> int:
+        async with bench.session.get(path, headers={"Last-Event-ID": event_id}) as reply:
+            return reply.status
+
+    path = f"/v1/streams/{NAME}"
+    assert await get(path, f"{NAME}:5e/d") == 204
+    assert await get(path, f"{NAME}:5e/u") == 404
+    assert await get(path, "another") == 400
+    assert (await bench.get("/v1/streams/another")).status == 404
+    await bench.server.drain(0.0)
+    assert await get(path, f"{NAME}:5e") == 503

@@ -1,0 +1,241 @@
+"""Soak a cluster on this host: `python -m tools.soak --requests 10000 --faults 1000`.
+
+Streams with known outputs run while processes are killed, ended and frozen. The exit code is 0 only
+if no token was wrong, no stream was lost, and at the end nothing was still held.
+"""
+
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.bench.figures.paired import nearest_rank
+from baton.bench.report.provenance import Provenance, collect, complete
+from baton.deploy.demo_model import CHECKPOINT
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    NodeConfig,
+    RouterConfig,
+    TransferConfig,
+    TransportChoice,
+)
+from baton.protocol.errors import BatonError
+from baton.runtime.fields import fields_of, with_values
+from baton.runtime.flag_parser import FlagParser
+from tools.json_file import json_file, save
+from tools.soak.cluster import Footprint, SoakCluster
+from tools.soak.faults import Fault, Faults
+from tools.soak.streams import Record, Streams, draw
+
+SCHEMA = "baton.tools.soak/1"
+NAME = "soaked"
+NUM_ASKS = 24
+ABORT_SHARE = 0.2
+# A process of the same age may hold so much more than at the start: buffers, an idle connection.
+SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_MIB = 16, 4, 64
+OVER_LOOPBACK = (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))
+
+
+class SoakSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    requests: Annotated[int, Meta(ge=1, description="number of streams")] = 10_000
+    faults: Annotated[int, Meta(ge=0, description="number of faults")] = 1_000
+    clients: Annotated[int, Meta(ge=1, description="streams that run side by side")] = 12
+    seed: Annotated[int, Meta(ge=0, description="seed of the streams and of the faults")] = 1
+    roles: Annotated[
+        tuple[str, ...], Meta(min_length=1, description="roles of the processes that faults strike")
+    ] = ("prefill", "decode", "router")
+    transport: Annotated[TransportChoice, Meta(description="how blocks are read")] = "auto"
+    model: Annotated[str, Meta(description="folder of the model")] = str(CHECKPOINT)
+    vocab_size: Annotated[int, Meta(ge=4, description="prompts hold ids below it")] = 700
+    folder: Annotated[str, Meta(description="existing folder for the logs of all processes")] = ""
+    json: Annotated[str, Meta(description="file to write the report to")] = ""
+
+
+class FaultRow(msgspec.Struct, frozen=True):
+    """The faults of one kind on one role, and the longest gaps of the streams under them."""
+
+    role: str
+    kind: str
+    num_faults: int
+    num_streams: int  # that were under way during one of these faults
+    num_resumed: int
+    gap_p50_s: float
+    gap_p99_s: float
+    gap_max_s: float
+
+
+class SoakReport(msgspec.Struct, frozen=True):
+    schema: str
+    settings: SoakSettings
+    provenance: Provenance
+    outcomes: dict[str, int]
+    num_resumed: int
+    num_refusals: int
+    rows: list[FaultRow]
+    problems: list[str]
+    before: dict[str, Footprint]
+    after: dict[str, Footprint]
+
+
+async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
+    """Run the soak in an empty folder. Raises `BatonError` if the cluster cannot serve at all."""
+    provenance = collect(settings, sys.argv)
+    env = OVER_LOOPBACK if settings.transport == "nixl" else ()
+    async with SoakCluster(folder, _config(settings), env) as cluster:
+        faults = Faults(cluster, settings.seed, settings.roles, settings.faults)
+        asks = draw(settings.seed, NUM_ASKS, settings.vocab_size)
+        streams = Streams(cluster.url, NAME, asks, faults.ended_router)
+        await streams.learn()
+        before = cluster.footprints()
+        records = await _load(settings, streams, faults)
+        again = await streams.verify()
+        await cluster.until("every block to be free", lambda health: not health.held)
+        after = cluster.footprints()
+        problems = [*cluster.own_ends, *cluster.alarms, *faults.bad_exits]
+    problems += [f"at the end: {record.detail}" for record in again if record.outcome != "whole"]
+    problems += [f"{r.outcome}: {r.detail}" for r in records if r.outcome in ("wrong", "lost")]
+    problems += _grown(before, after)
+    outcomes = dict.fromkeys(("whole", "aborted", "cut", "wrong", "lost"), 0)
+    for record in records:
+        outcomes[record.outcome] += 1
+    return SoakReport(
+        SCHEMA, settings, complete(provenance), outcomes,
+        sum(record.is_resumed for record in records),
+        sum(record.num_refusals for record in records),
+        _rows(faults.begun, records), problems, before, after,
+    )  # fmt: skip
+
+
+async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> list[Record]:
+    """Run the streams and the faults at one pace: each fault meets about as many new streams."""
+    num_begun = 0
+    per_fault = settings.requests / max(settings.faults, 1)
+
+    def may_begin() -> bool | None:
+        nonlocal num_begun
+        is_last = len(faults.begun) == settings.faults
+        if is_last and num_begun >= settings.requests:
+            return False
+        # A fault that is due finds at least one stream, even if that makes one more.
+        if num_begun >= (len(faults.begun) + 1) * per_fault and streams.num_running and not is_last:
+            return None
+        num_begun += 1
+        return True
+
+    def may_strike(number: int) -> bool:
+        return num_begun >= (number + 0.5) * per_fault and streams.num_running > 0
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(faults.run(may_strike))
+        clients = [
+            group.create_task(
+                streams.run(random.Random(f"{settings.seed}/{number}"), ABORT_SHARE, may_begin)
+            )
+            for number in range(settings.clients)
+        ]
+    return [record for client in clients for record in client.result()]
+
+
+def _config(settings: SoakSettings) -> ClusterConfig:
+    return ClusterConfig(
+        prefill=2,
+        decode=2,
+        model=ModelConfig(path=settings.model, name=NAME),
+        cache=CacheConfig(num_blocks=400),  # few enough to be evicted and fought over
+        engine=EngineConfig(chunk_tokens=64, threads=1),
+        # Faults come faster here than attempts bring tokens.
+        router=RouterConfig(max_attempts=8),
+        node=NodeConfig(drain_s=2.0),
+        transfer=TransferConfig(transport=settings.transport),
+    )
+
+
+def _rows(faults: Sequence[Fault], records: Sequence[Record]) -> list[FaultRow]:
+    kinds = sorted({(fault.role, fault.kind.name) for fault in faults})
+    return [_row(role, kind, faults, records) for role, kind in kinds]
+
+
+def _row(role: str, kind: str, faults: Sequence[Fault], records: Sequence[Record]) -> FaultRow:
+    ours = [fault for fault in faults if (fault.role, fault.kind.name) == (role, kind)]
+    gaps: list[float] = []
+    resumed = 0
+    for fault in ours:
+        for record in records:
+            if record.began_s < fault.until_s and record.ended_s > fault.at_s:
+                gaps.append(record.longest_gap(fault.at_s, fault.until_s))
+                resumed += record.is_resumed
+    gaps.sort()
+    ranks = [nearest_rank(gaps, percent) if gaps else 0.0 for percent in (50, 99, 100)]
+    return FaultRow(role, kind, len(ours), len(gaps), resumed, *ranks)
+
+
+def _grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
+    """Return what each process holds beyond what it held at the start."""
+    found: list[str] = []
+    for name, was in before.items():
+        now = after[name]
+        is_more = (
+            now.descriptors > was.descriptors + SPARE_DESCRIPTORS
+            or now.threads > was.threads + SPARE_THREADS
+            or now.rss_mib > was.rss_mib + SPARE_MIB
+        )
+        if is_more:
+            found.append(f"{name} has grown from {was} to {now}")
+    return found
+
+
+def table(report: SoakReport) -> str:
+    """Return the report as text."""
+    lines = [
+        f"{'role':8} {'fault':20} {'faults':>6} {'streams':>7} {'resumed':>7} "
+        "  longest gap p50, p99, max (s)"
+    ]
+    lines += [
+        f"{row.role:8} {row.kind:20} {row.num_faults:6} {row.num_streams:7} {row.num_resumed:7}"
+        f"   {row.gap_p50_s:6.2f} {row.gap_p99_s:6.2f} {row.gap_max_s:6.2f}"
+        for row in report.rows
+    ]  # fmt: skip
+    counts = ", ".join(f"{count} {name}" for name, count in report.outcomes.items())
+    lines.append(f"streams: {counts}; {report.num_resumed} resumed, {report.num_refusals} refusals")
+    return "\n".join([*lines, *(f"PROBLEM {problem}" for problem in report.problems)])
+
+
+def parse(arguments: Sequence[str]) -> SoakSettings:
+    parser = FlagParser("python -m tools.soak", description="Soak a cluster on this host.")
+    fields = fields_of(SoakSettings)
+    parser.add_settings(fields, group_of=lambda _: "settings")
+    given = vars(parser.parse_args(arguments))
+    return with_values(
+        SoakSettings(),
+        {field.name: field.from_text(given[field.name], field.flag)
+         for field in fields if given[field.name] is not None},
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        settings = parse(sys.argv[1:] if arguments is None else arguments)
+        file = json_file(settings.json)
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            print(f"seed {settings.seed}", flush=True)
+            report = asyncio.run(soak(settings, Path(settings.folder or folder)))
+        print(table(report))
+        if file is not None:
+            save(file, report)
+    except BatonError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

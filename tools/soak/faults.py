@@ -1,0 +1,137 @@
+"""Faults of processes, in an order that a seed fixes: kills, orderly ends and freezes.
+
+Each fault waits until its process is in service again. Two lanes carry faults out side by side, so
+that both nodes of a role may be away at once. Every kind strikes every role about equally often,
+except for the freezes of a minute, which come once in ten rounds.
+"""
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.runtime.clock import monotonic
+from tools.soak.cluster import HealthReply, SoakCluster
+
+NUM_LANES = 2
+LOOK_S = 0.02
+ROUNDS_PER_LONG_FREEZE = 10
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """Freeze, wake if asked to, run for a while, then end by a signal if one is set."""
+
+    name: str
+    freeze_s: float = 0.0
+    wakes: bool = False
+    awake_s: float = 0.0
+    ends_by: signal.Signals | None = None
+
+
+KINDS = (
+    Kind("kill", ends_by=signal.SIGKILL),
+    Kind("term", ends_by=signal.SIGTERM),
+    Kind("freeze 1 s", 1.0, wakes=True),
+    Kind("freeze 6 s", 6.0, wakes=True),
+    Kind("freeze, kill", 5.0, ends_by=signal.SIGKILL),
+    Kind("freeze, wake, kill", 6.0, True, 1.0, signal.SIGKILL),
+)
+LONG = Kind("freeze 60 s", 60.0, wakes=True)
+# The end of a router ends its streams, which the soak counts apart.
+OF_ROUTER = ("kill", "term", "freeze 1 s", "freeze 6 s")
+
+
+@dataclass(slots=True)
+class Fault:
+    kind: Kind
+    process: str
+    at_s: float
+    until_s: float = 0.0  # when the process was in service again; 0: not yet
+
+    @property
+    def role(self) -> str:
+        return self.process.partition("-")[0]
+
+    @property
+    def ends(self) -> bool:
+        return self.kind.ends_by is not None
+
+
+class Faults:
+    """`may_strike(number)` says whether it is time for the fault of that number."""
+
+    def __init__(self, cluster: SoakCluster, seed: int, roles: tuple[str, ...], count: int) -> None:
+        self.begun: list[Fault] = []
+        self.bad_exits: list[str] = []
+        self._cluster, self._count = cluster, count
+        self._dice = random.Random(seed)
+        self._planned = plan(self._dice, roles)
+        self._busy: set[str] = set()
+
+    def ended_router(self, since_s: float) -> bool:
+        """Return whether the router was ended by a fault that was not over at that time."""
+        return any(
+            fault.role == "router" and fault.ends and (not fault.until_s or fault.until_s > since_s)
+            for fault in self.begun
+        )
+
+    async def run(self, may_strike: Callable[[int], bool]) -> None:
+        """Carry all faults out; raises `NodeError` if a process does not come back."""
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(NUM_LANES):
+                lanes.create_task(self._lane(may_strike))
+
+    async def _lane(self, may_strike: Callable[[int], bool]) -> None:
+        while len(self.begun) < self._count:
+            if not may_strike(len(self.begun)):
+                await asyncio.sleep(LOOK_S)
+                continue
+            role, kind = next(self._planned)
+            idle = [n for n in self._cluster.names if n.startswith(role) and n not in self._busy]
+            if not idle:
+                await asyncio.sleep(LOOK_S)
+                continue
+            fault = Fault(kind, self._dice.choice(idle), monotonic())
+            self.begun.append(fault)
+            self._busy.add(fault.process)
+            await self._strike(fault)
+            fault.until_s = monotonic()
+            self._busy.discard(fault.process)
+
+    async def _strike(self, fault: Fault) -> None:
+        kind, name = fault.kind, fault.process
+        if kind.freeze_s:
+            self._cluster.send(name, signal.SIGSTOP)
+            await asyncio.sleep(kind.freeze_s)
+        if kind.wakes:
+            self._cluster.send(name, signal.SIGCONT)
+            await asyncio.sleep(kind.awake_s)
+        if kind.ends_by is not None:
+            code = await self._cluster.restart(name, kind.ends_by)
+            if code != (0 if kind.ends_by is signal.SIGTERM else -kind.ends_by):
+                self.bad_exits.append(f"{name} ended with {code} after {kind.ends_by.name}")
+
+        def is_back(health: HealthReply) -> bool:
+            return name in health.ready or (name == "router" and bool(health.ready))
+
+        await self._cluster.until(f"{name} after {kind.name!r}", is_back)
+
+
+def plan(dice: random.Random, roles: tuple[str, ...]) -> Iterator[tuple[str, Kind]]:
+    """Yield rounds of all pairs of a role and a kind, each round in an order of its own."""
+    number = 0
+    while True:
+        number += 1
+        pairs = [
+            (role, kind)
+            for role in roles
+            for kind in KINDS
+            if role != "router" or kind.name in OF_ROUTER
+        ]
+        if number % ROUNDS_PER_LONG_FREEZE == 0:
+            pairs += [(role, LONG) for role in roles]
+        dice.shuffle(pairs)
+        yield from pairs
