@@ -30,7 +30,7 @@ from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading import Placement, check_split, load_decoder, local_heads
-from baton.engine.runner import Runner
+from baton.engine.runner import MAX_SEQUENCES, Runner
 from baton.engine.sampler import Sampler, compiled
 from baton.engine.step_queue import HostQueue
 from baton.engine.tensor_parallel import Ranks
@@ -136,6 +136,8 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     layout = kv_layout(decoder, config.cache, num_ranks, dtype)
     device = _device(config, decoder, num_ranks)
     chunk_tokens, max_num_seqs = STEP_LIMITS[device.type]
+    if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
+        raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
     plan = RankPlan(
         folder=folder,
         decoder=decoder,
@@ -268,7 +270,3 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: i
 
     shape = pool_shape(decoder, config.cache, num_ranks, 1)
     return missing_for(shape, decoder.num_heads)
-
-
-def _name_of(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -19,6 +19,7 @@ from baton.engine.rank import LoadedRank
 from baton.engine.runner import Runner
 from baton.engine.step_cpus import StepCpus
 from baton.protocol.errors import NodeError
+from baton.runtime.clock import monotonic
 
 REPORT_S = 0.5  # progress is reported at least once a second
 
@@ -63,8 +64,9 @@ class StepThreads:
     def close(self, wait_s: float) -> bool:
         """End after the steps that were submitted; return whether all threads ended in time."""
         self._plans.put(None)
+        deadline_s = monotonic() + wait_s
         for thread in self._threads:
-            thread.join(wait_s)
+            thread.join(max(0.0, deadline_s - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _begin(self, name: str, work: Callable[[T], None], argument: T) -> None:

@@ -35,7 +35,7 @@ from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, Node
 from baton.runtime.log import logger, own_process
 from baton.runtime.process import die_with_parent
 
-CLOSE_S = 1.0  # for the step that runs when the executor goes
+CLOSE_S = 2.0  # for the step that runs when the executor goes
 
 log = logger("worker")
 

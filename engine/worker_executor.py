@@ -18,8 +18,8 @@ from typing import assert_never
 import msgspec
 
 from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
-from baton.engine.kv_cache import host_bytes
 from baton.engine.plan import StepPlan, StepResult
+from baton.engine.rank import plan_rank
 from baton.engine.worker_messages import (
     FromWorker,
     Loaded,
@@ -56,7 +56,7 @@ class WorkerExecutor:
     def start(self, progress: Progress) -> ExecutorInfo:
         """Spawn the workers and load. Raises the error of the first rank that fails."""
         size = self._config.engine.tensor_parallel
-        config = _with_memory(self._config)
+        config = _with_pool(self._config)
         with _meeting(size) as (memory, peers):
             for rank in range(size):
                 worker = _RankProcess(rank, config, (memory, *peers[rank]))
@@ -250,12 +250,12 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     return info
 
 
-def _with_memory(config: ClusterConfig) -> ClusterConfig:
-    """Settle the memory of a pool that several ranks share: each would find less of it free."""
-    cache = config.cache
-    if config.engine.tensor_parallel == 1 or cache.num_blocks or cache.memory_mib:
+def _with_pool(config: ClusterConfig) -> ClusterConfig:
+    """Settle the size of a pool that several ranks share: each would find less memory free."""
+    size = config.engine.tensor_parallel
+    if size == 1:
         return config
-    cache = msgspec.structs.replace(cache, memory_mib=max(1, host_bytes(cache) >> 20))
+    cache = msgspec.structs.replace(config.cache, num_blocks=plan_rank(config, size).num_blocks)
     return msgspec.structs.replace(config, cache=cache)
 
 

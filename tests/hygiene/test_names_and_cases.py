@@ -25,6 +25,7 @@ BOUNDARIES = {
     "engine:StepThreads._execute",
     "engine:StepThreads._launch",
     "engine:StepThreads._collect",
+    "engine:StepThreads._load_and_launch",
     "engine:PortPump._run",
     "engine:Worker.run",
     "kv_transfer:TransferAgent._run",
