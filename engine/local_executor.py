@@ -1,22 +1,18 @@
-"""One rank in this process: a compute thread between two queues.
+"""One rank in this process, with threads that launch its steps and collect them.
 
-Only the compute thread touches the runner. The loop's thread submits and polls, and an eventfd
-tells it of results. An error in the compute thread ends the node.
+The loop's thread submits and polls, and an eventfd tells it of results. An error in one of the
+other threads ends the node.
 """
 
 import contextlib
 import os
-import queue
-import threading
 from collections import deque
 from collections.abc import Sequence
-
-import torch
 
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.rank import LoadedRank, load_rank
-from baton.engine.runner import Runner
+from baton.engine.step_threads import StepThreads
 from baton.engine.tensor_parallel import SingleRank
 from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.config import ClusterConfig
@@ -34,25 +30,21 @@ class InProcessExecutor:
         self._config = config
         self._epoch = epoch
         self._rank: LoadedRank | None = None
-        self._thread: threading.Thread | None = None
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._threads: StepThreads | None = None
         self._results: deque[StepResult] = deque()
         self._error: NodeError | None = None
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self, progress: Progress) -> ExecutorInfo:
         self._rank = load_rank(self._config, self._epoch, SingleRank(), progress)
-        self._thread = threading.Thread(
-            target=self._work,
-            args=(self._rank.runner, threads_per_rank(self._config.engine)),
-            name="compute",
-            daemon=True,
-        )
-        self._thread.start()
+        num_threads = threads_per_rank(self._config.engine)
+        self._threads = StepThreads(self._rank.runner, num_threads, self._hear)
+        self._threads.start()
         return self._rank.info
 
     def submit(self, plan: StepPlan) -> None:
-        self._plans.put(plan)
+        assert self._threads is not None, "plans come after start"
+        self._threads.submit(plan)
 
     def poll(self) -> StepResult | None:
         if not self._results:
@@ -77,12 +69,10 @@ class InProcessExecutor:
         return (self._rank.port,)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._plans.put(None)
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                return  # it may still store into the pool and write to the eventfd
-            self._thread = None
+        if self._threads is not None:
+            if not self._threads.close(CLOSE_S):
+                return  # they may still store into the pool and write to the eventfd
+            self._threads = None
         if self._rank is not None:
             self._rank.close()
             self._rank = None
@@ -90,15 +80,9 @@ class InProcessExecutor:
             os.close(self._event_fd)
             self._event_fd = -1
 
-    def _work(self, runner: Runner, threads: int) -> None:
-        """Run the compute thread until it is told to stop or a step fails."""
-        torch.set_num_threads(threads)  # each thread of a process has its own
-        while (plan := self._plans.get()) is not None:
-            try:
-                self._results.append(runner.execute(plan))
-            except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
-                self._error = NodeError(f"step {plan.step_id} failed: {error!r}")
-                self._error.__cause__ = error
-                break
-            finally:
-                os.eventfd_write(self._event_fd, 1)
+    def _hear(self, outcome: StepResult | NodeError) -> None:
+        if isinstance(outcome, NodeError):
+            self._error = outcome
+        else:
+            self._results.append(outcome)
+        os.eventfd_write(self._event_fd, 1)

@@ -15,6 +15,7 @@ import torch
 
 from baton.engine.attention.backend import Backend
 from baton.engine.attention.cpu import cpu_library, make_cpu_backend
+from baton.engine.cuda_queue import CudaQueue
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.kv_cache import (
     KVCache,
@@ -29,7 +30,8 @@ from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.engine.models.loading import check_split, load_decoder, local_heads
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
-from baton.engine.sampler import Sampler
+from baton.engine.sampler import Sampler, compiled
+from baton.engine.step_queue import HostQueue, StepQueue
 from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint, fingerprint
 from baton.kernels.cpu_library import CpuLibrary
@@ -153,8 +155,10 @@ def load_runner(
     if plan.device.type == "cpu":
         library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
     backend = _backend(plan, cache, ranks.size, library)
-    sampler = Sampler(plan.decoder.eos_token_ids, CpuSampler(library) if library else None)
-    return Runner(decoder, backend, cache, sampler, plan.device, boottime), pool
+    kernel = compiled(CpuSampler(library)) if library else None
+    sampler = Sampler(plan.decoder.eos_token_ids, kernel)
+    queue: StepQueue = HostQueue() if plan.device.type == "cpu" else CudaQueue(plan.device)
+    return Runner(decoder, backend, cache, sampler, queue, boottime), pool
 
 
 def is_batch_invariant(runner: Runner) -> bool:

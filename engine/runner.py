@@ -1,28 +1,32 @@
 """A step on one rank: from a plan to tokens.
 
-Called by an executor's compute thread or a rank's worker process, one plan after the other. It
-packs the slices, runs the decoder and samples; it keeps nothing of a sequence but the tokens that
-a plan in flight may refer to. It trusts its plans: block tables and positions are the scheduler's.
+Called by the executor of a rank, which launches plans and collects their results in order. A step
+is packed, takes one copy to the device, and runs the decoder and the sampler there; on a GPU the
+host waits for nothing before it collects. The runner keeps nothing of a sequence but its block
+table and the tokens that a plan in flight may refer to. It trusts its plans: block tables and
+positions are the scheduler's.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from baton.engine.attention.backend import Backend, Batch, Chunk
+from baton.engine.attention.backend import Backend, Batch
+from baton.engine.device_tables import DeviceTables
+from baton.engine.executor import Progress
+from baton.engine.graphs import DecodeGraphs
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.decoder import Decoder
+from baton.engine.packing import RING_TOKENS, PackedStep, Packer, StepInputs
 from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.sampler import Sampler, SampleRow
-from baton.protocol.errors import InvariantBroken
-from baton.protocol.ids import Key
+from baton.engine.sampler import Sampler
+from baton.engine.step_queue import StepQueue
 from baton.runtime.clock import Clock
 
-# Steps whose sampled tokens are kept: a plan may leave out a token only while its step is unsettled
-# (two steps at most), so older ones cannot be asked for.
-REMEMBERED_STEPS = 4
+MAX_SEQUENCES = 512  # whose tables stay on the device; others are sent whole when they come
 
 
 class Runner:
@@ -32,88 +36,96 @@ class Runner:
         backend: Backend,
         cache: KVCache,
         sampler: Sampler,
-        device: torch.device,
+        queue: StepQueue,
         clock: Clock,
     ) -> None:
         self.decoder = decoder
         self.backend = backend
         self.cache = cache
         self.sampler = sampler
-        self.device = device
+        self.device = device = queue.device
+        self._queue = queue
         self._clock = clock
-        self._sampled: deque[dict[Key, int]] = deque(maxlen=REMEMBERED_STEPS)
+        self._tables = None
+        if backend.table_blocks:
+            self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
+        self._packer = Packer(
+            cache.pool.shape[4], sampler.eos_token_ids, self._tables, self._queue.allocate
+        )
+        self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
+        self._launched: deque[tuple[StepPlan, float]] = deque()  # with the time of the launch
+        self._ended_s = 0.0  # the last step that was collected
+
+    def capture(self, buckets: Sequence[int], progress: Progress) -> None:
+        """Capture the decode steps of these sizes, in order; called where plans are launched."""
+        self._graphs = DecodeGraphs(self._packer.idle(buckets[-1]), self.device)
+        for done, bucket in enumerate(reversed(buckets)):  # the memory of the largest serves all
+            progress("graphs", done, len(buckets))
+            self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
+        self._packer.buckets = buckets
+        progress("graphs", len(buckets), len(buckets))
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step behind those that were launched. At most two may be uncollected."""
+        # A reader that still knows the former owner of a block must refuse it from here on.
+        self.cache.write_generations(plan.generations)
+        step = self._packer.pack(plan)
+        self._launched.append((plan, self._clock()))
+        self._queue.launch(lambda: self._compute(step))
+
+    def collect(self) -> StepResult:
+        """Return the result of the oldest step when every store of it is visible to transports."""
+        ids = iter(self._queue.collect())
+        plan, launched_s = self._launched.popleft()
+        tokens = tuple(tuple(next(ids) for _ in part.draws) for part in plan.slices)
+        started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
+        return StepResult(plan.step_id, tokens, started_s, self._ended_s)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Returns when every store is visible to transports."""
-        started_s = self._clock()
-        self.cache.write_generations(plan.generations)
-        self.cache.copy_blocks(plan.copies)
-        with torch.inference_mode():
-            tokens = self._compute(plan.slices)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a step without draws may still be storing
-        return StepResult(plan.step_id, tokens, started_s, self._clock())
-
-    def _compute(self, slices: tuple[Slice, ...]) -> tuple[tuple[int, ...], ...]:
-        batch = self.pack(slices)
-        drawing = [i for i, part in enumerate(slices) if part.draws]
-        last = [batch.chunks[i].row + batch.chunks[i].length - 1 for i in drawing]
-        logits = self.decoder.forward(
-            batch, torch.tensor(last, dtype=torch.int64, device=self.device), self.backend
-        )
-        # One row per draw: choices of one prompt share its logits.
-        draws = [row for row, i in enumerate(drawing) for _ in slices[i].draws]
-        if len(draws) > len(drawing):
-            logits = logits[torch.tensor(draws, dtype=torch.int64, device=self.device)]
-        tokens = iter(self.sampler.sample(logits, list(_sample_rows(slices))))
-        drawn = tuple(tuple(next(tokens) for _ in part.draws) for part in slices)
-        self._remember(slices, drawn)
-        return drawn
+        """Launch a step and collect it."""
+        self.launch(plan)
+        return self.collect()
 
     def pack(self, slices: tuple[Slice, ...]) -> Batch:
-        """The slices one after the other."""
-        block_size = self.cache.pool.shape[4]
-        chunks: list[Chunk] = []
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for part in slices:
-            start, length, table = part.start, part.length, part.block_table
-            chunks.append(Chunk(len(token_ids), start, length, table))
-            if length == 1:  # a decode step: an array of one would cost more than it saves
-                token_ids.append(part.token_ids[0] if part.token_ids else self._last_sampled(part))
-                positions.append(start)
-                slots.append(table[start // block_size] * block_size + start % block_size)
-                continue
-            token_ids += part.token_ids
-            own, first = np.arange(start, start + length), start // block_size
-            blocks = np.array(table[first:])[own // block_size - first]
-            positions += own.tolist()
-            slots += (blocks * block_size + own % block_size).tolist()
-        rows = torch.from_numpy(np.array((token_ids, positions, slots), np.int64)).to(self.device)
-        return Batch(rows[0], rows[1], rows[2], tuple(chunks))
+        """Return the slices as a batch on the device, one after the other."""
+        step = self._packer.pack(StepPlan(0, slices))
+        return self._batch(step, self._sent(step.inputs))
 
-    def _last_sampled(self, part: Slice) -> int:
-        for step in reversed(self._sampled):
-            token_id = step.get(part.key)
-            if token_id is not None:
-                return token_id
-        raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
+    # --- inside --------------------------------------------------------------------------------
 
-    def _remember(self, slices: tuple[Slice, ...], drawn: tuple[tuple[int, ...], ...]) -> None:
-        self._sampled.append(
-            {
-                part.key.of_choice(choice): token_id
-                for part, tokens in zip(slices, drawn, strict=True)
-                for choice, token_id in zip(part.draws, tokens, strict=True)
-            }
-        )
+    def _compute(self, step: PackedStep) -> Tensor:
+        """Do all work of a step on the device; return the sampled ids."""
+        self.cache.copy_blocks(step.plan.copies)
+        if self._graphs is not None and self._graphs.takes(step):
+            return self._graphs.replay(step, self._write_tables)
+        return self._forward(step, self._sent(step.inputs))
 
+    def _sent(self, inputs: StepInputs) -> StepInputs:
+        """Copy the inputs to the device, and bring its block tables up to date."""
+        sent = replace(inputs, words=inputs.words.to(self.device, non_blocking=True))
+        self._write_tables(sent)
+        return sent
 
-def _sample_rows(slices: tuple[Slice, ...]) -> Iterator[SampleRow]:
-    for part in slices:
-        for choice in part.draws:
-            if part.sampling is None:
-                raise InvariantBroken(f"{part.key}: a draw without sampling")
-            position = part.start + part.length
-            yield SampleRow(part.sampling, choice, position, position - part.num_prompt_tokens)
+    def _write_tables(self, inputs: StepInputs) -> None:
+        if self._tables is not None and inputs.changes is not None:
+            self._tables.write(*(place.of(inputs.words) for place in inputs.changes))
+
+    def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
+        ids = inputs.tokens.of(inputs.words)[0]
+        if step.has_unknown_tokens:
+            # An index below 0 counts from the ring's end; those of known tokens read its last.
+            ids = torch.where(ids < 0, self._ring[ids.clamp(max=-1)], ids)
+        return step.batch(inputs, ids, self._tables)
+
+    def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
+        batch = self._batch(step, inputs)
+        logits = self.decoder.forward(batch, inputs.rows.of(inputs.words), self.backend)
+        if inputs.repeats is not None:
+            logits = logits[inputs.repeats.of(inputs.words)]
+        places = inputs.places.of(inputs.words)
+        if not len(places):
+            return places
+        ids = self.sampler.draw(logits, inputs.sampled())
+        self._ring[places] = ids
+        return ids

@@ -4,17 +4,18 @@ The runner calls it once a step. A row's token is a pure function of its own log
 choice, position): the same in any batch, order, process or node, so a resumed sequence draws what
 the uninterrupted one would have drawn. There is no generator, and no draw depends on another.
 
-Sums are integers, because an integer sum is the same in every order of addition. On CPUs the kernel
-of `kernels.cpu_sampling` takes the place of the torch code here, which says what it computes.
+Sums are integers, because an integer sum is the same in every order of addition. The kernels of
+`kernels.cpu_sampling` and `kernels.device_sampling` take the place of the torch code here, which
+says what they compute.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels.cpu_sampler import CpuSampler
@@ -31,6 +32,8 @@ from baton.protocol.sampling import Sampling
 MASK_64 = (1 << 64) - 1
 NUCLEUS_CANDIDATES = 1024
 CHUNK_ELEMENTS = 1 << 18  # rows x vocabulary at a time on a CPU: as many as its caches hold
+SEED, CHOICE, POSITION, TOP_K = range(4)  # the columns of `Draws.ints`
+TEMPERATURE, LOG_MIN_P, TOP_P = range(3)  # the columns of `Draws.reals`
 
 
 class SampleRow(msgspec.Struct, frozen=True):
@@ -42,71 +45,112 @@ class SampleRow(msgspec.Struct, frozen=True):
     num_output_tokens: int  # before this one
 
     @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature < MIN_TEMPERATURE
+    def ints(self) -> tuple[int, int, int, int]:
+        return self.sampling.seed, self.choice, self.position, self.sampling.top_k
+
+    @property
+    def reals(self) -> tuple[float, float, float]:
+        sampling = self.sampling
+        return sampling.temperature, _log(sampling.min_p), sampling.top_p
+
+    def held_back(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids that may not be drawn yet: all that would end the sequence."""
+        if self.num_output_tokens >= self.sampling.min_tokens:
+            return ()
+        return (*eos_token_ids, *self.sampling.stop_token_ids)
+
+
+@dataclass(slots=True, frozen=True)
+class Draws:
+    """The draws of a step as tensors, a row for each."""
+
+    ints: Tensor  # [num_draws, 4] int64: seed, choice, position, top_k
+    reals: Tensor  # [num_draws, 3] float64: temperature, log of min_p, top_p
+    held_back: Tensor  # [num_draws, width] int32: ids that may not be drawn; -1 names none
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[SampleRow], eos_token_ids: Sequence[int], device: torch.device
+    ) -> "Draws":
+        held_back = [row.held_back(eos_token_ids) for row in rows]
+        width = max(map(len, held_back))
+        filled = [[*ids, *[-1] * (width - len(ids))] for ids in held_back]
+        return cls(
+            torch.tensor([row.ints for row in rows], device=device),
+            torch.tensor([row.reals for row in rows], dtype=torch.float64, device=device),
+            torch.tensor(filled, dtype=torch.int32, device=device),
+        )
+
+    def picked(self, rows: Sequence[int]) -> "Draws":
+        return Draws(self.ints[rows], self.reals[rows], self.held_back[rows])
+
+
+class SampleKernel(Protocol):
+    """Draws on one kind of device what `Sampler` says, given the fields of `Draws`."""
+
+    def __call__(
+        self, logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor
+    ) -> Tensor: ...
 
 
 class Sampler:
     """Samples for one model. `eos_token_ids` are kept back, like stop ids, until `min_tokens`.
 
-    With `compiled`, logits lie on a CPU and its kernel draws.
+    With a `kernel`, it draws in place of torch.
     """
 
     def __init__(
-        self, eos_token_ids: tuple[int, ...] = (), compiled: CpuSampler | None = None
+        self, eos_token_ids: tuple[int, ...] = (), kernel: SampleKernel | None = None
     ) -> None:
-        self._eos_token_ids = eos_token_ids
-        self._compiled = compiled
+        self.eos_token_ids = eos_token_ids
+        self._kernel = kernel
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """Return one id per row; `logits` is [len(rows), vocab] in float32, may be overwritten.
+        """Draw for rows on the host: what `draw` returns, as a list."""
+        assert logits.shape[0] == len(rows), "one row per draw"
+        if not rows:
+            return []
+        ids: list[int] = self.draw(
+            logits, Draws.of(rows, self.eos_token_ids, logits.device)
+        ).tolist()
+        return ids
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Return one id per row; `logits` is [num_draws, vocab] in float32, may be overwritten.
 
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
-        assert logits.shape[0] == len(rows), "one row per draw"
-        if not rows:
-            return []
-        self._hold_back_ends(logits, rows)
-        if self._compiled is not None:
-            return self._compiled.sample(logits.contiguous(), *parameters(rows))
-        drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
-        if not drawn:
-            return _ids(logits.argmax(dim=-1))
-        if len(drawn) == len(rows):
-            return self._draw(logits, rows)
-        tokens = _ids(logits.argmax(dim=-1))
-        picked = torch.tensor(drawn, device=logits.device)
-        for index, token in zip(
-            drawn, self._draw(logits[picked], [rows[index] for index in drawn]), strict=True
-        ):
-            tokens[index] = token
+        if self._kernel is not None:
+            return self._kernel(logits, draws.ints, draws.reals, draws.held_back)
+        _hold_back(logits, draws.held_back)
+        warm = draws.reals[:, TEMPERATURE] >= MIN_TEMPERATURE
+        drawn: list[int] = warm.nonzero().flatten().tolist()
+        if len(drawn) == len(logits):
+            return self._draw(logits, draws)
+        tokens = logits.argmax(dim=-1)
+        if drawn:
+            tokens[drawn] = self._draw(logits[drawn], draws.picked(drawn))
         return tokens
 
-    def _hold_back_ends(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        for index, row in enumerate(rows):
-            if row.num_output_tokens < row.sampling.min_tokens:
-                ends = {*self._eos_token_ids, *row.sampling.stop_token_ids}
-                known = [token for token in ends if 0 <= token < logits.shape[1]]
-                logits[index, known] = -math.inf
-
-    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
         vocab = logits.shape[1]
-        at_once = len(rows) if logits.is_cuda else max(1, CHUNK_ELEMENTS // vocab)
+        at_once = len(logits) if logits.is_cuda else max(1, CHUNK_ELEMENTS // vocab)
         tokens: list[Tensor] = []
-        for first in range(0, len(rows), at_once):
-            part = rows[first : first + at_once]
-            weights = _weights(logits[first : first + at_once], part)
+        for first in range(0, len(logits), at_once):
+            rows = range(first, min(first + at_once, len(logits)))
+            part = draws.picked(rows)
+            weights = _weights(logits[first : rows.stop], part)
             # p / e with exponential e has its maximum where log p + Gumbel noise has it.
             weights /= self._exponentials(part, vocab, logits.device)
             tokens.append(weights.argmax(dim=-1))
-        return _ids(torch.cat(tokens))
+        return torch.cat(tokens)
 
-    def _exponentials(self, rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Tensor:
+    def _exponentials(self, draws: Draws, vocab: int, device: torch.device) -> Tensor:
         """Return standard exponential noise [rows, vocab], by splitmix64 of (row key, token id)."""
-        keys = torch.tensor([[_signed(_row_key(row))] for row in rows], device=device)
-        bits = keys + self._counter_steps(vocab, device)
+        row_keys = [[_signed(_row_key(*ints[:TOP_K]))] for ints in draws.ints.tolist()]
+        bits = torch.tensor(row_keys, device=device) + self._counter_steps(vocab, device)
         bits ^= (bits >> 30) & ((1 << 34) - 1)
         bits *= _signed(MIX_1)
         bits ^= (bits >> 27) & ((1 << 37) - 1)
@@ -125,27 +169,35 @@ class Sampler:
         return steps
 
 
-def parameters(rows: Sequence[SampleRow]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return what the compiled kernels take for each row."""
-    ints = [(row.sampling.seed, row.choice, row.position, row.sampling.top_k) for row in rows]
-    reals = [
-        (row.sampling.temperature, _log(row.sampling.min_p), row.sampling.top_p) for row in rows
-    ]
-    return np.array(ints, np.int64), np.array(reals, np.float64)
+def compiled(kernel: CpuSampler) -> SampleKernel:
+    """Return the kernel for logits on a CPU."""
+
+    def draw(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+        _hold_back(logits, held_back)
+        return torch.tensor(kernel.sample(logits.contiguous(), ints.numpy(), reals.numpy()))
+
+    return draw
 
 
-def _weights(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _hold_back(logits: Tensor, held_back: Tensor) -> None:
+    """Make it impossible to draw these ids, as far as the vocabulary has them."""
+    if not held_back.shape[1]:
+        return
+    for index, ids in enumerate(held_back.tolist()):
+        if known := [token for token in ids if 0 <= token < logits.shape[1]]:
+            logits[index, known] = -math.inf
+
+
+def _weights(logits: Tensor, draws: Draws) -> Tensor:
     """Return exp(logit / temperature) where the filters pass, 0 elsewhere; the largest is 1."""
-    device = logits.device
-    scale = torch.tensor([[row.sampling.temperature] for row in rows], device=device)
-    scaled = logits / scale
+    scaled = logits / draws.reals[:, TEMPERATURE, None].float()
     scaled -= scaled.amax(dim=-1, keepdim=True)
-    if any(row.sampling.min_p > 0 for row in rows):
-        floors = [[_log(row.sampling.min_p)] for row in rows]
-        _drop_below(scaled, torch.tensor(floors, device=device))
-    _keep_top_k(scaled, [row.sampling.top_k for row in rows])
+    floors = draws.reals[:, LOG_MIN_P, None].float()
+    if bool((floors > -math.inf).any()):
+        _drop_below(scaled, floors)
+    _keep_top_k(scaled, draws.ints[:, TOP_K].tolist())
     weights = scaled.exp_()
-    _keep_top_p(weights, [row.sampling.top_p for row in rows])
+    _keep_top_p(weights, draws.reals[:, TOP_P].tolist())
     return weights
 
 
@@ -196,10 +248,10 @@ def _drop_below(scaled: Tensor, floors: Tensor) -> None:
     scaled.masked_fill_(scaled < floors, -math.inf)
 
 
-def _row_key(row: SampleRow) -> int:
-    key = _mix(row.sampling.seed & MASK_64)
-    key = _mix(key ^ (row.choice + 1) * GOLDEN & MASK_64)
-    return _mix(key ^ (row.position + 1) * MIX_2 & MASK_64)
+def _row_key(seed: int, choice: int, position: int) -> int:
+    key = _mix(seed & MASK_64)
+    key = _mix(key ^ (choice + 1) * GOLDEN & MASK_64)
+    return _mix(key ^ (position + 1) * MIX_2 & MASK_64)
 
 
 def _mix(value: int) -> int:
@@ -217,9 +269,3 @@ def _signed(value: int) -> int:
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
-
-
-def _ids(tokens: Tensor) -> list[int]:
-    """Copy the ids, with which the host streams and plans: the one synchronisation of a step."""
-    ids: list[int] = tokens.tolist()
-    return ids

@@ -1,8 +1,9 @@
 """The process of one rank: it loads the rank, then runs plan after plan for its executor.
 
 `python -m baton.engine.worker STEPS PORT`, where both are inherited socket descriptors. The main
-thread computes; a second thread carries the transfer agent's commands and events. The process ends
-when its executor's end of the sockets closes, and with a non-zero code after any error.
+thread takes plans in for the threads that compute them; another one carries the transfer agent's
+commands and events. The process ends when its executor's end of the sockets closes, and with a
+non-zero code after any error.
 """
 
 import os
@@ -12,7 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from baton.engine.rank import LoadedRank, load_rank, plan_rank
+from baton.engine.plan import StepResult
+from baton.engine.rank import load_rank, plan_rank
+from baton.engine.step_threads import StepThreads
 from baton.engine.tensor_parallel import Ranks, SharedMemoryRanks, SingleRank
 from baton.engine.worker_messages import (
     FromWorker,
@@ -27,8 +30,11 @@ from baton.engine.worker_messages import (
 )
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, NodeError
+from baton.runtime.cpus import threads_per_rank
 from baton.runtime.log import logger, setup
 from baton.runtime.process import die_with_parent
+
+CLOSE_S = 1.0  # for the step that runs when the executor goes
 
 log = logger("worker")
 
@@ -39,6 +45,7 @@ class Worker:
     def __init__(self, steps: socket.socket, port: socket.socket) -> None:
         self._steps = MessageSocket[ToWorker](steps, ToWorker)  # type: ignore[arg-type]
         self._port = port
+        self._error: BatonError | None = None  # of a step; it closes the socket of steps
 
     def run(self) -> int:
         """Load, compute until the executor is gone, and return the exit code."""
@@ -57,24 +64,36 @@ class Worker:
                 log.exception("the worker failed")
             self._tell(WorkerFailed(_as_baton(error).to_failure()))
             return 1
-        return 0
+        return int(self._error is not None)
 
     def _serve(self, load: LoadRank) -> None:
         rank = load_rank(load.config, load.epoch, _join(load), self._progress)
         pump = PortPump(rank.port, self._port, self._tell)
         pump.start()
+        threads = StepThreads(rank.runner, threads_per_rank(load.config.engine), self._hear)
+        threads.start()
         try:
             self._tell(Loaded(rank.info))
-            self._run_steps(rank)
+            while (message := self._steps.wait()) is not None:
+                if not isinstance(message, RunStep):
+                    raise InvariantBroken("a worker is loaded once")
+                threads.submit(message.plan)
         finally:
+            threads.close(CLOSE_S)
             pump.stop()
             rank.close()
 
-    def _run_steps(self, rank: LoadedRank) -> None:
-        while (message := self._steps.wait()) is not None:
-            if not isinstance(message, RunStep):
-                raise InvariantBroken("a worker is loaded once")
-            self._tell(StepDone(rank.runner.execute(message.plan)))
+    def _hear(self, outcome: StepResult | NodeError) -> None:
+        if isinstance(outcome, StepResult):
+            self._tell(StepDone(outcome))
+            return
+        try:
+            raise outcome
+        except NodeError:
+            log.exception("the worker failed")
+        self._error = outcome
+        self._tell(WorkerFailed(outcome.to_failure()))
+        self._steps.close()  # the main thread waits for a plan: this ends it
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self._tell(Loading(phase, done, total))

@@ -26,7 +26,7 @@ from baton.engine.model_config import DecoderConfig
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.rank import load_runner, plan_rank
 from baton.engine.runner import Runner
-from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.sampler import Draws, Sampler
 from baton.engine.tensor_parallel import SingleRank
 from baton.kv_transfer.host_pool import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
@@ -219,6 +219,7 @@ class TimedBackend:
     def __init__(self, backend: Backend, watch: Stopwatch) -> None:
         self._backend, self._watch = backend, watch
         self.name, self.is_batch_invariant = backend.name, backend.is_batch_invariant
+        self.table_blocks = backend.table_blocks
         self.begin, self.silu_mul = backend.begin, backend.silu_mul
         self.add_rms_norm = backend.add_rms_norm
 
@@ -229,11 +230,12 @@ class TimedBackend:
 
 class TimedSampler(Sampler):
     def __init__(self, sampler: Sampler, watch: Stopwatch) -> None:
+        super().__init__(sampler.eos_token_ids)
         self._sampler, self._watch = sampler, watch
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         with self._watch.running("sampling"):
-            return self._sampler.sample(logits, rows)
+            return self._sampler.draw(logits, draws)
 
 
 def _time_parts(runner: Runner, watch: Stopwatch) -> None:

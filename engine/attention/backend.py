@@ -29,13 +29,31 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True, frozen=True)
+class Tables:
+    """The sequences of a batch as kernels read them on the device.
+
+    The first `num_decoding` sequences have one row each. `query_starts` counts the rows of the
+    others, from the first of theirs.
+    """
+
+    blocks: Tensor  # [num_sequences, num_blocks] int32
+    context_lens: Tensor  # [num_sequences] int32; 0 is padding
+    query_starts: Tensor  # [num_sequences - num_decoding + 1] int32, or empty
+    num_decoding: int
+
+
+@dataclass(slots=True, frozen=True)
 class Batch:
-    """The tokens of one step, packed: a row for each."""
+    """The tokens of one step, packed: a row for each.
+
+    `chunks` says on the host what `tables` says on the device; a backend reads one of them.
+    """
 
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
-    slots: Tensor  # [num_tokens] int64: block * block_size + offset
+    slots: Tensor  # [num_tokens] int64: block * block_size + offset, -1: not stored
     chunks: tuple[Chunk, ...]
+    tables: Tables | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +64,8 @@ class Backend(Protocol):
     """One device's attention and fused operations over one pool.
 
     `name` tells apart backends that compute other bits. `is_batch_invariant` says that the bits of
-    a token depend on its own sequence alone, whatever else is in the batch.
+    a token depend on its own sequence alone, whatever else is in the batch. `table_blocks` is how
+    many blocks the longest sequence has if the backend reads `Batch.tables`, 0 if it reads chunks.
     """
 
     @property
@@ -54,6 +73,9 @@ class Backend(Protocol):
 
     @property
     def is_batch_invariant(self) -> bool: ...
+
+    @property
+    def table_blocks(self) -> int: ...
 
     def begin(self, batch: Batch) -> None:
         """Prepare what all layers of this step share."""

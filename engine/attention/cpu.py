@@ -60,6 +60,7 @@ class CpuBackend:
 
     name = "compiled"
     is_batch_invariant = True
+    table_blocks = 0
 
     def __init__(
         self,

@@ -5,27 +5,16 @@ batch that decode one token share a split-context kernel; from the first longer 
 through the prefill kernel, which is exact for single tokens too.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from baton.engine.attention.backend import Batch, Chunk
+from baton.engine.attention.backend import Batch
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rms_norm import add_rms_norm
 from baton.kernels.rope_store import rope_and_store
 from baton.kernels.silu_mul import silu_mul
-
-
-@dataclass(slots=True, frozen=True)
-class Tables:
-    """What a kernel reads of some sequences."""
-
-    blocks: Tensor  # [batch, max_blocks] int32
-    context_lens: Tensor  # [batch] int32
-    query_starts: Tensor  # [batch + 1] int32, from the first of these sequences' rows
 
 
 class CudaBackend:
@@ -48,31 +37,12 @@ class CudaBackend:
         self.eps = eps
         self.window = window
         self.scale = self.head_dim**-0.5
+        self.table_blocks = -(-len(cos_sin) // self.block_size)
         self._cos_sin = cos_sin.to(pool.device).contiguous()
 
     def begin(self, batch: Batch) -> None:
-        self._positions = batch.positions
-        self._slots = batch.slots
-        chunks = batch.chunks
-        self._num_decoding = next((i for i, s in enumerate(chunks) if s.length > 1), len(chunks))
-        self._decoding = self._tables(chunks[: self._num_decoding])
-        self._prompts = self._tables(chunks[self._num_decoding :])
-
-    def _tables(self, chunks: tuple[Chunk, ...]) -> Tables | None:
-        if not chunks:
-            return None
-        used = [chunk.block_table[: -(-chunk.end // self.block_size)] for chunk in chunks]
-        width = max(len(blocks) for blocks in used)
-        starts = [chunk.row - chunks[0].row for chunk in chunks]
-        starts.append(starts[-1] + chunks[-1].length)
-        return Tables(
-            self._int32([[*blocks, *[0] * (width - len(blocks))] for blocks in used]),
-            self._int32([chunk.end for chunk in chunks]),
-            self._int32(starts),
-        )
-
-    def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.pool.device)
+        assert batch.tables is not None, "the kernels read tables on the device"
+        self._positions, self._slots, self._tables = batch.positions, batch.slots, batch.tables
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         heads, kv_heads = self.num_heads, self.kv_heads
@@ -84,18 +54,19 @@ class CudaBackend:
             q_norm, k_norm, self.eps,
         )  # fmt: skip
         parts: list[Tensor] = []
-        if (some := self._decoding) is not None:
+        tables, decoding = self._tables, self._tables.num_decoding
+        if decoding:
             parts.append(
                 paged_decode_attention(
-                    q[: self._num_decoding], self.pool, layer, some.blocks, some.context_lens,
-                    self.scale, self.window,
+                    q[:decoding], self.pool, layer, tables.blocks[:decoding],
+                    tables.context_lens[:decoding], self.scale, self.window,
                 )
             )  # fmt: skip
-        if (some := self._prompts) is not None:
+        if decoding < len(tables.blocks):
             parts.append(
                 paged_prefill_attention(
-                    q[self._num_decoding :], self.pool, layer, some.blocks, some.query_starts,
-                    some.context_lens, self.scale, self.window,
+                    q[decoding:], self.pool, layer, tables.blocks[decoding:], tables.query_starts,
+                    tables.context_lens[decoding:], self.scale, self.window,
                 )
             )  # fmt: skip
         out = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -16,6 +16,7 @@ QUERIES = 128  # of one sequence at a time, which bounds the memory that their s
 class PlainBackend:
     name = "torch"
     is_batch_invariant = False
+    table_blocks = 0
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.engine.local_executor import InProcessExecutor
-from baton.engine.plan import StepPlan, StepResult
+from baton.engine.plan import StepPlan
 from baton.engine.runner import Runner
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, NodeConfig, RouterConfig
 from baton.protocol.errors import NodeError, RequestError
@@ -22,21 +22,16 @@ NUM_NODES = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind="delta")
 
 
-class FragileRunner:
-    """Breaks in every step in which a sequence starts with the token."""
+def make_fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break every step in which a sequence starts with the token."""
+    launch = Runner.launch
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def execute(self, plan: StepPlan) -> StepResult:
+    def fragile(runner: Runner, plan: StepPlan) -> None:
         if any(part.start == 0 and part.token_ids[0] == POISON for part in plan.slices):
             raise RuntimeError("no kernel for this token")
-        return self._runner.execute(plan)
+        launch(runner, plan)
 
-
-class FragileExecutor(InProcessExecutor):
-    def _work(self, runner: Runner, threads: int) -> None:
-        super()._work(FragileRunner(runner), threads)  # type: ignore[arg-type]
+    monkeypatch.setattr(Runner, "launch", fragile)
 
 
 class Stream:
@@ -51,7 +46,10 @@ class Stream:
             self.has_begun.set()
 
 
-def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path: Path) -> None:
+def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_fragile(monkeypatch)
     config = ClusterConfig(
         model=ModelConfig(path=str(model_folder("qwen3"))),
         cache=CacheConfig(num_blocks=64),
@@ -68,7 +66,7 @@ def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path:
                 ),
             ),
             "decode",
-            FragileExecutor,
+            InProcessExecutor,
         )
         for index in range(NUM_NODES)
     ]

@@ -37,18 +37,25 @@ class Meeting:
 
     def compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count and hold the chunks of prompts, which prefill alone computes here."""
-        execute, steps = Runner.execute, iter(range(NUM_STEPS))
+        launch, collect, steps = Runner.launch, Runner.collect, iter(range(NUM_STEPS))
+        chunks: set[tuple[Runner, int]] = set()
 
-        def held(runner: Runner, plan: StepPlan) -> StepResult:
-            result = execute(runner, plan)
+        def noted(runner: Runner, plan: StepPlan) -> None:
             if plan.slices[0].length == CHUNK:
+                chunks.add((runner, plan.step_id))
+            launch(runner, plan)
+
+        def held(runner: Runner) -> StepResult:
+            result = collect(runner)
+            if (runner, result.step_id) in chunks:
                 step = next(steps)
                 if step % CHUNKS:
                     assert self.is_posted[step - 1].wait(DEADLINE_S), "read only after the chunk"
                 self.is_computed[step].set()
             return result
 
-        monkeypatch.setattr(Runner, "execute", held)
+        monkeypatch.setattr(Runner, "launch", noted)
+        monkeypatch.setattr(Runner, "collect", held)
 
     def transport(self, inner: Transport) -> Transport:
         return HeldTransport(inner, self)

@@ -15,6 +15,7 @@ from baton.engine.attention.cuda import CudaBackend
 from baton.engine.layers.rope import rope_table
 from baton.engine.rank import plan_rank, warm_up
 from baton.engine.runner import Runner
+from baton.engine.step_queue import HostQueue
 from baton.runtime.clock import monotonic
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
@@ -44,7 +45,7 @@ def main() -> None:
         pool = torch.zeros_like(cpu.cache.pool)
         backend = NotingBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
-        cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, cpu.device, monotonic)
+        cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
         warm_up(cuda)
         warm = {
             "chunks": backend.noted.copy(),

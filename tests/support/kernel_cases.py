@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.sampler import Sampler, SampleRow, parameters
+from baton.engine.sampler import Draws, Sampler, SampleRow
 from baton.kernels.cpu_library import load_library
 from baton.kernels.cpu_sampler import CpuSampler
 from baton.protocol.sampling import Sampling
@@ -289,14 +289,17 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
 def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]:
     from baton.kernels.device_sampling import sample_tokens
 
-    ints, reals = (torch.from_numpy(numbers).to(logits.device) for numbers in parameters(rows))
-    tokens: list[int] = sample_tokens(logits, ints, reals, held_back.to(logits.device)).tolist()
+    draws = Draws.of(rows, (), logits.device)
+    on_device = held_back.to(logits.device)
+    tokens: list[int] = sample_tokens(logits, draws.ints, draws.reals, on_device).tolist()
     return tokens
 
 
 def drawn_on_a_cpu(logits: Tensor, rows: list[SampleRow]) -> list[int]:
     library = load_library(is_bf16=False, progress=lambda _done, _total: None)
-    return CpuSampler(library).sample(logits.contiguous(), *parameters(rows))
+    draws = Draws.of(rows, (), logits.device)
+    ints, reals = draws.ints.numpy(), draws.reals.numpy()
+    return CpuSampler(library).sample(logits.contiguous(), ints, reals)
 
 
 def rotation_table(max_position: int, head_dim: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch
 from baton.engine.attention.plain import PlainBackend
+from baton.engine.cuda_queue import CudaQueue
 from baton.engine.kv_cache import KVCache, device_cache
 from baton.engine.layers.linear import Linear
 from baton.engine.layers.rope import rope_table
@@ -22,6 +23,7 @@ from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
+from baton.engine.step_queue import HostQueue, StepQueue
 from baton.engine.tensor_parallel import SingleRank
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
@@ -154,6 +156,10 @@ class Prepared:
     def is_batch_invariant(self) -> bool:
         return self._inner.is_batch_invariant
 
+    @property
+    def table_blocks(self) -> int:
+        return self._inner.table_blocks
+
     def begin(self, batch: Batch) -> None:
         """Do nothing, because the step was begun earlier."""
 
@@ -216,13 +222,15 @@ def make_runner(
     """Return a runner that is built like a rank's, without a checkpoint."""
     table = rope_table(Rope(THETA), shape.head_dim, positions)
     backend: Backend
+    device = cache.pool.device
+    queue: StepQueue = CudaQueue(device) if device.type == "cuda" else HostQueue()
     if with_kernels:
         from baton.engine.attention.cuda import CudaBackend
 
         backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
     else:
         backend = PlainBackend(cache.pool, shape.num_heads, table, EPS, window=None)
-    return Runner(decoder, backend, cache, Sampler(), cache.pool.device, monotonic)
+    return Runner(decoder, backend, cache, Sampler(), queue, monotonic)
 
 
 def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> Decoder:

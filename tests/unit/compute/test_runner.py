@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.engine.packing import REMEMBERED_STEPS
 from baton.engine.plan import StepPlan
-from baton.engine.runner import REMEMBERED_STEPS, Runner
+from baton.engine.runner import Runner
 from baton.protocol.errors import InvariantBroken
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, next_step, random_tokens

@@ -1,0 +1,60 @@
+"""The work of a GPU's steps: one stream, pinned memory for ids, an event for each step.
+
+Made by the rank's loader where a rank computes on CUDA. Everything is launched by one thread, which
+has the library handles and captures the graphs; the thread that collects only waits for events.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.engine.step_queue import Work
+
+
+class CudaQueue:
+    """The queue of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.default_stream(device))  # it has loaded the weights
+        self._pool = torch.cuda.graph_pool_handle()
+        self._launched: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def allocate(self, num_words: int) -> Tensor:
+        # The allocator reuses pinned memory only after the copies from it have run.
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+
+    def launch(self, work: Work) -> None:
+        torch.cuda.set_device(self.device)  # each thread has its own
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            ids = work()
+            on_host = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
+            on_host.copy_(ids, non_blocking=True)
+            # A thread that spins takes a CPU from others.
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        self._launched.append((on_host, done))
+
+    def collect(self) -> list[int]:
+        on_host, done = self._launched.popleft()
+        done.synchronize()
+        ids: list[int] = on_host.tolist()
+        return ids
+
+    def capture(self, work: Work) -> Callable[[], Tensor]:
+        torch.cuda.set_device(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            work()  # compiles and loads what a capture may not
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                ids = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return ids
+
+        return replay

@@ -1,0 +1,42 @@
+"""The block tables of sequences in a device's memory, where attention kernels read them.
+
+A sequence keeps its row from step to step, and a step sends only the blocks that are new. The
+packer notes them on the host with `follow`, the runner writes them before the step that needs them.
+Rows are not given back: the sequence that was named least recently loses its row to a new one, and
+is sent whole if it comes again.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.protocol.ids import Key
+
+IDLE_ROW = 0  # no sequence has it: padding reads it
+
+
+class DeviceTables:
+    """`blocks` is `[1 + num_sequences, num_blocks]` int32; what a sequence has not is undefined."""
+
+    def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
+        self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)
+        self._num_blocks = num_blocks
+        self._free = list(range(num_sequences, IDLE_ROW, -1))
+        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently named first
+
+    def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
+        """Return the row of a sequence with this table; add (place, block) of what must change."""
+        row, known = self._rows.pop(key, (0, ()))
+        if not row:
+            row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))[0]
+        if table != known:
+            start = len(known) if table[: len(known)] == known else 0
+            first = row * self._num_blocks
+            places, blocks = changes
+            places.extend(range(first + start, first + len(table)))
+            blocks.extend(table[start:])
+        self._rows[key] = row, table
+        return row
+
+    def write(self, places: Tensor, blocks: Tensor) -> None:
+        """Make the changes of a step, in the order of the device's work."""
+        self.blocks.view(-1).index_copy_(0, places, blocks)

@@ -1,0 +1,63 @@
+"""How a device takes the work of steps: the runner launches, and collects in the same order.
+
+A CPU computes a step when it is collected, so the next one is packed meanwhile. A GPU takes the
+work when it is launched; collecting waits for it. One thread launches, another may collect.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], Tensor]  # returns the sampled ids, [num_draws] int64, on the device
+
+
+class StepQueue(Protocol):
+    """One device's work, in order. An error of the work is raised by `launch` or by `collect`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def allocate(self, num_words: int) -> Tensor:
+        """Return int64 memory on the host from which the device copies without a wait."""
+        ...
+
+    def launch(self, work: Work) -> None:
+        """Take the work of a step in; only its Python code may have run on return."""
+        ...
+
+    def collect(self) -> list[int]:
+        """Return the ids of the oldest step when all that it stores is visible to transports."""
+        ...
+
+    def capture(self, work: Work) -> Work:
+        """Return what repeats the work on the same memory, without running its Python code.
+
+        Runs the work itself first. Called where `launch` is called.
+        """
+        ...
+
+
+class HostQueue:
+    """Work of a CPU, done by the thread that collects it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._work: deque[Work] = deque()
+
+    def allocate(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int64)
+
+    def launch(self, work: Work) -> None:
+        self._work.append(work)
+
+    def collect(self) -> list[int]:
+        with torch.inference_mode():
+            ids: list[int] = self._work.popleft()().tolist()
+        return ids
+
+    def capture(self, work: Work) -> Work:
+        raise NotImplementedError("a CPU has no graphs")

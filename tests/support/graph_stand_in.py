@@ -1,0 +1,201 @@
+"""A CPU that behaves like a GPU with graphs, and a model that such a device can compute.
+
+`RecordingQueue` computes when a step is launched. Its `capture` records every torch operation with
+the tensors that it took, and a replay runs these operations again without any Python code of the
+engine: what a captured step has read from the host shows in the results of its replays. One that
+asks for a value on the host, or makes a tensor from host data, fails at once.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from baton.engine.attention.backend import Batch
+from baton.engine.kv_cache import KVCache
+from baton.engine.layers.rope import rope_table
+from baton.engine.model_config import Rope
+from baton.engine.runner import Runner
+from baton.engine.sampler import POSITION, SEED, TEMPERATURE, Sampler
+from baton.engine.step_queue import Work
+from baton.kernels import reference
+from baton.runtime.clock import monotonic
+from tools.gpu.engine import random_decoder
+from tools.gpu.floors import Shape
+
+aten = torch.ops.aten
+# Each of them waits for the device, or brings data that a replay would not have.
+REFUSED = (
+    aten.item, aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select,
+    aten.lift_fresh, aten._unique2,
+)  # fmt: skip
+SHAPE = Shape("tiny", 32, 48, 2, 4, 2, 8, 96, is_tied=False, has_qk_norm=False)
+BLOCK_SIZE = 4
+MAX_LEN = 64
+
+
+def refuse_waits(func: Any, args: Any) -> None:
+    """Fail if the operation waits for the device; an index by a mask counts what it takes."""
+    assert func.overloadpacket not in REFUSED, f"{func} in a step"
+    if func.overloadpacket in (aten.index, aten.index_put_):
+        indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
+        assert not any(index.dtype == torch.bool for index in indices), "an index by a mask"
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations that run while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        refuse_waits(func, args)
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class RecordingQueue:
+    """A `StepQueue` on `device`, which holds nothing if it is `meta`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.num_replays = 0
+        self._ids: deque[list[int]] = deque()
+
+    def allocate(self, num_words: int) -> Tensor:
+        return torch.full((num_words,), -7)  # not zeros: what is not laid must not be read
+
+    def launch(self, work: Work) -> None:
+        with torch.inference_mode():
+            ids = work()
+        self._ids.append([0] * len(ids) if ids.is_meta else ids.tolist())
+
+    def collect(self) -> list[int]:
+        return self._ids.popleft()
+
+    def capture(self, work: Work) -> Work:
+        with torch.inference_mode():
+            work()
+            with Recorder() as recorder:
+                ids = work()
+
+        def replay() -> Tensor:
+            self.num_replays += 1
+            if self.device.type != "meta":
+                recorder.replay()
+            return ids
+
+        return replay
+
+
+class TableBackend:
+    """Attention in torch that reads tables on the device, and in a decode step nothing else."""
+
+    name = "tables"
+    is_batch_invariant = False
+
+    def __init__(self, pool: Tensor, num_heads: int, max_len: int) -> None:
+        """The last block of the pool takes what is not to be stored."""
+        self.pool, self.num_heads = pool, num_heads
+        self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
+        self.table_blocks = -(-max_len // self.block_size)
+        table = rope_table(Rope(1e4), self.head_dim, max_len)
+        self._cos_sin = table.to(pool.device, pool.dtype)
+
+    def begin(self, batch: Batch) -> None:
+        assert batch.tables is not None
+        self._batch, self._tables = batch, batch.tables
+
+    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+        assert head_norms is None
+        heads, tables = self.num_heads, self._tables
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
+            (heads, self.pool.shape[1], self.pool.shape[1]), 1
+        )
+        q, k = self._rotated(q), self._rotated(k)
+        spare = (len(self.pool) - 1) * self.block_size
+        slots = torch.where(self._batch.slots < 0, spare, self._batch.slots)
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        self.pool[blocks, :, layer, 0, offsets] = k
+        self.pool[blocks, :, layer, 1, offsets] = v
+        decoding = tables.num_decoding
+        out = self._decoded(q[:decoding], layer)
+        if decoding < len(tables.blocks):
+            out = torch.cat((out, self._prefilled(q[decoding:], layer)))
+        return out.flatten(1)
+
+    def _prefilled(self, q: Tensor, layer: int) -> Tensor:
+        if q.is_meta:  # the twin of the kernel reads lengths on the host
+            return torch.zeros_like(q)
+        tables, decoding = self._tables, self._tables.num_decoding
+        return reference.paged_prefill_attention(
+            q, self.pool, layer, tables.blocks[decoding:], tables.query_starts,
+            tables.context_lens[decoding:], self.head_dim**-0.5,
+        )  # fmt: skip
+
+    def _decoded(self, q: Tensor, layer: int) -> Tensor:
+        """Attend from one row of each sequence; every operation has the shape of the tables."""
+        tables, decoding = self._tables, len(q)
+        found = self.pool[tables.blocks[:decoding].long(), :, layer]
+        found = found.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, rows, kv_heads, tokens, dim]
+        keys, values = found
+        grouped = q.unflatten(1, (keys.shape[1], -1))
+        scores = torch.einsum("bkgd,bknd->bkgn", grouped, keys) * self.head_dim**-0.5
+        place = torch.arange(keys.shape[2], device=q.device)
+        hidden = place >= tables.context_lens[:decoding, None]
+        scores = scores.masked_fill(hidden[:, None, None], -1e30)
+        values = values.masked_fill(hidden[:, None, :, None], 0.0)
+        return torch.einsum("bkgn,bknd->bkgd", scores.softmax(-1), values).flatten(1, 2)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        cos, sin = self._cos_sin[self._batch.positions][:, None].chunk(2, dim=-1)
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        stream = x if residual is None else x + residual
+        return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + eps) * weight, stream
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def draw_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+    """Draw from noise that the seed and the position give; not what a `Sampler` draws."""
+    vocab = logits.shape[1]
+    spare = torch.nn.functional.pad(logits, (0, 1))
+    places = torch.where(held_back < 0, vocab, held_back).long()
+    logits = spare.scatter(1, places, -torch.inf)[:, :vocab]
+    tokens = torch.arange(vocab, device=logits.device)
+    mixed = (ints[:, SEED] * 7919 + ints[:, POSITION] * 104_729)[:, None] + tokens * 31
+    noise = (mixed * mixed % 10_007) / 10_007
+    return (logits + noise * reals[:, TEMPERATURE, None]).argmax(-1)
+
+
+def stand_in(num_blocks: int, queue: RecordingQueue, eos_token_ids: tuple[int, ...] = ()) -> Runner:
+    """Return a runner of a tiny random model in float64, over a pool on the queue's device."""
+    torch.manual_seed(3)
+    decoder = random_decoder(SHAPE, torch.float64, queue.device)
+    for linear in decoder.linears():
+        linear.weight.mul_(8.0)  # so that every token depends on those before it
+    sizes = (num_blocks + 1, SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
+    pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
+    cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
+    backend = TableBackend(pool, SHAPE.num_heads, MAX_LEN)
+    sampler = Sampler(eos_token_ids, draw_on_device)
+    return Runner(decoder, backend, cache, sampler, queue, monotonic)

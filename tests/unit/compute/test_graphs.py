@@ -1,0 +1,239 @@
+"""Steps that overlap and steps that are replayed give what one eager step after the other gives."""
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.block_pool import BlockPool
+from baton.engine.device_tables import DeviceTables
+from baton.engine.graphs import buckets_up_to
+from baton.engine.plan import Slice, StepPlan
+from baton.engine.runner import Runner
+from baton.engine.scheduler import NodeLimits
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import Decode, Failed, Tokens
+from baton.protocol.sampling import Sampling
+from tests.support.compute import no_progress
+from tests.support.drive import key
+from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, refuse_waits, stand_in
+
+NUM_BLOCKS = 48
+NUM_SCHEDULES = 1000
+EOS = tuple(range(0, SHAPE.vocab_size, 16))
+LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
+PROMPTS = [[3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)]
+SAMPLINGS = [
+    Sampling(seed=5, max_tokens=9, temperature=0.0),
+    Sampling(seed=6, max_tokens=12, temperature=0.5),
+    Sampling(seed=7, max_tokens=7, min_tokens=4, temperature=0.9, stop_token_ids=(11, 40)),
+    # More ids are held back than a captured step can, so the first steps are eager.
+    Sampling(seed=8, max_tokens=7, min_tokens=2, temperature=0.9, stop_token_ids=(11, 40, 50)),
+]
+
+
+def test_buckets_are_fine_where_steps_are_small() -> None:
+    assert buckets_up_to(1) == (1,)
+    assert buckets_up_to(50) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56)
+    assert buckets_up_to(256)[-8:] == (80, 96, 112, 128, 160, 192, 224, 256)
+    assert buckets_up_to(1000) == buckets_up_to(256)
+    assert len(buckets_up_to(256)) == 19
+
+
+def captured(queue: RecordingQueue) -> Runner:
+    runner = stand_in(NUM_BLOCKS, queue, EOS)
+    runner.capture(buckets_up_to(LIMITS.max_num_seqs), no_progress)
+    return runner
+
+
+def alone(runner: Runner, prompt: list[int], sampling: Sampling) -> list[int]:
+    """One sequence by itself, each step collected before the next one is launched."""
+    world = World(runner, random.Random(0), depth=1)
+    world.ask(prompt, sampling)
+    while world.turn():
+        pass
+    return world.said[key("r0")]
+
+
+class World:
+    """A decode scheduler and a runner, with up to `depth` steps launched."""
+
+    def __init__(self, runner: Runner, luck: random.Random, depth: int) -> None:
+        self.runner, self.luck, self.depth = runner, luck, depth
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.scheduler = DecodeScheduler(self.pool, LIMITS)
+        self.launched: deque[StepPlan] = deque()
+        self.asked: dict[Key, tuple[list[int], Sampling]] = {}
+        self.said: dict[Key, list[int]] = {}
+        self.ended: set[Key] = set()
+        self.cut: set[Key] = set()  # cancelled or preempted: what they said is a beginning
+
+    def ask(self, prompt: list[int], sampling: Sampling) -> None:
+        of = key(f"r{len(self.asked)}")
+        self.asked[of], self.said[of] = (prompt, sampling), []
+        self.scheduler.add(0.0, 0, Decode(of, list(prompt), len(prompt), sampling, 1))
+
+    def turn(self) -> bool:
+        """Launch what can be launched, collect the oldest; False when nothing is left."""
+        while len(self.launched) < self.depth and (plan := self.scheduler.plan(0.0)):
+            self.runner.launch(plan)
+            self.launched.append(plan)
+        if not self.launched:
+            return False
+        self.scheduler.settle(0.0, self.launched.popleft(), self.runner.collect())
+        for _, message in self.scheduler.outputs.take_router_messages():
+            match message:
+                case Tokens(entries=entries):
+                    for entry in entries:
+                        self.said[entry.key] += entry.token_ids
+                        if entry.finish_reason:
+                            self.ended.add(entry.key)
+                case Failed(key=of):
+                    self.cut.add(of)
+        return True
+
+    def play(self) -> None:
+        """Let sequences join, leave, end and be cancelled in a random order."""
+        for _ in range(self.luck.randint(2, 8)):
+            self.ask(self.luck.choice(PROMPTS), self.luck.choice(SAMPLINGS))
+            for _ in range(self.luck.randint(0, 5)):
+                self.turn()
+            if self.luck.random() < 0.2:
+                of = self.luck.choice(sorted(self.asked))
+                if of not in self.ended:
+                    self.cut.add(of)
+                self.scheduler.cancel(0, (of,))
+        while self.turn():
+            pass
+
+
+def test_random_schedules_say_what_one_eager_step_after_the_other_says() -> None:
+    """Two steps are launched at a time and decode steps are replayed, on a pool that fills up."""
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS)
+    expected = {
+        (tuple(prompt), sampling): alone(eager, prompt, sampling)
+        for prompt in PROMPTS
+        for sampling in SAMPLINGS
+    }
+    assert len({tuple(tokens) for tokens in expected.values()}) > 12, "the model says too little"
+    assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
+    queue = RecordingQueue()
+    runner, num_cut = captured(queue), 0
+    for seed in range(NUM_SCHEDULES):
+        world = World(runner, random.Random(seed), depth=2)
+        world.play()
+        for of, (prompt, sampling) in world.asked.items():
+            whole, said = expected[tuple(prompt), sampling], world.said[of]
+            assert said == (whole[: len(said)] if of in world.cut else whole), (seed, of)
+        assert world.pool.num_owned == 0
+        num_cut += len(world.cut)
+    assert queue.num_replays > 5 * NUM_SCHEDULES
+    assert num_cut > NUM_SCHEDULES / 4
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+def test_a_replay_has_the_bits_of_the_eager_step_of_its_bucket(num_rows: int) -> None:
+    """A queue that captures by calling again is one whose captured steps are eager."""
+    queues = RecordingQueue(), RecordingQueue()
+    queues[1].capture = lambda work: work  # type: ignore[method-assign]
+    plans = [StepPlan(1, tuple(prompt_of(number) for number in range(num_rows)))]
+    plans += [
+        StepPlan(2 + step, tuple(next_of(number, step) for number in range(num_rows)))
+        for step in range(6)
+    ]
+    pools, tokens = [], []
+    for queue in queues:
+        runner = captured(queue)
+        tokens.append([runner.execute(plan).tokens for plan in plans])
+        pools.append(runner.cache.pool[:NUM_BLOCKS])
+    assert queues[0].num_replays == 6
+    assert tokens[0] == tokens[1]
+    assert torch.equal(pools[0], pools[1])
+
+
+def prompt_of(number: int) -> Slice:
+    tokens = tuple(PROMPTS[1 + number % 5])
+    return Slice(
+        Key(RequestId(f"s{number}")), 0, len(tokens), tokens, blocks_of(number), (0,),
+        SAMPLINGS[number % 3], len(tokens),
+    )  # fmt: skip
+
+
+def next_of(number: int, step: int) -> Slice:
+    length = len(PROMPTS[1 + number % 5])
+    return Slice(
+        Key(RequestId(f"s{number}")), length + step, 1, (), blocks_of(number), (0,),
+        SAMPLINGS[number % 3], length,
+    )  # fmt: skip
+
+
+def blocks_of(number: int) -> tuple[int, ...]:
+    return tuple(range(number * 6, number * 6 + 6))
+
+
+def test_a_table_is_extended_and_sent_whole_only_when_it_is_another() -> None:
+    tables, width = DeviceTables(2, 8, torch.device("cpu")), 8
+
+    def changed(name: str, *blocks: int) -> list[tuple[int, int]]:
+        changes: tuple[list[int], list[int]] = ([], [])
+        row = tables.follow(key(name), blocks, changes)
+        return [(place - row * width, block) for place, block in zip(*changes, strict=True)]
+
+    assert changed("one", 5, 6) == [(0, 5), (1, 6)]
+    assert changed("one", 5, 6) == []
+    assert changed("one", 5, 6, 9) == [(2, 9)]
+    assert changed("one", 5, 7, 9) == [(0, 5), (1, 7), (2, 9)], "a key that was used again"
+    assert changed("two", 1) == [(0, 1)]
+    assert changed("one", 5, 7, 9, 2) == [(3, 2)]
+    assert changed("three", 4) == [(0, 4)], "in the row that was named least recently"
+    assert changed("one", 5, 7, 9, 2) == []
+    assert changed("two", 1) == [(0, 1)]
+
+
+# --- on no device -------------------------------------------------------------------------------
+
+VIEWS = ("slice", "view", "select", "unbind", "alias", "detach")
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations of steps, and lets none of them mix devices or ask for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.num_copies_to_device = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        refuse_waits(func, args)
+        out = func(*args, **(kwargs or {}))
+        found: list[Any] = list(tree_leaves((args, kwargs, out)))
+        devices = {leaf.device.type for leaf in found if isinstance(leaf, torch.Tensor)}
+        name = func.overloadpacket.__name__
+        if devices == {"meta", "cpu"}:
+            assert name in {"copy_", "_to_copy", "to"}, f"{func} takes tensors of two devices"
+            self.num_copies_to_device += 1
+        elif devices == {"meta"} and name not in VIEWS:
+            self.names.append(name)
+        return out
+
+
+def test_a_step_is_one_copy_and_a_replay_allocates_nothing() -> None:
+    runner = captured(RecordingQueue("meta"))
+    for plan, is_replayed in (
+        (StepPlan(1, (prompt_of(4), prompt_of(5))), False),
+        (StepPlan(2, (next_of(4, 0), prompt_of(1))), False),
+        (StepPlan(3, (next_of(4, 1), next_of(5, 0), next_of(1, 0))), True),
+    ):
+        with Watch() as watch:
+            runner.launch(plan)
+        assert watch.num_copies_to_device == 1, plan
+        if is_replayed:
+            assert set(watch.names) <= {"index_copy_"}, "a replay does nothing else"
+        else:
+            assert "embedding" in watch.names
+        assert [len(tokens) for tokens in runner.collect().tokens] == [1] * len(plan.slices)
