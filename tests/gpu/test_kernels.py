@@ -94,6 +94,14 @@ def test_silu_mul_agrees_with_its_twin(dtype: torch.dtype, features: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("rows", [9, 300, 2048])
+def test_fixed_products_agree_with_their_twin_and_keep_their_bits(
+    dtype: torch.dtype, rows: int
+) -> None:
+    cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
 def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
     cases.check_block_copy(numel, dtype, "cuda")

@@ -229,6 +229,23 @@ def check_silu_mul(features: int, dtype: torch.dtype, device: str) -> None:
     assert_close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+def check_fixed_product(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """Sizes that fill no tile, a gap between rows, and the bits of some rows computed alone."""
+    from baton.kernels import reference
+    from baton.kernels.fixed_product import fixed_product
+
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, 2 * inner, generator=generator).to(device, dtype)[:, :inner]
+    weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(device, dtype)
+    whole = fixed_product(x, weight)
+    assert_close(whole, reference.fixed_product(x, weight))
+    for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
+        part = slice(first, first + count)
+        assert_equal_bits(fixed_product(x[part], weight), whole[part])
+
+
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
     from baton.kernels import block_copy, reference
@@ -368,6 +385,9 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "rope fp32": lambda: check_rope_store(rope, "cpu", qk_norm=False),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
         "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
+        "rope heads of 80": lambda: check_rope_store(
+            _with(rope, head_dim=80, kv_heads=3), "cpu", qk_norm=True
+        ),
         "norm fp32": lambda: check_add_rms_norm(48, fp32, "cpu", residual=True),
         "norm bf16": lambda: check_add_rms_norm(64, bf16, "cpu", residual=True),
         "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
@@ -379,6 +399,8 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
+        "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
+        "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "blocks fp32": lambda: check_block_copy(4100, fp32, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }
