@@ -7,6 +7,7 @@ import torch
 
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import AttentionShape
+from tests.support.sampling_cases import check_sampling
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -113,7 +114,7 @@ def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: 
 def test_sampling_draws_the_tokens_that_a_cpu_draws(
     vocab: int, spread: float, dtype: torch.dtype
 ) -> None:
-    cases.check_sampling(vocab, spread, dtype, "cuda", 1)
+    check_sampling(vocab, spread, dtype, "cuda", 1)
 
 
 def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:
