@@ -116,6 +116,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T`, `[rows, out]`, of `[rows, in]` and `[out, in]`, rounded once."""
+    return (x.float() @ weight.float().T).to(x.dtype)
+
+
 def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
     """Copy the blocks `block_ids` of `[num_blocks, block_numel]` to the first rows of `out`."""
     out[: len(block_ids)] = pool[block_ids.long()]

@@ -7,6 +7,7 @@ import torch
 
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import AttentionShape
+from tests.support.sampling_cases import check_sampling
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -94,6 +95,14 @@ def test_silu_mul_agrees_with_its_twin(dtype: torch.dtype, features: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("rows", [9, 300, 2048])
+def test_fixed_products_agree_with_their_twin_and_keep_their_bits(
+    dtype: torch.dtype, rows: int
+) -> None:
+    cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
 def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
     cases.check_block_copy(numel, dtype, "cuda")
@@ -105,7 +114,7 @@ def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: 
 def test_sampling_draws_the_tokens_that_a_cpu_draws(
     vocab: int, spread: float, dtype: torch.dtype
 ) -> None:
-    cases.check_sampling(vocab, spread, dtype, "cuda", 1)
+    check_sampling(vocab, spread, dtype, "cuda", 1)
 
 
 def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:

@@ -45,6 +45,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "rope bf16": partial(_rope, bf16, norm=False),
         "rope bf16 norm": partial(_rope, bf16, norm=True),
         "norm bf16": _norm,
+        "product bf16": partial(_product, bf16),
+        "product fp32": partial(_product, fp32),
         "silu bf16": _silu,
         "blocks": _blocks,
         "sampling bf16": partial(_sampling, bf16, 151_936),
@@ -78,6 +80,12 @@ def _norm() -> object:
 
     x = torch.empty(4, 4096, dtype=torch.bfloat16)
     return add_rms_norm(x, x, x[0], 1e-5)
+
+
+def _product(dtype: torch.dtype) -> object:
+    from baton.kernels.fixed_product import fixed_product
+
+    return fixed_product(torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
 
 
 def _silu() -> object:

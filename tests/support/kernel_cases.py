@@ -6,18 +6,13 @@ of block 0, which unused table entries and masked ids name: who reads too much c
 """
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baton.engine.sampler import Draws, Sampler, SampleRow
-from baton.kernels.cpu_library import load_library
-from baton.kernels.cpu_sampler import CpuSampler
-from baton.protocol.sampling import Sampling
+from tests.support.sampling_cases import check_sampling
 
 LAYERS, LAYER = 3, 1
 # The interpreter rounds towards zero where a GPU rounds to nearest, so bf16 may be off by one unit
@@ -229,6 +224,23 @@ def check_silu_mul(features: int, dtype: torch.dtype, device: str) -> None:
     assert_close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+def check_fixed_product(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """Sizes that fill no tile, a gap between rows, and the bits of some rows computed alone."""
+    from baton.kernels import reference
+    from baton.kernels.fixed_product import fixed_product
+
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, 2 * inner, generator=generator).to(device, dtype)[:, :inner]
+    weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(device, dtype)
+    whole = fixed_product(x, weight)
+    assert_close(whole, reference.fixed_product(x, weight))
+    for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
+        part = slice(first, first + count)
+        assert_equal_bits(fixed_product(x[part], weight), whole[part])
+
+
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
     from baton.kernels import block_copy, reference
@@ -247,59 +259,6 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     reference.scatter_blocks(twin, ids, target_twin)
     assert_equal_bits(target, target_twin)
     assert_equal_bits(target[ids.long()], pool[ids.long()])
-
-
-FILTERS = tuple(
-    itertools.product([0.0, 0.3, 1.7], [0, 1, 40], [0.0, 0.02, 1.0], [0.05, 0.9, 1.0])
-)  # temperature, top_k, min_p, top_p
-
-
-def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, every: int) -> None:
-    """Every n-th combination of filters draws what torch and the compiled CPU kernel draw.
-
-    bf16 gives equal logits, some tokens cannot be drawn, a row of NaN and a row of minus infinity
-    stand among the others, and held-back ids lie anywhere in a row.
-    """
-    rows = [
-        SampleRow(Sampling(number - 9, 9, 0, heat, k, top_p, min_p), number % 5, number, 5)
-        for number, (heat, k, min_p, top_p) in enumerate(FILTERS)
-    ][::every]
-    generator = torch.Generator().manual_seed(5)
-    whole = torch.randn(len(rows), vocab + 3, generator=generator) * spread
-    logits = whole.to(dtype)[:, :vocab]
-    logits[:, 1::5] = -math.inf
-    logits[0], logits[-1] = math.nan, -math.inf
-    held_back = torch.randint(-vocab, vocab, (len(rows), 19), generator=generator)
-    held_back = held_back.clamp(min=-1).to(torch.int32)
-    held_back[0] = -1
-    seen = logits.float()
-    for row, ids in zip(seen, held_back, strict=True):
-        row[ids[ids >= 0].long()] = -math.inf
-    expected = drawn_on_a_cpu(seen, rows)
-    assert Sampler().sample(seen.clone(), rows) == expected
-    got = drawn(logits.to(device), rows, held_back)
-    assert got == expected, f"{got} instead of {expected}"
-    # Alone, with other numbers of held-back ids.
-    for number in range(0, len(rows), 7):
-        one = slice(number, number + 1)
-        ids = held_back[one][held_back[one] >= 0][None]
-        assert drawn(logits[one].to(device), rows[one], ids) == expected[one]
-
-
-def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]:
-    from baton.kernels.device_sampling import sample_tokens
-
-    draws = Draws.of(rows, (), logits.device)
-    on_device = held_back.to(logits.device)
-    tokens: list[int] = sample_tokens(logits, draws.ints, draws.reals, on_device).tolist()
-    return tokens
-
-
-def drawn_on_a_cpu(logits: Tensor, rows: list[SampleRow]) -> list[int]:
-    library = load_library(is_bf16=False, progress=lambda _done, _total: None)
-    draws = Draws.of(rows, (), logits.device)
-    ints, reals = draws.ints.numpy(), draws.reals.numpy()
-    return CpuSampler(library).sample(logits.contiguous(), ints, reals)
 
 
 def rotation_table(max_position: int, head_dim: int) -> Tensor:
@@ -368,6 +327,9 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "rope fp32": lambda: check_rope_store(rope, "cpu", qk_norm=False),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
         "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
+        "rope heads of 80": lambda: check_rope_store(
+            _with(rope, head_dim=80, kv_heads=3), "cpu", qk_norm=True
+        ),
         "norm fp32": lambda: check_add_rms_norm(48, fp32, "cpu", residual=True),
         "norm bf16": lambda: check_add_rms_norm(64, bf16, "cpu", residual=True),
         "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
@@ -379,6 +341,8 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
+        "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
+        "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "blocks fp32": lambda: check_block_copy(4100, fp32, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }
