@@ -114,7 +114,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         eos_token_ids=plan.decoder.eos_token_ids,
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
-        facts=NodeFacts(dtype, _name_of(plan.device)),
+        facts=NodeFacts(dtype, plan.device.type),
         chunk_tokens=plan.chunk_tokens,
         max_num_seqs=plan.max_num_seqs,
     )
