@@ -7,7 +7,6 @@ the fastest row of each type and head size, to paste into the table.
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -46,7 +45,7 @@ def _try(
     own: Tiling = table[row]
     found: list[tuple[float, Tiling]] = []
     for tiling in dict.fromkeys([own, *(candidates(own) if has_candidates else ())]):
-        table[row] = tiling  # type: ignore[assignment]
+        table[row] = tiling
         try:
             kernel = compiled(launch(name, row))[0]
             seconds = _seconds(watch, name, row) if watch and not kernel.local_bytes else None
@@ -130,4 +129,4 @@ def _row_names(row: Row) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
