@@ -26,6 +26,7 @@ from baton.engine.kv_cache import (
     num_blocks_for,
     pool_shape,
 )
+from baton.engine.layers.product_rule import Product
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.engine.models.decoder import Decoder
@@ -166,7 +167,9 @@ def load_runner(
 ) -> tuple[Runner, HostPool | PoolMemory]:
     """Weights first: they take longest, and a bad folder shows there."""
     checkpoint = Checkpoint(plan.folder)
-    place = Placement(plan.dtype, plan.device, thread_counts(config.engine))
+    place = Placement(
+        plan.dtype, plan.device, thread_counts(config.engine), _ordered_product(plan, config)
+    )
     decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
@@ -186,6 +189,15 @@ def load_runner(
     return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
 
 
+def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
+    if plan.device.type != "cuda" or not config.engine.deterministic:
+        return None
+    # Triton again: see `_on_gpu`.
+    from baton.kernels.fixed_product import fixed_product
+
+    return fixed_product
+
+
 def _on_gpu(
     plan: RankPlan, config: ClusterConfig, decoder: Decoder, progress: Progress
 ) -> tuple[Runner, PoolMemory]:
@@ -198,8 +210,9 @@ def _on_gpu(
         cache = device_cache(shape, plan.dtype, plan.device)
         model, table = plan.decoder, _rope_table(plan)
         backend = CudaBackend(
-            cache.pool, model.num_heads, table, model.rms_norm_eps, model.sliding_window
-        )
+            cache.pool, model.num_heads, table, model.rms_norm_eps, model.sliding_window,
+            is_ordered=config.engine.deterministic,
+        )  # fmt: skip
         sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens)
         return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
 
@@ -221,7 +234,7 @@ def _rope_table(plan: RankPlan) -> Tensor:
 
 def is_batch_invariant(runner: Runner) -> bool:
     """Whether the bits of a token depend on its own sequence alone."""
-    has_rules = all(linear.rule is not None for linear in runner.decoder.linears())
+    has_rules = all(linear.is_batch_invariant for linear in runner.decoder.linears())
     return has_rules and runner.backend.is_batch_invariant
 
 

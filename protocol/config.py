@@ -122,6 +122,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         KernelChoice,
         says("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        says(
+            "on GPUs, give a token the same bits in every batch, which is slower; CPUs do so anyway"
+        ),
+    ] = False
     graphs: Annotated[
         bool,
         says("replay decode steps as CUDA graphs; they take some memory, and CPUs have none"),

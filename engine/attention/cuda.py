@@ -20,9 +20,6 @@ from baton.kernels.silu_mul import silu_mul
 class CudaBackend:
     """Kernels over a pool in device memory."""
 
-    name = "triton"
-    is_batch_invariant = False  # the library's products are not known to be
-
     def __init__(
         self,
         pool: Tensor,
@@ -30,7 +27,12 @@ class CudaBackend:
         cos_sin: Tensor,
         eps: float,
         window: int | None = None,  # keys that a query sees, itself included
+        *,
+        is_ordered: bool = False,
     ) -> None:
+        """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch."""
+        self.name = "triton-ordered" if is_ordered else "triton"
+        self.is_batch_invariant = is_ordered
         self.pool = pool  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
         self.num_heads = num_heads
         self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
@@ -60,6 +62,7 @@ class CudaBackend:
                 paged_decode_attention(
                     q[:decoding], self.pool, layer, tables.blocks[:decoding],
                     tables.context_lens[:decoding], self.scale, self.window,
+                    ordered=self.is_batch_invariant,
                 )
             )  # fmt: skip
         if decoding < len(tables.blocks):
@@ -67,6 +70,7 @@ class CudaBackend:
                 paged_prefill_attention(
                     q[decoding:], self.pool, layer, tables.blocks[decoding:], tables.query_starts,
                     tables.context_lens[decoding:], self.scale, self.window,
+                    ordered=self.is_batch_invariant,
                 )
             )  # fmt: skip
         out = parts[0] if len(parts) == 1 else torch.cat(parts)

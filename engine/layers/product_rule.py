@@ -32,11 +32,6 @@ def keeps_bits(product: Product, weight: Tensor) -> bool:
     )
 
 
-def weights_by_shape(weights: list[Tensor]) -> list[Tensor]:
-    """Return one weight of each shape: a library chooses by shape and type."""
-    return list({(weight.shape, weight.dtype): weight for weight in weights}.values())
-
-
 def _equal_bits(left: Tensor, right: Tensor) -> bool:
     words = torch.int16 if left.element_size() == 2 else torch.int32
     return torch.equal(left.contiguous().view(words), right.contiguous().view(words))

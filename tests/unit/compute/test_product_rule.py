@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from baton.engine.layers.product_rule import keeps_bits, weights_by_shape
+from baton.engine.layers.ordered_linears import OrderedLinears
+from baton.engine.layers.product_rule import keeps_bits
+from tests.support.compute import no_progress
 
 WEIGHT = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
 
@@ -33,6 +35,22 @@ def test_a_product_that_is_split_for_one_count_of_rows_is_found() -> None:
         assert not keeps_bits(lambda rows, weight, n=count: split_for(rows, weight, n), WEIGHT)
 
 
-def test_one_weight_of_each_shape_and_type_is_asked() -> None:
-    weights = [torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(3, 2), torch.zeros(2, 3).bfloat16()]
-    assert len(weights_by_shape(weights)) == 3
+def test_a_layer_takes_the_library_only_where_it_keeps_bits() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def library(rows: Tensor, weight: Tensor) -> Tensor:
+        asked.append(tuple(weight.shape))
+        return split_for(rows, weight, 8 if len(weight) == 24 else 0)
+
+    linears = OrderedLinears(in_order, 2, no_progress, library)
+    bias = torch.arange(24.0)
+    differs, keeps = linears.make(WEIGHT, bias), linears.make(WEIGHT[:16])
+    assert (differs.ordered, keeps.ordered) == (in_order, library)
+    assert differs.is_batch_invariant
+    rows = torch.randn(40, 96, generator=torch.Generator().manual_seed(2))
+    whole = differs(rows)
+    assert torch.equal(whole, in_order(rows, WEIGHT) + bias)
+    assert all(torch.equal(differs(rows[:count]), whole[:count]) for count in (1, 8, 39))
+    asked.clear()
+    assert linears.make(2 * WEIGHT).ordered is in_order
+    assert not asked  # one weight of a shape speaks for all
