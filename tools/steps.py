@@ -240,7 +240,7 @@ class TimedSampler(Sampler):
 
 def _time_parts(runner: Runner, watch: Stopwatch) -> None:
     def timed(linear: Linear) -> TimedLinear:
-        return TimedLinear(linear.weight, linear.bias, linear.rule, watch)
+        return TimedLinear(linear.weight, linear.bias, linear.rule, linear.ordered, watch)
 
     layers = tuple(
         dataclasses.replace(

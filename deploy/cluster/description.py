@@ -78,6 +78,15 @@ class SlurmOptions(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
 
 
+class KubernetesOptions(msgspec.Struct, frozen=True):
+    """What only `--on kubernetes` reads."""
+
+    namespace: str = ""  # empty takes the name of the cluster
+    image: str = "baton:latest"
+    model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
+    max_replicas: dict[Name, Replicas] = {}  # pools that may grow while requests wait
+
+
 class Description(msgspec.Struct, frozen=True):
     """A whole cluster.yaml. Paths in it are relative to the file."""
 
@@ -92,6 +101,7 @@ class Description(msgspec.Struct, frozen=True):
     env: dict[str, str] = {}  # of all processes
     systemd: SystemdOptions = SystemdOptions()
     slurm: SlurmOptions = SlurmOptions()
+    kubernetes: KubernetesOptions = KubernetesOptions()
 
     def pools_of(self, role: Role) -> dict[str, Pool]:
         return {name: pool for name, pool in self.pools.items() if pool.role == role}

@@ -92,9 +92,16 @@ def _slurm(options: PlatformOptions) -> Platform:
     return SlurmPlatform(options)
 
 
+def _kubernetes(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.kubernetes import KubernetesPlatform
+
+    return KubernetesPlatform(options)
+
+
 # A platform's code is imported when it is chosen.
 PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
     "local": _local,
     "systemd": _systemd,
     "slurm": _slurm,
+    "kubernetes": _kubernetes,
 }

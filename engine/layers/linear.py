@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.layers.product_rule import Product
 from baton.engine.layers.row_rule import RowRule, num_threads
 
 # Measured on a Zen 5 core in bf16, small weights in its cache. Elsewhere the number of threads of a
@@ -28,6 +29,11 @@ class Linear:
     weight: Tensor  # [outputs, inputs], dense or packed by `packed`
     bias: Tensor | None = None
     rule: RowRule | None = None  # None: all rows are computed at once
+    ordered: Product | None = None  # gives a row the same bits in every batch
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self.rule is not None or self.ordered is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[num_rows, inputs]` to `[num_rows, outputs]`."""
@@ -45,6 +51,9 @@ class Linear:
 
     def product(self, x: Tensor) -> Tensor:
         """All rows of `x` in one call of the library."""
+        if self.ordered is not None:
+            y = self.ordered(x, self.weight)
+            return y if self.bias is None else y + self.bias
         if self.weight.is_mkldnn:
             product = torch.ops.mkldnn._linear_pointwise.default
             return product(x, self.weight, self.bias, "none", [], "")

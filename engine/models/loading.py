@@ -4,7 +4,7 @@ Called once per rank, at load. Reads of each tensor only what the rank keeps. A 
 ranks cannot share evenly is a `ConfigError` here, before any weight is read.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from baton.engine.executor import Progress
 from baton.engine.layers.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.layers.linear import Linear, share
+from baton.engine.layers.ordered_linears import OrderedLinears
+from baton.engine.layers.product_rule import Product
 from baton.engine.model_config import DecoderConfig
 from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.tensor_parallel import Ranks
@@ -23,11 +25,18 @@ NUM_LINEAR_KINDS = 5
 
 
 class Placement(NamedTuple):
-    """Where a rank computes, and in what. `thread_counts`: all that a step on a CPU may use."""
+    """Where a rank computes, in what and how. `thread_counts`: all that a step on a CPU may use."""
 
     dtype: torch.dtype
     device: torch.device
     thread_counts: tuple[int, ...] = ()
+    ordered: Product | None = None  # of a GPU that is to give a row the same bits in every batch
+
+
+class LinearMaker(Protocol):
+    def make(
+        self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None, /
+    ) -> Linear: ...
 
 
 def load_decoder(
@@ -38,9 +47,11 @@ def load_decoder(
     progress: Progress,
 ) -> Decoder:
     """Raises `ConfigError` when the ranks cannot share the model or a tensor is missing."""
-    linears = None
+    linears: LinearMaker | None = None
     if place.device.type == "cpu":
         linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts)
+    elif place.ordered is not None:
+        linears = OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
     return _Loader(config, checkpoint, ranks, place, linears).load(progress)
 
 
@@ -66,7 +77,7 @@ class _Loader:
         checkpoint: Checkpoint,
         ranks: Ranks,
         place: Placement,
-        linears: HostLinears | None,
+        linears: LinearMaker | None,
     ) -> None:
         check_split(config, ranks.size)
         self.config, self.checkpoint, self.ranks = config, checkpoint, ranks

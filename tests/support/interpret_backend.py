@@ -12,8 +12,9 @@ import torch
 
 from baton.engine.attention.backend import Batch
 from baton.engine.attention.cuda import CudaBackend
+from baton.engine.cuda_start import warm_up
 from baton.engine.layers.rope import rope_table
-from baton.engine.rank import plan_rank, warm_up
+from baton.engine.rank import plan_rank
 from baton.engine.runner import Runner
 from baton.engine.step_queue import HostQueue
 from baton.runtime.clock import monotonic
@@ -62,6 +63,15 @@ def main() -> None:
         for name, batch in batches.items():
             ours, theirs = torch.cat(logits(cuda, *batch)), torch.cat(logits(cpu, *batch))
             errors[name] = float((ours - theirs).abs().max() / theirs.abs().max())
+        ordered = CudaBackend(
+            torch.zeros_like(pool), decoder.num_heads, table, decoder.rms_norm_eps, is_ordered=True
+        )
+        cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
+        runner = Runner(cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic)
+        for name, batch in batches.items():
+            ours, theirs = torch.cat(logits(runner, *batch)), torch.cat(logits(cpu, *batch))
+            error = float((ours - theirs).abs().max() / theirs.abs().max())
+            errors[f"{name}, in one order"] = error
     print(json.dumps({"errors": errors, "warm_up": warm}))
 
 
