@@ -188,8 +188,10 @@ def _gone(job: str, timeout_s: float, interrupts: Interrupts) -> bool:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what holds secrets below the folder; its own files go with the deployment."""
+    """Remove all that `start` and the job have written, except logs."""
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)
+    for name in (SCRIPT, PLAN, KEY, ADDRESS, JOB):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _job(folder: Path) -> str:
