@@ -78,6 +78,15 @@ class KubernetesOptions(msgspec.Struct, frozen=True):
     max_replicas: dict[Name, Replicas] = {}  # pools that may grow while requests wait
 
 
+class SlurmOptions(msgspec.Struct, frozen=True):
+    """What only `--on slurm` reads; empty takes the default of Slurm."""
+
+    partition: str = ""
+    account: str = ""
+    time: str = ""  # the longest time of the job, as sbatch takes it
+    arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
+
+
 class Description(msgspec.Struct, frozen=True):
     """A whole cluster.yaml. Paths in it are relative to the file."""
 
@@ -92,6 +101,7 @@ class Description(msgspec.Struct, frozen=True):
     env: dict[str, str] = {}  # of all processes
     systemd: SystemdOptions = SystemdOptions()
     kubernetes: KubernetesOptions = KubernetesOptions()
+    slurm: SlurmOptions = SlurmOptions()
 
     def pools_of(self, role: Role) -> dict[str, Pool]:
         return {name: pool for name, pool in self.pools.items() if pool.role == role}

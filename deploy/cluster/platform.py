@@ -92,9 +92,16 @@ def _kubernetes(options: PlatformOptions) -> Platform:
     return KubernetesPlatform(options)
 
 
+def _slurm(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.slurm import SlurmPlatform
+
+    return SlurmPlatform(options)
+
+
 # A platform's code is imported when it is chosen.
 PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
     "local": _local,
     "systemd": _systemd,
     "kubernetes": _kubernetes,
+    "slurm": _slurm,
 }

@@ -6,6 +6,7 @@ routers' control ports with the key of this host.
 
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -43,18 +44,20 @@ def wait_until_ready(
     own = platform.own(plan)
     is_central = any(spec.role == "router" for spec in own)
     nodes = [spec for spec in (plan.processes if is_central else own) if spec.role != "router"]
-    urls = platform.urls(plan, folder)
     deadline_s = monotonic() + timeout_s
     progress = StartProgress()
-    keys = KeyCheck(plan, can_reach=bool(urls))
+    keys = KeyCheck(plan)
     try:
         while not interrupts.wait(WATCH_S):
             statuses = platform.status(folder)
             _check_running(statuses)
+            # Some platforms choose the routers' hosts when they start the processes.
+            urls = platform.urls(plan, folder)
+            keys.dial(urls)
             missing, phases = _missing_of(plan, nodes, urls)
             if not urls:
                 missing = [
-                    Missing(status, "is waiting", "see what its platform says of it")
+                    Missing(status, "is waiting", status.note or "see what its platform says")
                     for status in statuses
                     if status.state != "running"
                 ]
@@ -147,12 +150,19 @@ class KeyCheck:
     Without it, nodes that run already could pass for those of a host that has another key.
     """
 
-    def __init__(self, plan: ClusterPlan, *, can_reach: bool) -> None:
-        """Dial nothing where the routers cannot be reached from this host."""
+    def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoints = plan.control_endpoints if can_reach else ()
-        self._dialers = [self._dial(endpoint) for endpoint in endpoints]
+        self._dialers: list[Dialer[ToRouter, ToNode | Unreadable]] = []
+
+    def dial(self, urls: Sequence[str]) -> None:
+        """Dial the hosts of the routers' URLs, once there are any that this host can reach."""
+        if self._dialers:
+            return
+        for router, url in zip(self._plan.pool(ROUTERS), urls, strict=False):
+            host = urlsplit(url).netloc.rpartition(":")[0]
+            control = next(port.port for port in router.ports if port.name == "control")
+            self._dialers.append(self._dial(f"tcp://{host}:{control}"))
 
     def are_accepted(self) -> bool:
         """Return whether every router has taken the key; raises `NodeError` if one refuses it."""
