@@ -181,6 +181,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "it changes"
         ),
     ] = ""
+    page: Annotated[
+        bool,
+        says("serve a status page at / and its data at /status.json; the data needs a key if any"),
+    ] = True
     allowed_hosts: Annotated[
         tuple[str, ...],
         says("host names that requests may name in the header Host; none allows all"),
