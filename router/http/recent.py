@@ -26,7 +26,7 @@ MAX_ATTEMPTS = 6
 MAX_MESSAGE_CHARS = 300
 
 
-class Span(msgspec.Struct, frozen=True):
+class StageSpan(msgspec.Struct, frozen=True):
     """One stage of an attempt, in seconds since the arrival of the request."""
 
     stage: str
@@ -40,7 +40,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     prefill_node: str | None
     decode_node: str | None
     failure: str  # the code with which the attempt was lost, or empty
-    spans: tuple[Span, ...]
+    spans: tuple[StageSpan, ...]
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _EndedRequest:
     request_id: str
     ended_at: float
     status: int
@@ -86,7 +86,7 @@ class _Ended:
 class RecentRequests:
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._ended: deque[_Ended] = deque(maxlen=MAX_REQUESTS)
+        self._ended: deque[_EndedRequest] = deque(maxlen=MAX_REQUESTS)
         self._faults: deque[FaultRecord] = deque(maxlen=MAX_FAULTS)
 
     def answered(self, request: web.Request, status: int, request_id: str, took_s: float) -> None:
@@ -98,7 +98,9 @@ class RecentRequests:
         now, name = self._wall_clock(), request_id or running.request_id
         if metrics:
             self._ended.append(
-                _Ended(name, now, status, took_s, running.outcome, len(running.streams), metrics)
+                _EndedRequest(
+                    name, now, status, took_s, running.outcome, len(running.streams), metrics
+                )
             )
         if running.error is not None:
             self._failed(now, running.error, running, name)
@@ -129,7 +131,7 @@ class RecentRequests:
         self._faults.append(fault)
 
 
-def spans_of(attempt: Attempt, end_s: float) -> tuple[Span, ...]:
+def spans_of(attempt: Attempt, end_s: float) -> tuple[StageSpan, ...]:
     """Return the stages of an attempt in their order; none overlaps another.
 
     Nodes measure durations, and the router the moments at which their tokens came. What lies
@@ -157,17 +159,17 @@ def spans_of(attempt: Attempt, end_s: float) -> tuple[Span, ...]:
     return _in_order(stages, stop_s)
 
 
-def _in_order(stages: list[tuple[str, float, float]], stop_s: float) -> tuple[Span, ...]:
+def _in_order(stages: list[tuple[str, float, float]], stop_s: float) -> tuple[StageSpan, ...]:
     spans, at_s = [], 0.0
     for stage, start_s, end_s in stages:
         begin_s, until_s = max(start_s, at_s), min(end_s, stop_s)
         if until_s > begin_s:
-            spans.append(Span(stage, round(begin_s, 6), round(until_s, 6)))
+            spans.append(StageSpan(stage, round(begin_s, 6), round(until_s, 6)))
             at_s = until_s
     return tuple(spans)
 
 
-def _record(one: _Ended) -> RequestRecord:
+def _record(one: _EndedRequest) -> RequestRecord:
     slowest = max(one.metrics, key=lambda metrics: metrics.e2e_s or 0.0)
     e2e_s = one.took_s if slowest.e2e_s is None else slowest.e2e_s
     kept = slowest.attempts
