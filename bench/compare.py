@@ -15,12 +15,12 @@ import msgspec
 from baton.bench.client.probe import pages_of
 from baton.bench.client.target import Place, Target, place_of
 from baton.bench.experiment import Experiment, Server
+from baton.bench.figures.metrics import figures_of, unit_of
 from baton.bench.figures.paired import paired
 from baton.bench.parity import Facts, facts_of_flags, facts_said, parity, warnings
 from baton.bench.plan.workload import range_of
 from baton.bench.planning import arrivals_of
 from baton.bench.report.document import Compared, Report, Run
-from baton.bench.report.sections import figures_of, unit_of
 from baton.bench.settings import CompareSettings
 from baton.protocol.errors import ConfigError
 

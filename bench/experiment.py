@@ -20,11 +20,11 @@ from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.plan.plan import Plan
 from baton.bench.plan.workload import AUTO, Workload
 from baton.bench.planning import bounds_of, plan_of, reseeded
-from baton.bench.progress import LoadProgress
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import Report, Run
 from baton.bench.report.publish import begin, finish
 from baton.bench.settings import ArrivalSettings, Settings
+from baton.bench.terminal import LoadProgress
 from baton.bench.verify import check_greedy, compare_outputs, reference
 from baton.protocol.errors import BatonError
 from baton.runtime.interrupts import Interrupts

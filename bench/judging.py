@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.bench.client.target import Target
-from baton.bench.client.turns import NOT_SENT, units_of
 from baton.bench.figures.metrics import Summary, counted, summarise
 from baton.bench.figures.validity import Problem, check, invalid, warning
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import bounds_of, window_of
-from baton.bench.records import LoadResult, Outcome, Planned, Record
+from baton.bench.records import NOT_SENT, LoadResult, Outcome, Planned, Record, units_of
 from baton.bench.report.document import Run
 from baton.bench.settings import Settings
 from baton.bench.verify import Mismatch, MismatchKind

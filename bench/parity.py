@@ -74,24 +74,19 @@ def facts_of_json(answer: object, name: str = "") -> Facts:
     return {_name(name): str(answer).lower() if isinstance(answer, bool) else str(answer)}
 
 
-def facts_of_metrics(text: str) -> Facts:
-    """Return the labels of info metrics (Prometheus), such as `vllm:cache_config_info`."""
-    pairs = (pair for match in _INFO.finditer(text) for pair in _LABEL.findall(match[1]))
-    return {_name(name): value for name, value in pairs}
-
-
 def _name(written: str) -> str:
     return written.lstrip("-").lower().replace("_", "-").rpartition(".")[2]
 
 
 def facts_said(pages: Mapping[str, str]) -> Facts:
-    """Return what a server says of itself on these pages."""
+    """Return what a server says of itself on these pages: JSON, or the labels of info metrics."""
     facts: Facts = {}
     for text in pages.values():
         try:
             facts |= facts_of_json(json.loads(text))
-        except ValueError:
-            facts |= facts_of_metrics(text)
+        except ValueError:  # metrics (Prometheus), such as `vllm:cache_config_info`
+            pairs = (pair for match in _INFO.finditer(text) for pair in _LABEL.findall(match[1]))
+            facts |= {_name(name): value for name, value in pairs}
     return facts
 
 

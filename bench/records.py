@@ -1,12 +1,15 @@
-"""The records of a load: the planned requests, and the outcome of each.
+"""The records of a load: the planned requests, the turns that belong together, and their outcomes.
 
 Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request lies
-before zero. Counts are tokens, never text.
+before zero. Counts are tokens, never text. Pure.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
+
+NOT_SENT = "not sent: "  # begins the detail of a turn that was lost with an earlier one
 
 
 class Outcome(StrEnum):
@@ -130,3 +133,42 @@ class LoadResult(msgspec.Struct):
     clients: list[ClientProcess]
     wall_s: float
     started_at: str  # UTC, ISO 8601
+
+
+# A request alone, or the turns of a conversation in order.
+Unit = list[Planned]
+
+
+def units_of(requests: Sequence[Planned]) -> list[Unit]:
+    """Return the units in the order of their first requests."""
+    units: dict[tuple[object, ...], Unit] = {}
+    for planned in requests:
+        alone = planned.conversation is None
+        key = (planned.index,) if alone else (planned.warm_up, planned.conversation)
+        units.setdefault(key, []).append(planned)
+    return [sorted(unit, key=lambda planned: planned.turn) for unit in units.values()]
+
+
+def next_turn(planned: Planned, before: Planned, answer: Record) -> Planned:
+    """Return `planned` with the whole conversation before it."""
+    if planned.messages:
+        said = Message("assistant", answer.text or "")
+        told = (*before.messages, said, *planned.messages)
+        return msgspec.structs.replace(planned, messages=told)
+    ids = (*before.prompt_ids, *(answer.token_ids or ()), *planned.prompt_ids)
+    return msgspec.structs.replace(planned, prompt_ids=ids)
+
+
+def lost_turn(planned: Planned, answer: Record, due_s: float) -> Record | None:
+    """Return the record of a turn that cannot be sent, or None if it can."""
+    lost = begun(planned, due_s, due_s)
+    if answer.outcome is not Outcome.ANSWERED:
+        lost.outcome, lost.detail = answer.outcome, answer.detail
+        if not answer.detail.startswith(NOT_SENT):
+            lost.detail = f"{NOT_SENT}turn {answer.turn} of the conversation failed"
+    elif planned.prompt_ids and not answer.token_ids:
+        lost.outcome = Outcome.MALFORMED
+        lost.detail = f"{NOT_SENT}turn {answer.turn} returned no token ids"
+    else:
+        return None
+    return lost

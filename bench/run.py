@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 
 from baton.bench.experiment import Experiment
+from baton.bench.figures.metrics import figures_of, unit_of
 from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.planning import arrivals_of, loop_of, shaped
 from baton.bench.report.document import Run, Table
-from baton.bench.report.sections import figures_of, unit_of
-from baton.bench.report.wording import quantity
+from baton.bench.report.sections import quantity
 from baton.bench.settings import RunSettings, SweepSettings
 from baton.protocol.errors import ConfigError
 

@@ -4,10 +4,9 @@
 """
 
 from baton.bench.experiment import Experiment
-from baton.bench.figures.growth import find_growth
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Probe, RateSearch
-from baton.bench.figures.validity import MAX_WRONG_LENGTHS
+from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth
 from baton.bench.planning import bounds_of, shaped
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run

@@ -131,14 +131,16 @@ def _mismatch(expected: Record, record: Record, is_whole: bool) -> Mismatch | No
     for unit, one, got in comparable:
         if got != (one if is_whole else one[: len(got)]):
             at = _first_difference(one, got)
-            parts = [part[at : at + SHOWN] for part in (one, got)]
-            shown = [
-                repr(part) if isinstance(part, str) else " ".join(map(str, part)) for part in parts
-            ]
-            # An empty text stands for the end.
-            said = [one if part else "" for one, part in zip(shown, parts, strict=True)]
-            return Mismatch(record.index, classify(one, got), at, unit, *said)
+            shown = [_shown(part[at : at + SHOWN]) for part in (one, got)]
+            return Mismatch(record.index, classify(one, got), at, unit, *shown)
     return None
+
+
+def _shown(part: Sequence[object]) -> str:
+    """Return some tokens or letters as people read them, and an empty text for none."""
+    if isinstance(part, str):
+        return repr(part) if part else ""
+    return " ".join(map(str, part))
 
 
 def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:

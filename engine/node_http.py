@@ -86,8 +86,12 @@ class NodeHttp:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S / 2)
         try:
-            await runner.setup()
-            await web.SockSite(runner, listener).start()
+            try:
+                await runner.setup()
+                await web.SockSite(runner, listener).start()
+            except Exception as error:
+                self._started.set_exception(error)  # `start` raises it
+                raise
             self._started.set_result(None)
             await self._ending.wait()
         finally:

@@ -61,6 +61,13 @@ class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     model_name: str = ""
 
 
+class StepLimits(msgspec.Struct, frozen=True, array_like=True):
+    """The work of one step, by which a router knows how much to give at once. 0: not known."""
+
+    num_seats: Count = 0  # sequences
+    num_tokens: Count = 0  # of prompts
+
+
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a ready node publishes about itself. The router passes it on to its peers."""
 
@@ -80,6 +87,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
     reaches: tuple[str, ...] = ()
     facts: NodeFacts = NodeFacts()
+    step: StepLimits = StepLimits()
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -1,14 +1,16 @@
 """Which requests are accepted, and in which order they wait for nodes.
 
-Pure; `core` is its only caller. A request that can never fit is refused at once. The line of
-waiting requests is bounded in number, bytes and time, and every operation on it takes the same time
-however long it is. A leg of a request that had nodes before (a retry, a resume) goes first, because
-its caller has waited already and its blocks may be cached somewhere.
+Pure; `core` is its only caller. A request that can never fit is refused at once, and so is one that
+would wait for longer than it may. The line of waiting requests is bounded in number, bytes and
+time, and every operation on it takes the same time however long it is. A leg of a request that had
+nodes before (a retry, a resume) goes first, because its caller has waited already and its blocks
+may be cached somewhere.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -20,8 +22,9 @@ from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.request.events import Place
 
 MAX_RETRY_AFTER_S = 60.0
-# The weight of the newest gap between the ends of two requests.
-PACE_WEIGHT = 0.1
+# The weight of the newest gap between two legs that leave a line in which others wait.
+PACE_WEIGHT = 0.05
+FIRST_PACE_S = 1.0  # until one was seen
 # What the router holds per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
 
@@ -99,8 +102,9 @@ class Admission:
         self._new = WaitingLine(config.max_queued_s)
         self._lines = (self._resumes, self._again, self._new)
         self._registry_version = 0
-        self._last_end_s: float | None = None
-        self._pace_s = 1.0  # the usual time between the ends of two requests
+        self.num_changes = 0  # grows whenever another leg may be the next one
+        self._moved_s: float | None = None  # when the line last moved; None if it is empty
+        self._pace_s: float | None = None  # the usual time between two legs that leave the line
 
     @property
     def num_inflight(self) -> int:
@@ -115,6 +119,8 @@ class Admission:
         is_full = len(self._inflight) >= self._config.max_inflight
         if not could_place or self._new.next or is_full:
             self._check_line(num_tokens)
+        if could_place:
+            self._check_wait()
 
     def _check_line(self, num_tokens: int) -> None:
         num_queued, num_waiting_tokens = len(self._new), self._new.num_tokens
@@ -124,12 +130,21 @@ class Admission:
             text = f"requests with {num_waiting_tokens} prompt tokens are waiting already"
         else:
             return
+        raise self._full(text)
+
+    def _check_wait(self) -> None:
+        """Refuse at once what would only wait to be refused."""
+        wait_s = (self._pace_s or 0.0) * (self.num_queued + 1)
+        if self._moved_s is not None and wait_s > self._config.max_queued_s:
+            raise self._full(f"{self.num_queued} requests are waiting already, for {wait_s:.1f} s")
+
+    def _full(self, text: str) -> Overloaded:
         retry_s = self.retry_after_s()
-        raise Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
+        return Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
 
     def retry_after_s(self) -> float:
         """Return how long the line will take at the latest pace, in whole seconds."""
-        seconds = math.ceil(self._pace_s * (self.num_queued + 1))
+        seconds = math.ceil((self._pace_s or FIRST_PACE_S) * (self.num_queued + 1))
         return float(min(max(seconds, 1), MAX_RETRY_AFTER_S))
 
     def wait(self, now_s: float, place: Place) -> None:
@@ -137,13 +152,15 @@ class Admission:
         is_new = place.key.request_id not in self._inflight
         line = self._resumes if place.is_resume else self._new if is_new else self._again
         line.add(now_s, place)
+        self.num_changes += 1
 
     def leave(self, key: Key) -> None:
         """Take a leg out of the line. Its request may stay in flight."""
+        self.num_changes += 1
         any(line.take(key) for line in self._lines)
 
-    def head(self, registry_version: int) -> Place | None:
-        """Return the next leg that nodes may be chosen for."""
+    def head(self, registry_version: int, passed: Collection[Key] = ()) -> QueuedLeg | None:
+        """Return the next leg that nodes may be chosen for, without those that are `passed`."""
         if registry_version != self._registry_version:
             self._registry_version = registry_version
             for line in self._lines:
@@ -151,9 +168,17 @@ class Admission:
         for line in self._lines:
             if line is self._new and len(self._inflight) >= self._config.max_inflight:
                 return None
-            for waiting in line.next.values():
-                return waiting.place
+            for key, waiting in islice(line.next.items(), len(passed) + 1):
+                if key not in passed:
+                    return waiting
         return None
+
+    def rests(self, now_s: float) -> None:
+        """Note that no leg can leave the line now."""
+        if not any(line.next for line in self._lines):
+            self._moved_s = None
+        elif self._moved_s is None:
+            self._moved_s = now_s
 
     def set_aside(self, key: Key) -> Failure | None:
         """Let others pass a leg that no node can take; return why it may not even wait."""
@@ -171,10 +196,14 @@ class Admission:
         is_long = num_aside > 0 and num_tokens > self._max_queued_tokens
         return is_long or num_aside >= self._config.max_queued
 
-    def placed(self, key: Key) -> None:
+    def placed(self, now_s: float, key: Key) -> None:
         """Note that a leg has nodes now."""
         self._inflight.add(key.request_id)
         self.leave(key)
+        if self._moved_s is not None:
+            gap_s, self._moved_s = now_s - self._moved_s, now_s
+            pace_s = gap_s if self._pace_s is None else self._pace_s
+            self._pace_s = pace_s + PACE_WEIGHT * (gap_s - pace_s)
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
         """Take out the legs that have waited too long; return each with the reason to give."""
@@ -199,19 +228,16 @@ class Admission:
 
     def forget(self, request_id: RequestId) -> None:
         """Drop all that is known of a request, in whatever state it is."""
+        self.num_changes += 1
         self._inflight.discard(request_id)
         for line in self._lines:
             for key in [key for key in (*line.next, *line.aside) if key.request_id == request_id]:
                 line.take(key)
 
-    def ended(self, now_s: float, request_id: RequestId) -> None:
+    def ended(self, request_id: RequestId) -> None:
         """Note that the nodes of a request have confirmed its end."""
-        if request_id in self._inflight:
-            self._inflight.discard(request_id)
-            if self._last_end_s is not None:
-                gap_s = min(now_s - self._last_end_s, MAX_RETRY_AFTER_S)
-                self._pace_s += PACE_WEIGHT * (gap_s - self._pace_s)
-            self._last_end_s = now_s
+        self.num_changes += 1
+        self._inflight.discard(request_id)
 
 
 def check_prompt(token_ids: list[int], limits: Limits) -> None:

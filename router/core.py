@@ -49,6 +49,7 @@ from baton.router.cluster_state import can_serve, health_of, limits_of
 from baton.router.health import Health
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
+from baton.router.placing import Placing
 from baton.router.policy import Decision, LeastLoaded
 from baton.router.reattaching import Accept, Claim, Early, Reattaching
 from baton.router.registry import Charge, Registry
@@ -101,6 +102,7 @@ class RouterCore:
         self._announcer = Announcer(self.registry, self._send)
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
+        self._placing = Placing(self.registry, self._policy, self._admission)
         self._active: dict[RequestId, Active] = {}
         self._reattaching = Reattaching(clock(), self._send, self._adopt)
         self._num_requests = 0
@@ -162,7 +164,7 @@ class RouterCore:
             raise from_failure(self._failure)
         if claim.request_id in self._active:
             raise in_use()
-        nodes = [node.node_id for node in self.registry.in_service("decode")]
+        nodes = self.registry.joined("decode")
         return await self._reattaching.take(self._clock(), claim, nodes, accept)
 
     def _adopt(
@@ -178,7 +180,7 @@ class RouterCore:
             if choice.process is not None and not choice.has_ended:
                 num_tokens = len(request.token_ids) + len(choice.token_ids)
                 self.registry.charge(choice.process[0], choice.key, Charge(num_tokens, 1))
-                self._admission.placed(choice.key)
+                self._admission.placed(self._now_s, choice.key)
         self._begin(request, stream, Adopted(choices))
         for node, message in early:
             self._said(node, claim.request_id, message)
@@ -224,7 +226,8 @@ class RouterCore:
         """Leave the streams that another router can take up to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
         for active in list(self._active.values()):
-            if active.lifecycle.request.kept is not None:
+            has_begun = active.stream.metrics.time_to_first_token_s is not None
+            if has_begun and active.lifecycle.request.kept is not None:
                 active.stream.finish(Overloaded(text, code="shutting_down"))
                 del self._active[active.request_id]
 
@@ -360,9 +363,9 @@ class RouterCore:
             case Send(node=node, message=message):
                 assert self._sockets is not None
                 self._sockets.send(node, message)
-            case Place(key=key):
+            case Place():
                 self._admission.wait(self._now_s, command)
-                active.asks(self._now_s, key)
+                active.asks(self._now_s, command)
             case Unplace(key=key):
                 self._admission.leave(key)
             case Release(node=node, key=key):
@@ -374,10 +377,12 @@ class RouterCore:
             case TriedAgain():
                 active.tries_again(self._now_s, command)
             case Outcome(failure=failure):
+                if failure is None:
+                    self._policy.learn(active.stream.tokens_per_choice)
                 active.stream.finish(None if failure is None else from_failure(failure))
             case Closed():
                 del self._active[active.request_id]
-                self._admission.ended(self._now_s, active.request_id)
+                self._admission.ended(active.request_id)
             case _:
                 assert_never(command)
 
@@ -390,19 +395,18 @@ class RouterCore:
     # --- placing and time -----------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
-        while (place := self._admission.head(self.registry.version)) is not None:
-            decision = self._policy.choose(self._now_s, self.registry, place)
-            if decision is not None:
-                self._place(place, decision)
-            elif (failure := self._admission.set_aside(place.key)) is not None:
-                self._turn_away(place.key, failure)
+        for place, found in self._placing.take(self._now_s):
+            if isinstance(found, Failure):
+                self._turn_away(place.key, found)
+            else:
+                self._place(place, found)
 
     def _turn_away(self, key: Key, failure: Failure) -> None:
         self._feed(self._active[key.request_id], NotPlaced(key, failure))
 
     def _place(self, place: Place, decision: Decision) -> None:
         active = self._active[place.key.request_id]
-        self._admission.placed(place.key)
+        self._admission.placed(self._now_s, place.key)
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
         self.registry.note_pair(decision.placed)

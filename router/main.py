@@ -6,18 +6,18 @@ never load torch.
 
 import asyncio
 import gc
-from urllib.parse import urlsplit
+import importlib.metadata
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.http.app import App, Server
+from baton.router.http.app import DISTRIBUTION, App, Server
 from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
 from baton.router.http.metrics import StatsLine
+from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, own_process, tell_failure
-from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED = 1
 HURRIED_S = 1.0  # for the answers under way when the user waits for the end
@@ -32,7 +32,7 @@ def run(config: ClusterConfig) -> int:
     SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
     ends the process at once.
     """
-    own_process(config.log, "router")
+    own_process(config.log, config.router.name)
     raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
@@ -48,7 +48,8 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     loop.add_reader(interrupts.fileno(), asked_to_end.set)
     loop.set_exception_handler(AcceptErrors(loop))
     router = TextRouter.from_config(config)
-    app = App(router, config, _chat_template(config.model))
+    tracer = _tracer(config)
+    app = App(router, config, _chat_template(config.model), tracer=tracer)
     server = Server(app, config.router)
     stats = _Stats(app, router, config.log.stats_s)
     try:
@@ -57,7 +58,6 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         # What is alive here stays alive to the end, so the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        tell_parent(urlsplit(url).port or 0)
         log.info(f"listening on {url}")
         _warn_if_open(config.router)
         stats.start()
@@ -70,8 +70,17 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         # This fails the answers that are under way while their clients can still be told.
         router.close()
         await server.stop()
+        if tracer is not None:
+            tracer.close()
         loop.remove_reader(interrupts.fileno())
     return 0
+
+
+def _tracer(config: ClusterConfig) -> Tracer | None:
+    if not config.router.otlp_traces:
+        return None
+    version = importlib.metadata.version(DISTRIBUTION)
+    return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, version)
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:

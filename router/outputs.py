@@ -52,6 +52,7 @@ class Attempt:
     """
 
     choice: int  # the first that it is for
+    num_choices: int
     number: int  # 0 is the first attempt
     asked_at_s: float  # when nodes were asked for
     placed_at_s: float | None = None
@@ -122,8 +123,8 @@ class RequestMetrics:
         self.num_resumes += is_resume
         self.resumed = self.resumed or is_resume
 
-    def begin_attempt(self, key: Key, now_s: float) -> None:
-        self.attempts.append(Attempt(key.choice, key.attempt, now_s))
+    def begin_attempt(self, key: Key, num_choices: int, now_s: float) -> None:
+        self.attempts.append(Attempt(key.choice, num_choices, key.attempt, now_s))
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 

@@ -36,6 +36,11 @@ from baton.runtime.node_metrics import transports_of
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
+# What a node is given beyond its seats and blocks, so that the next prompts are computed and moved
+# while the sequences before them end.
+SURPLUS = 1.25
+# The steps of work that a prefill node is given at once.
+BACKLOG_STEPS = 2
 MAX_REFUSED = 256  # nodes of which the router remembers what it told them
 # How long a node that was lost is shown as lost, and how many are.
 LOST_KEPT_S = 3600.0
@@ -48,6 +53,7 @@ class Charge(msgspec.Struct, frozen=True):
     num_tokens: int
     num_sequences: int
     is_suspect: bool = False
+    num_blocks: int = 0  # that its sequences will probably take
 
 
 @dataclass(slots=True, eq=False)
@@ -70,12 +76,28 @@ class Node:
     num_tokens: int = 0
     num_sequences: int = 0
     num_suspects: int = 0
+    num_blocks: int = 0
+    num_foreign: int = 0  # sequences that other routers gave it, as of its last beat
     # Why it cannot work with a node of the other role, for those of which this is certain.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
     @property
     def process(self) -> NodeProcess:
         return self.node_id, self.epoch
+
+    def has_room(self, charge: Charge) -> bool:
+        """Return whether the node could begin this work soon.
+
+        A node that has nothing to do takes whatever its pool can hold.
+        """
+        info = self.info
+        if info is None or not info.step.num_seats or not self.charges:
+            return True
+        if self.role == "prefill":
+            return self.num_tokens < BACKLOG_STEPS * info.step.num_tokens
+        # A request with many choices needs one seat to begin.
+        has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.step.num_seats
+        return has_seat and self.num_blocks + charge.num_blocks <= SURPLUS * info.num_blocks
 
 
 class Registry:
@@ -86,6 +108,7 @@ class Registry:
         self._lost: dict[NodeId, Node] = {}  # those that left without a word, oldest first
         self.pairs = Pairs()
         self.version = 0  # grows whenever a leg that no node could take may find one
+        self.num_releases = 0  # grows whenever this router gives a node less to do
         # Every request asks for these, so they are kept until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
         self._largest_pool: dict[Role, int | None] = {}
@@ -143,6 +166,8 @@ class Registry:
             return []
         node.heard_s, node.load, node.step_age_s = now_s, message.load, message.step_age_s
         node.totals = message.totals
+        in_hand = message.load.num_running + message.load.num_waiting
+        node.num_foreign = max(0, in_hand - node.num_sequences)
         if node.info is None:
             return []
         was = node.state
@@ -210,6 +235,11 @@ class Registry:
     def node(self, node_id: NodeId) -> Node | None:
         return self._nodes.get(node_id)
 
+    def joined(self, role: Role) -> list[NodeId]:
+        """Return the nodes of a role that have been ready, those that drain included."""
+        nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
+        return [n.node_id for n in nodes if n.role == role and n.info is not None]
+
     @property
     def node_ids(self) -> list[NodeId]:
         return sorted(self._nodes)
@@ -262,6 +292,7 @@ class Registry:
         node.num_tokens += charge.num_tokens
         node.num_sequences += charge.num_sequences
         node.num_suspects += charge.is_suspect
+        node.num_blocks += charge.num_blocks
 
     def note_pair(self, placed: Placed) -> None:
         """Note that a leg was given to two nodes, whose handoff will show whether they work."""
@@ -277,6 +308,8 @@ class Registry:
             node.num_tokens -= charge.num_tokens
             node.num_sequences -= charge.num_sequences
             node.num_suspects -= charge.is_suspect
+            node.num_blocks -= charge.num_blocks
+            self.num_releases += 1
             if node.role == "decode":  # prefill is given back before decode has read the blocks
                 self.pairs.released(key)
 

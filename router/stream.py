@@ -154,6 +154,10 @@ class RequestStream:
             _wake(self._change)
         return finish_reason is None and delta.finish_reason is not None
 
+    @property
+    def tokens_per_choice(self) -> float:
+        return self.metrics.num_output_tokens / self.params.n
+
     def finish(self, error: BatonError | None = None) -> None:
         """End this request. Only the first call counts."""
         if self.finished:

@@ -97,12 +97,12 @@ def tell_failure(message: str, code: str) -> None:
 
 def relayed(name: str, line: str) -> str:
     """Return a line that the child `name` printed as this process shows it."""
-    if line.startswith("{") or f" {name}: " in line:
+    if line.startswith("{"):
         return line
     if is_json():
         fields = {"time": round(time.time(), 6), "level": "info", "process": name, "message": line}
         return json.dumps(fields)
-    return f"{name} | {line}"
+    return line if f" {name}: " in line else f"{name} | {line}"
 
 
 def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:

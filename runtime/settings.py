@@ -25,6 +25,7 @@ SHORT_FLAGS = {
     "control": "router.control",
     "local-prefill": "router.local_prefill",
     "api-key": "router.api_keys",
+    "otlp-traces-endpoint": "router.otlp_traces",
     "model": "model.path",
     "served-model-name": "model.name",
     "chat-template": "model.chat_template",

@@ -4,8 +4,11 @@ With `CI=true` a skip outside tests/gpu is a failure: CI has everything that tho
 skip there means that something was not installed or not built.
 """
 
+import logging
 import os
-from collections.abc import Generator
+import sys
+import threading
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,22 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Undo what a command that a test runs in this process does to the logging of its process."""
+    names = ("", "baton")
+    before = [(name, list(logging.getLogger(name).handlers)) for name in names]
+    state = [(logging.getLogger(name).level, logging.getLogger(name).propagate) for name in names]
+    hooks = sys.excepthook, threading.excepthook
+    yield
+    logging.captureWarnings(False)
+    sys.excepthook, threading.excepthook = hooks
+    for (name, handlers), (level, propagates) in zip(before, state, strict=True):
+        known = logging.getLogger(name)
+        known.handlers[:], known.propagate = handlers, propagates
+        known.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)

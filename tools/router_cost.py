@@ -19,6 +19,7 @@ import msgspec
 
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
 from baton.router.http.app import App, Server
+from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.text_router import TextRouter
 from baton.runtime.log import setup
 from tools.router_load import DONE, STARTED, Traffic
@@ -74,7 +75,9 @@ class TimedLoop(asyncio.SelectorEventLoop):
         return made
 
 
-async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list[Cost]:
+async def measure(
+    loop: TimedLoop, model: str, loads: Sequence[Traffic], otlp_traces: str = ""
+) -> list[Cost]:
     """Return the cost of each load; they run one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         config = ClusterConfig(
@@ -82,7 +85,8 @@ async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list
             router=RouterConfig(control=f"ipc://{folder}/control", local_prefill="never", port=0),
         )
         router = TextRouter.from_config(config)
-        server = Server(App(router, config), config.router)
+        tracer = Tracer(exporter_to(otlp_traces), "router_cost", "") if otlp_traces else None
+        server = Server(App(router, config, tracer=tracer), config.router)
         router.start(config.control)
         url = await server.start()
         command = ["-m", "tools.router_load", url, config.control]
@@ -99,6 +103,8 @@ async def measure(loop: TimedLoop, model: str, loads: Sequence[Traffic]) -> list
             await player.wait()
             await server.stop()
             router.close()
+            if tracer is not None:
+                tracer.close()
 
 
 async def _measure(loop: TimedLoop, player: asyncio.subprocess.Process, load: Traffic) -> Cost:
@@ -122,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=80, help="tokens of each stream")
     parser.add_argument("--requests", type=int, default=1000, help="short requests")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; their median is printed")
+    parser.add_argument("--otlp-traces-endpoint", default="", help="collector to send traces to")
     parser.add_argument("--json", action="store_true", help="print every round as JSON instead")
     given = parser.parse_args(arguments)
     num_tokens = given.tokens * given.streams // NUM_HOT_STREAMS
@@ -142,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loop = TimedLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         todo = [*warm, *list(loads.values()) * given.rounds]
-        costs = runner.run(measure(loop, given.model, todo))[len(warm) :]
+        costs = runner.run(measure(loop, given.model, todo, given.otlp_traces_endpoint))[
+            len(warm) :
+        ]
     for index, name in enumerate(loads):
         rounds = costs[index :: len(loads)]
         if given.json:

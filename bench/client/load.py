@@ -16,8 +16,7 @@ import msgspec
 
 from baton.bench.client.ask import LEAD_S
 from baton.bench.client.target import Target, check, place_of, tls_of
-from baton.bench.client.turns import units_of
-from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
+from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record, units_of
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Child, Command

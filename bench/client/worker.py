@@ -32,8 +32,16 @@ from baton.bench.client.load import (
     encode,
     to_worker,
 )
-from baton.bench.client.turns import Unit, lost_turn, next_turn, units_of
-from baton.bench.records import ClientProcess, Outcome, Planned, Record
+from baton.bench.records import (
+    ClientProcess,
+    Outcome,
+    Planned,
+    Record,
+    Unit,
+    lost_turn,
+    next_turn,
+    units_of,
+)
 from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
 

@@ -17,6 +17,13 @@ from baton.protocol.errors import BatonError
 # The figures of a request that a summary has distributions of.
 PER_REQUEST = ("ttft", "ttft_from_sent", "tpot", "gap_max", "e2e", "e2e_from_sent", "ntpot")
 
+# The figures by which runs are compared: these, and rates and shares, of which more is better.
+HEADLINES = (
+    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
+    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
+)  # fmt: skip
+RATES = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
+
 DEFINITIONS: Mapping[str, str] = {
     "intended": "when the schedule wanted the request to arrive; in a closed loop, when it is sent",
     "lag": "sent - intended, of all requests; what the client itself was late",
@@ -257,6 +264,23 @@ def summarise(
         num_unfinished=sum(1 for record in records if window and record.end_s > window.end_s),
         **latencies,
     )
+
+
+def figures_of(summary: Summary) -> dict[str, float]:
+    """Return what loads are compared by; 0 where a load has no such figure."""
+    found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
+    for field, percentile in HEADLINES:
+        one: Distribution | None = getattr(summary, field)
+        shown = field if field == "gap_max" else field.upper()
+        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
+    found["goodput"] = summary.goodput
+    # Latencies are of these requests, so an arm must not look better by answering fewer.
+    found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
+    return {name: value or 0.0 for name, value in found.items()}
+
+
+def unit_of(figure: str) -> str:
+    return RATES.get(figure, "ms")
 
 
 def _limits(bounds: Bounds) -> list[tuple[str, float]]:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
+from baton.bench.figures.metrics import distribution
 from baton.bench.plan.arrivals import (
     ArrivalProcess,
     Gaps,
@@ -199,8 +199,7 @@ def _length_notes(requests: Sequence[Planned]) -> list[str]:
         "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],
     }
     return [
-        f"{side}, tokens: mean {np.mean(lengths):.5g}, p50 {p50:g}, p99 {p99:g}, max {max(lengths)}"
+        f"{side}, tokens: mean {one.mean:.5g}, p50 {one.p50:g}, p99 {one.p99:g}, max {one.max:g}"
         for side, lengths in sides.items()
-        if len(set(lengths)) > 1
-        for p50, p99 in [np.percentile(lengths, (50, 99), method="inverted_cdf")]
+        if len(set(lengths)) > 1 and (one := distribution(lengths)) is not None
     ]

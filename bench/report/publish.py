@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from baton.bench.console import shown
 from baton.bench.records import Outcome
 from baton.bench.report.charts import charts
 from baton.bench.report.document import (
@@ -25,9 +24,9 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.provenance import collect, complete
-from baton.bench.report.sections import sections
-from baton.bench.report.wording import utc
+from baton.bench.report.sections import sections, utc
 from baton.bench.settings import ReportAgainSettings, ReportSettings
+from baton.bench.terminal import shown
 from baton.protocol.errors import ConfigError
 
 REPORT, PAGE = "report.json", "report.html"

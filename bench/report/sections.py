@@ -1,20 +1,21 @@
 """A report in words and tables: one list of sections, which the page and the terminal both render.
 
-Text is plain here: each renderer escapes it, since much of it came from a server. Pure.
+Text is plain here: each renderer escapes it, since much of it came from a server. Numbers have a
+few digits, the unit beside them, and a dash for none. Pure.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, Summary, distribution
+from baton.bench.figures.metrics import Distribution, distribution
 from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, sum_error_s
 from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
-from baton.bench.report.wording import NONE, number, quantity, several, share, utc
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
@@ -32,15 +33,10 @@ IMPACT = {
     "num_failed": "",
 }  # fmt: skip
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
-# The figures by which runs are compared: these, and rates and shares, of which more is better.
-HEADLINES = (
-    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
-    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
-)  # fmt: skip
-RATES = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
 MAX_STAGE_ERROR_MS = 1.0
+NONE = "–"  # noqa: RUF001 - the dash that a table shows
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -128,7 +124,7 @@ def _comparison(report: Report) -> Section:
         if row.ratios[arm].each  # reports of earlier versions have none
     ]
     places = (f"{place}." for place, _ in enumerate(by_round[0][1:] if by_round else [], start=1))
-    told = Table(f"Ratios to {first}, round by round", ["figure", *places], by_round)
+    told = Table(f"Ratios to {first} of each round that is compared", ["figure", *places], by_round)
     return Section("Comparison", [], [Table("", columns, rows, caption), told])
 
 
@@ -149,23 +145,6 @@ def _parity(report: Report) -> Section:
     lines = [f"The arms did not run alike: {different}."] if different else []
     columns = ["setting", *report.parity[0].values, "same"]
     return Section("Flag parity", lines, [Table("", columns, rows)])
-
-
-def figures_of(summary: Summary) -> dict[str, float]:
-    """Return what loads are compared by; 0 where a load has no such figure."""
-    found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
-    for field, percentile in HEADLINES:
-        one: Distribution | None = getattr(summary, field)
-        shown = field if field == "gap_max" else field.upper()
-        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
-    found["goodput"] = summary.goodput
-    # Latencies are of these requests, so an arm must not look better by answering fewer.
-    found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
-    return {name: value or 0.0 for name, value in found.items()}
-
-
-def unit_of(figure: str) -> str:
-    return RATES.get(figure, "ms")
 
 
 def _overview(report: Report) -> Iterator[Section]:
@@ -306,3 +285,46 @@ def _words(field: str) -> str:
 
 def _percentile(found: Distribution | None, name: str) -> str:
     return NONE if found is None else number(getattr(found, name))
+
+
+def number(value: float | None) -> str:
+    """Return three significant digits, or all digits before the point, and a count as it is."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    if size >= 100 or value == 0:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
+
+
+def share(value: float | None) -> str:
+    """Return a percentage that says 100 % (or 0 %) only where it is all (or none)."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    percent = 100 * value
+    for decimals in (1, 2, 3):
+        text = f"{percent:.{decimals}f}"
+        if float(text) not in (0.0, 100.0) or percent in (0.0, 100.0):
+            return f"{text.removesuffix('.0')} %"
+    return "< 100 %" if percent > 50 else "> 0 %"
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """Return a number and its unit, and a share as a percentage."""
+    if unit == "share":
+        return share(value)
+    written = number(value)
+    return written if written == NONE else f"{written} {unit}".strip()
+
+
+def several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def utc(stamp: str) -> str:
+    """Return an ISO 8601 time of UTC in a form for reading."""
+    return stamp.replace("T", " ").replace("+00:00", " UTC")

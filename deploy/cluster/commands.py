@@ -16,7 +16,7 @@ from baton.deploy.cluster.arguments import Words, words_of
 from baton.deploy.cluster.document import read_document
 from baton.deploy.cluster.platform import Platform, PlatformOptions, platform_named
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
-from baton.deploy.cluster.readiness import wait_until_ready
+from baton.deploy.cluster.readiness import check_ids, wait_until_ready
 from baton.deploy.cluster.reading import pairing_problem, read_description
 from baton.deploy.cluster.running import (
     Deployment,
@@ -51,7 +51,7 @@ def render(words: Words) -> int:
     folder = Path(words.out or f"{plan.description.name}-{words.platform}")
     if (problem := pairing_problem(plan.description)) is not None:
         print(f"baton: warning: {words.file}: {problem}", file=sys.stderr)
-    make_private(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in platform.render(plan, folder):
         print(path)
     return 0
@@ -74,6 +74,7 @@ def up(words: Words) -> int:
         folder, Deployment(name, words.platform, str(Path(words.file).absolute()), words.hosts)
     )
     with Interrupts() as interrupts, _ended(platform, folder, words, interrupts):
+        check_ids(plan, platform.own(plan), platform.urls(plan, folder))
         platform.start(plan, folder)
         timeout_s = words.timeout_s or plan.start_timeout_s + EXTRA_START_S
         if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):

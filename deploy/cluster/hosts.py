@@ -24,6 +24,7 @@ from baton.runtime.cpus import threads_per_rank
 
 HERE = "127.0.0.1"
 THREADS = "engine.threads"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -82,20 +83,25 @@ def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
 
 def num_gpus() -> int:
     """Return how many NVIDIA GPUs this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one.strip()])
+    if VISIBLE_GPUS in os.environ:
+        return len(_visible_gpus())
     return len(list(GPUS.glob("*"))) if GPUS.is_dir() else 0
+
+
+def _visible_gpus() -> list[str]:
+    """Return the numbers or ids in the variable that limits GPUs; none if it is not set."""
+    return [one.strip() for one in os.environ.get(VISIBLE_GPUS, "").split(",") if one.strip()]
 
 
 def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
     return tuple(url_of(spec.host, spec.ports[0].port) for spec in plan.pool(ROUTERS))
 
 
-def with_cpus(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
-    """Divide the CPUs of this machine among the nodes that compute on them and set no number.
+def on_this_machine(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
+    """Give the processes the GPUs and CPUs that this command may use.
 
-    `shared` is a file by which nodes lend each other the CPUs that they do not need.
+    Nodes that compute on CPUs and set no number of threads share them; `shared` is a file by which
+    they lend each other those that they do not need.
     """
     sharing = [
         spec
@@ -103,8 +109,19 @@ def with_cpus(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[Process
         if spec.role != "router" and not spec.gpus and not _set(spec, THREADS)
     ]
     return tuple(
-        _with_share(spec, len(sharing), shared) if spec in sharing else spec for spec in specs
+        _with_share(spec, len(sharing), shared) if spec in sharing else _with_visible_gpus(spec)
+        for spec in specs
     )
+
+
+def _with_visible_gpus(spec: ProcessSpec) -> ProcessSpec:
+    """Return the process with GPUs of those that this command was left."""
+    names = _visible_gpus()
+    if not (names and spec.gpu_ids):
+        return spec
+    chosen_names = ",".join(names[number] for number in spec.gpu_ids)
+    env = {**spec.env, VISIBLE_GPUS: chosen_names}
+    return msgspec.structs.replace(spec, env=env)
 
 
 def _with_share(spec: ProcessSpec, num_nodes: int, shared: str) -> ProcessSpec:

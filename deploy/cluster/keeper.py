@@ -142,7 +142,7 @@ def main(folder: Path) -> int:
     A second signal ends everything at once.
     """
     die_with_parent()
-    setup(LogConfig(), "keeper", sys.stdout)
+    setup(LogConfig(), "keeper")
     keeper = Keeper(folder)
     with Interrupts(on_second=keeper.kill) as interrupts:
         try:

@@ -18,9 +18,9 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import (
     check_machine,
     chosen,
+    on_this_machine,
     places_by_name,
     routers_urls,
-    with_cpus,
 )
 from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
@@ -30,7 +30,7 @@ from baton.protocol.errors import NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX
 
-KEEPER = "keeper.json"
+KEEPER, KEEPER_LOG, SHARED_CPUS = "keeper.json", "keeper.log", "cpus"
 MODULE = "baton.deploy.cluster.keeper"
 # Beyond the grace of the processes: the time that the keeper itself takes.
 EXTRA_STOP_S = 10.0
@@ -61,8 +61,9 @@ class LocalPlatform:
         return files
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = with_cpus(self.own(plan), str(folder / "cpus"))
+        specs = self.own(plan)
         check_machine(plan, specs)
+        specs = on_this_machine(specs, str(folder / SHARED_CPUS))
         logs = plan.description.logs or str(folder / "logs")
         write_private(folder / ORDERS, msgspec.json.encode(Orders(specs, logs)))
         (folder / STATUS).unlink(missing_ok=True)
@@ -85,15 +86,19 @@ class LocalPlatform:
                 keeper.wait(EXTRA_STOP_S)
         if isinstance(self._keeper, Child):
             self._keeper.poll()
+        for name in (ORDERS, STATUS, KEEPER, SHARED_CPUS):
+            (folder / name).unlink(missing_ok=True)
 
     def status(self, folder: Path) -> list[ProcessStatus]:
         keeper = _keeper_of(folder)
         if keeper is not None and keeper.is_alive and (folder / STATUS).exists():
             return msgspec.json.decode((folder / STATUS).read_bytes(), type=list[ProcessStatus])
+        if not (folder / ORDERS).exists():
+            return []
         state: ProcessState = "waiting"
         last_end = ""
         if keeper is None or not keeper.is_alive:
-            state, last_end = "ended", "its keeper has ended"
+            state, last_end = "ended", f"its keeper has ended: see {folder / KEEPER_LOG}"
         orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
         return [
             ProcessStatus(spec.name, spec.role, spec.host, state, "", last_end)
@@ -113,7 +118,7 @@ def _detached(folder: Path) -> "subprocess.Popen[bytes]":
             env={**env, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=(folder / "keeper.err").open("wb"),
+            stderr=(folder / KEEPER_LOG).open("wb"),
             start_new_session=True,
         )
     except OSError as error:

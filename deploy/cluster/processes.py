@@ -178,7 +178,9 @@ def _router(
     )
 
 
-def _node(description: Description, places: ProcessPlaces, seat: _Seat, first_gpu: int) -> ProcessSpec:
+def _node(
+    description: Description, places: ProcessPlaces, seat: _Seat, first_gpu: int
+) -> ProcessSpec:
     pool = seat.pool
     config = config_of(description, pool.settings)
     port = pool.peer_port + seat.nth if pool.peer_port else 0

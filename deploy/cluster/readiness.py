@@ -70,6 +70,19 @@ def wait_until_ready(
         progress.stop()
 
 
+def check_ids(plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]) -> None:
+    """Raise `NodeError` if a router has a node with the id of one that is about to start."""
+    for router, url in zip(plan.pool(ROUTERS), urls, strict=False):
+        health = ask_health(url) or HealthReply()
+        present = {node.node_id for node in health.nodes if node.state != "silent"}
+        for spec in own:
+            if spec.name in present:
+                raise NodeError(
+                    f"{_who(spec)}: {router.name} has a node of this id already; end that one, or "
+                    "give the pool another name"
+                )
+
+
 class Missing(msgspec.Struct, frozen=True):
     """A process that is not ready, and what to look at."""
 

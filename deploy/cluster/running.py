@@ -8,6 +8,7 @@ import contextlib
 import os
 import select
 import signal
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,21 +95,24 @@ def write_deployment(folder: Path, deployment: Deployment) -> None:
 
 
 def forget_deployment(folder: Path) -> None:
-    """Remove what was noted of a deployment that has ended, except its logs."""
-    for path in folder.iterdir():
-        if path.is_file():
-            path.unlink()
+    """Remove what `up` has noted of a deployment that has ended; its logs stay."""
+    (folder / DEPLOYMENT).unlink(missing_ok=True)
 
 
 def make_private(folder: Path) -> None:
     """Make the folder, or check that only this user can enter it; raises `ConfigError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
+        mode = folder.stat().st_mode
     except OSError as error:
         raise ConfigError(
-            f"cannot use the state folder {folder}: {error.strerror}; name another with --state"
+            f"cannot use the folder {folder}: {error.strerror}; name another"
         ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"the folder {folder} is open to other users and will hold secrets: name another, or "
+            f"run `chmod 700 {folder}`"
+        )
 
 
 def write_private(path: Path, content: bytes) -> None:

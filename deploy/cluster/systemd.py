@@ -17,9 +17,9 @@ from baton.deploy.cluster.description import Description, SystemdScope
 from baton.deploy.cluster.hosts import (
     check_machine,
     chosen,
+    on_this_machine,
     places_by_name,
     routers_urls,
-    with_cpus,
 )
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
@@ -56,14 +56,15 @@ class SystemdPlatform:
         written = []
         for host in dict.fromkeys(spec.host for spec in plan.processes):
             specs = [spec for spec in plan.processes if spec.host == host]
-            make_private(folder / host)
+            (folder / host).mkdir(exist_ok=True)
             for name, text in files_of(plan, specs, program_of(plan.description)).items():
                 written.append(_write(folder / host / name, text))
         return written
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = with_cpus(self.own(plan))
+        specs = self.own(plan)
         check_machine(plan, specs)
+        specs = on_this_machine(specs)
         description = plan.description
         scope = description.systemd.scope
         units, settings = _folders(scope, description.name)

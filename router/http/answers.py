@@ -12,6 +12,7 @@ import msgspec
 
 from baton.protocol.errors import BatonError
 from baton.router.outputs import CompletionOutput, RequestMetrics
+from baton.router.waterfall import waterfall
 
 _encode = msgspec.json.Encoder().encode
 
@@ -90,7 +91,10 @@ class Answer:
         return b',"usage":null}' if self.include_usage else b"}"
 
     def _timeline(self, metrics: Sequence[RequestMetrics]) -> bytes:
-        return b',"timeline":' + _encode(metrics) if self.timeline else b""
+        if not self.timeline:
+            return b""
+        timeline = [{**msgspec.to_builtins(one), "waterfall": waterfall(one)} for one in metrics]
+        return b',"timeline":' + _encode(timeline)
 
 
 class ChunkTemplate:

@@ -10,7 +10,6 @@ import errno
 import importlib.metadata
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -26,11 +25,13 @@ from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
 from baton.router.http.engine import Engine
 from baton.router.http.handlers import Handlers, request_id_of
-from baton.router.http.metrics import CONTENT_TYPE, HttpMetrics
-from baton.router.http.request_log import RequestLog
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.request_log import RUNNING, RequestLog
 from baton.router.http.sse import SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
+from baton.router.http.tracing import Tracer
 from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.exposition import CONTENT_TYPE
 from baton.runtime.log import ROOT, clip, logger
 
 BACKLOG = 4096
@@ -57,16 +58,25 @@ class App:
         config: ClusterConfig,
         chat_template: ChatTemplate | None = None,
         silence_s: float = SILENCE_S,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._baton_version = importlib.metadata.version(DISTRIBUTION)
-        self.metrics = HttpMetrics(config.model.shown_name, self._baton_version)
+        self._name = config.router.name
+        self.metrics = HttpMetrics(
+            config.model.shown_name,
+            self._baton_version,
+            self._name if config.router.shares_port else "",
+        )
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
         self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
         self._engine = engine
         began_at = time.time()
         self._created = int(began_at)
-        self._status = StatusPage(self._baton_version, began_at) if config.router.page else None
+        self._status: StatusPage | None = None
+        if config.router.page:
+            self._status = StatusPage(self._baton_version, self._name, began_at)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -126,7 +136,11 @@ class App:
 
     async def _health(self, request: web.Request) -> web.Response:
         health = self._health_now()
-        body = {**msgspec.structs.asdict(health), "nodes": named_nodes(health)}
+        body = {
+            "router": self._name,
+            **msgspec.structs.asdict(health),
+            "nodes": named_nodes(health),
+        }
         return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
 
     def _health_now(self) -> Health:
@@ -186,13 +200,16 @@ class App:
         finally:
             connection.ended()
             self.metrics.answered(_route(request), status)
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
             took_s = time.monotonic() - began_s
             self._request_log.answered(request, status, name, took_s)
             if self._status is not None:
                 self._status.recent.answered(request, status, name, took_s)
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
+            if self._tracer is not None and (running := request.get(RUNNING)) is not None:
+                running.request_id = running.request_id or name
+                self._tracer.record(request.headers, _route(request), status, took_s, running)
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -234,6 +251,7 @@ class Server:
         )
         self._connections: Connections | None = None
         self._listener: asyncio.Server | None = None
+        self._own_listener: asyncio.Server | None = None
 
     async def start(self) -> str:
         """Start to listen and return the URL; raises `NodeError` that says what to do."""
@@ -241,20 +259,31 @@ class Server:
         manager, config = self._runner.server, self._config
         assert manager is not None
         self._connections = Connections(manager, self._http_log, config)
-        host = None if config.host in ("", "*") else config.host
+        self._listener = await self._listen(config.port, is_shared=config.shares_port)
+        if config.own_port:
+            self._own_listener = await self._listen(config.own_port, is_shared=False)
+        port = self._listener.sockets[0].getsockname()[1]
+        return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+
+    async def _listen(self, port: int, *, is_shared: bool) -> asyncio.Server:
+        assert self._connections is not None
+        host = self._config.host
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._connections, host, config.port, backlog=ACCEPTS
+            listener = await asyncio.get_running_loop().create_server(
+                self._connections,
+                None if host in ("", "*") else host,
+                port,
+                backlog=ACCEPTS,
+                reuse_port=is_shared,
             )
         except OSError as error:
             await self.stop()
-            raise NodeError(_why_not(config.host, config.port, error), code="no_port") from error
-        for listening in self._listener.sockets:
+            raise NodeError(_why_not(host, port, error), code="no_port") from error
+        for listening in listener.sockets:
             # asyncio has one number for how many it accepts at once and how many may wait.
             with listening.dup() as same:
                 same.listen(BACKLOG)
-        port = self._listener.sockets[0].getsockname()[1]
-        return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        return listener
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and wait up to `grace_s` for answers under way.
@@ -262,23 +291,19 @@ class Server:
         Meanwhile probes and refusals still get their answers. Where other processes listen on the
         same port, new connections are left to them.
         """
-        listener = self._listener
-        if listener is not None and any(map(_is_shared, listener.sockets)):
-            listener.close()
+        if self._listener is not None and self._config.shares_port:
+            self._listener.close()
         await self._app.drain(grace_s)
 
     async def stop(self) -> None:
         """Close all connections. May be called again."""
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._own_listener):
+            if listener is not None:
+                listener.close()
         if self._connections is not None:
             self._connections.close()
         self._app.close()
         await self._runner.cleanup()
-
-
-def _is_shared(listening: socket.socket) -> bool:
-    return bool(listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -11,10 +11,8 @@ from baton.router.health import Health, NodeHealth, ServedModel
 from baton.router.http import metric_families as families
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
-from baton.runtime.exposition import CONTENT_TYPE, Histogram, Page
+from baton.runtime.exposition import Histogram, Page
 from baton.runtime.node_metrics import NodeSample, add_nodes
-
-__all__ = ["CONTENT_TYPE", "HttpMetrics", "StatsLine"]
 
 # From a prompt of a few tokens up to a long one that waits in a queue.
 LATENCY_BUCKETS_S = (
@@ -39,7 +37,8 @@ OTHER_CODES = "other"
 class HttpMetrics:
     """The metrics of one router, held by itself: two routers can share a process."""
 
-    def __init__(self, model_name: str = "", version: str = "") -> None:
+    def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
+        """A router that shares its port gives its name, which every value gets as a label."""
         self.num_requests = 0  # those that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -47,6 +46,7 @@ class HttpMetrics:
         self.token_gaps = Histogram(TOKEN_BUCKETS_S)
         self._model_name = model_name  # until a node has said what it serves
         self._version = version
+        self._router = router
         self._answers: Counter[tuple[str, str]] = Counter()
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._requests: Counter[tuple[str, str]] = Counter()
@@ -115,7 +115,8 @@ class HttpMetrics:
 
     def render(self, health: Health, model: ServedModel | None = None) -> bytes:
         """Return the text that a Prometheus server scrapes."""
-        page = Page({"model_name": self._model_name if model is None else model.name})
+        name = self._model_name if model is None else model.name
+        page = Page({"model_name": name} | ({"router": self._router} if self._router else {}))
         self._add_requests(page)
         self._add_cluster(page, health, model)
         add_nodes(page, _samples(health))

@@ -1,7 +1,7 @@
-"""The last requests with the spans of their stages, and the last faults, for the status page.
+"""The last requests with their stages, and the last faults, for the status page.
 
 `App` reports every answer; `/status.json` asks. A request that went well costs one append to a
-bounded ring: spans and records are made only when they are asked for. No prompt, no output and no
+bounded ring: records are made only when they are asked for. No prompt, no output and no
 token is kept.
 """
 
@@ -15,32 +15,17 @@ from aiohttp import web
 
 from baton.protocol.errors import BatonError
 from baton.router.http.request_log import RUNNING, Running
-from baton.router.outputs import Attempt, Path, RequestMetrics
+from baton.router.outputs import Path, RequestMetrics
+from baton.router.waterfall import StageSpan, waterfall
 
 MAX_REQUESTS = 60
 MAX_FAULTS = 40
 # Each prompt of a request has stages of its own; so many are kept to find the slowest one.
 MAX_PROMPTS = 8
-# A stream may move on any number of times; the first attempts and the last ones are shown.
-MAX_ATTEMPTS = 6
+# A stream may move on any number of times, and each move has stages.
+MAX_STAGES = 64
+MAX_LOSSES = 6  # of one request that are noted as faults
 MAX_MESSAGE_CHARS = 300
-
-
-class StageSpan(msgspec.Struct, frozen=True):
-    """One stage of an attempt, in seconds since the arrival of the request."""
-
-    stage: str
-    start_s: float
-    end_s: float
-
-
-class AttemptRecord(msgspec.Struct, frozen=True):
-    choice: int
-    number: int
-    prefill_node: str | None
-    decode_node: str | None
-    failure: str  # the code with which the attempt was lost, or empty
-    spans: tuple[StageSpan, ...]
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -57,7 +42,10 @@ class RequestRecord(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     num_output_tokens: int
     path: Path | None
-    attempts: tuple[AttemptRecord, ...]
+    num_attempts: int
+    prefill_node: str | None  # of the last attempt
+    decode_node: str | None
+    stages: list[StageSpan]
 
 
 class FaultRecord(msgspec.Struct, frozen=True):
@@ -131,80 +119,31 @@ class RecentRequests:
         self._faults.append(fault)
 
 
-def spans_of(attempt: Attempt, end_s: float) -> tuple[StageSpan, ...]:
-    """Return the stages of an attempt in their order; none overlaps another.
-
-    Nodes measure durations, and the router the moments at which their tokens came. What lies
-    between two stages is the way of messages. `end_s` is the end of the request.
-    """
-    stop_s = end_s if attempt.lost_at_s is None else attempt.lost_at_s
-    if attempt.placed_at_s is None:
-        return _in_order([("router_queue", attempt.asked_at_s, stop_s)], stop_s)
-    placed_s = attempt.placed_at_s
-    queued_s = placed_s + attempt.queue_s
-    stages = [
-        ("router_queue", attempt.asked_at_s, placed_s),
-        ("queue", placed_s, queued_s),
-        ("prefill", queued_s, queued_s + attempt.prefill_s),
-    ]
-    if (decoding_s := attempt.decoding_at_s) is not None:
-        step_s = decoding_s - attempt.first_step_s
-        waits_s = step_s - attempt.decode_queue_s
-        stages += [
-            ("transfer", waits_s - attempt.exposed_s, waits_s),
-            ("decode_queue", waits_s, step_s),
-            ("first_step", step_s, decoding_s),
-            ("decode", decoding_s, stop_s),
-        ]
-    return _in_order(stages, stop_s)
-
-
-def _in_order(stages: list[tuple[str, float, float]], stop_s: float) -> tuple[StageSpan, ...]:
-    spans, at_s = [], 0.0
-    for stage, start_s, end_s in stages:
-        begin_s, until_s = max(start_s, at_s), min(end_s, stop_s)
-        if until_s > begin_s:
-            spans.append(StageSpan(stage, round(begin_s, 6), round(until_s, 6)))
-            at_s = until_s
-    return tuple(spans)
-
-
 def _record(one: _EndedRequest) -> RequestRecord:
     slowest = max(one.metrics, key=lambda metrics: metrics.e2e_s or 0.0)
-    e2e_s = one.took_s if slowest.e2e_s is None else slowest.e2e_s
-    kept = slowest.attempts
-    if len(kept) > MAX_ATTEMPTS:
-        kept = [*kept[: MAX_ATTEMPTS // 2], *kept[-(MAX_ATTEMPTS // 2) :]]
+    last = slowest.attempts[-1] if slowest.attempts else None
     return RequestRecord(
-        one.request_id,
-        one.ended_at,
-        one.status,
-        one.outcome,
-        e2e_s,
-        slowest.time_to_first_token_s,
-        one.num_prompts,
-        sum(metrics.num_prompt_tokens for metrics in one.metrics),
-        sum(metrics.num_cached_tokens for metrics in one.metrics),
-        sum(metrics.num_output_tokens for metrics in one.metrics),
-        slowest.path,
-        tuple(_attempt(attempt, e2e_s) for attempt in kept),
-    )
-
-
-def _attempt(attempt: Attempt, e2e_s: float) -> AttemptRecord:
-    return AttemptRecord(
-        attempt.choice,
-        attempt.number,
-        attempt.prefill_node,
-        attempt.decode_node,
-        attempt.failure,
-        spans_of(attempt, e2e_s),
+        request_id=one.request_id,
+        ended_at=one.ended_at,
+        status=one.status,
+        outcome=one.outcome,
+        e2e_s=one.took_s if slowest.e2e_s is None else slowest.e2e_s,
+        first_token_s=slowest.time_to_first_token_s,
+        num_prompts=one.num_prompts,
+        num_prompt_tokens=sum(metrics.num_prompt_tokens for metrics in one.metrics),
+        num_cached_tokens=sum(metrics.num_cached_tokens for metrics in one.metrics),
+        num_output_tokens=sum(metrics.num_output_tokens for metrics in one.metrics),
+        path=slowest.path,
+        num_attempts=slowest.num_attempts,
+        prefill_node=last.prefill_node if last is not None else None,
+        decode_node=last.decode_node if last is not None else None,
+        stages=waterfall(slowest)[:MAX_STAGES],
     )
 
 
 def _losses(metrics: RequestMetrics, now: float, request_id: str) -> list[FaultRecord]:
     """Return a fault for each of the last attempts that were lost."""
-    lost = [one for one in metrics.attempts[-MAX_ATTEMPTS:] if one.lost_at_s is not None]
+    lost = [one for one in metrics.attempts[-MAX_LOSSES:] if one.lost_at_s is not None]
     began = now - (metrics.e2e_s or 0.0)
     return [
         FaultRecord(

@@ -40,6 +40,7 @@ class StatusDocument(msgspec.Struct, frozen=True):
     now: float  # seconds since 1970
     uptime_s: float
     version: str
+    router: str  # the name of this process
     model: str
     status: Status
     message: str
@@ -61,10 +62,11 @@ class StatusDocument(msgspec.Struct, frozen=True):
 class StatusPage:
     """The page and its document, for one `App`."""
 
-    def __init__(self, version: str, began_at: float) -> None:
+    def __init__(self, version: str, router: str, began_at: float) -> None:
         """`began_at` is when the router started, in seconds since 1970."""
         self.recent = RecentRequests()
         self._version = version
+        self._router = router
         self._began_at = began_at
         self._page = PAGE.read_bytes()
         self._headers = {
@@ -89,6 +91,7 @@ class StatusPage:
             now=now,
             uptime_s=now - self._began_at,
             version=self._version,
+            router=self._router,
             model="" if model is None else model.name,
             status=health.status,
             message=health.message,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.protocol.ids import Key, RequestId
 from baton.router.pairs import Pairs
 from baton.router.policy import Decision
-from baton.router.request.events import Timed, TriedAgain
+from baton.router.request.events import Place, Timed, TriedAgain
 from baton.router.request.lifecycle import Lifecycle
 from baton.router.stream import RequestStream
 
@@ -23,9 +23,9 @@ class Active:
     began_s: float
     is_broken: bool = False
 
-    def asks(self, now_s: float, key: Key) -> None:
+    def asks(self, now_s: float, place: Place) -> None:
         """Record that an attempt began to wait for nodes."""
-        self.stream.metrics.begin_attempt(key, now_s - self.began_s)
+        self.stream.metrics.begin_attempt(place.key, place.num_choices, now_s - self.began_s)
 
     def placed(self, now_s: float, key: Key, decision: Decision) -> None:
         """Record the nodes of an attempt."""

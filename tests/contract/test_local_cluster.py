@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from baton.deploy.ports import check_port, check_router_ports
-from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, RouterConfig
+from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, NodeConfig, RouterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
@@ -22,6 +22,9 @@ from tests.support.checkpoints import model_folder
 from tests.support.own_children import node_pid
 
 DEADLINE_S = 60.0
+HTTP_PORT = 18_000
+# An address of this process alone on this host, so that its ports are free.
+ADDRESS = "127." + ".".join(str(byte) for byte in os.getpid().to_bytes(3, "big"))
 NODES = ("prefill-0", "decode-0", "decode-1")
 
 
@@ -30,6 +33,7 @@ def cluster(folder: Path, lines: list[str], model: str = "") -> LocalCluster:
         decode=2,
         model=ModelConfig(path=model or str(model_folder("qwen3"))),
         cache=CacheConfig(num_blocks=16),
+        node=NodeConfig(http=f"{ADDRESS}:{HTTP_PORT}"),
     )
     control = f"ipc://{folder}/control"
     return LocalCluster(config, control, lambda name, line: lines.append(f"{name} | {line}"))
@@ -60,6 +64,9 @@ def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
         assert sum(f" threads={share} " in line for line in lines) == 3
         pids = {name: node_pid(name) for name in NODES}
         assert len(set(pids.values())) == 3
+        for number, name in enumerate(NODES):
+            page = f"http://{ADDRESS}:{HTTP_PORT + number}"
+            assert any(f" {name}: " in line and line.endswith(page) for line in lines)
         assert nodes.poll() == []
         killed = pids["decode-1"]
         assert killed is not None

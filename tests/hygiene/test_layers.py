@@ -39,7 +39,7 @@ PACKAGES = {
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
     "console": {"msgspec", "aiohttp", "rich"},
-    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "tokenizers"},
+    "router": {"msgspec", "zmq", "aiohttp", "jinja2", "opentelemetry", "tokenizers"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
 # Door of `src/baton` -> rooms that it may import. `LLM` starts nodes as processes of their own, so

@@ -9,7 +9,6 @@ from tests.support.sources import REPOSITORY, imports, name_of, tree
 # Of the transfer's files, those that touch memory, threads or sockets.
 TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "host_pool.py", "interfaces.py"}
 PURE = (
-    "bench/figures/growth.py",
     "bench/figures/metrics.py",
     "bench/figures/paired.py",
     "bench/figures/search.py",
@@ -32,6 +31,7 @@ PURE = (
     "protocol/blocks.py",
     "engine/by_request.py",
     "router/admission.py",
+    "router/placing.py",
     "router/changes.py",
     "router/cluster_state.py",
     "router/pairs.py",

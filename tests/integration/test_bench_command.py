@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.console import shown
 from baton.bench.figures.stages import sum_error_s
 from baton.bench.plan.workload import Workload
 from baton.bench.planning import plan_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, read_json
 from baton.bench.settings import LoadSettings
+from baton.bench.terminal import shown
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,

@@ -92,6 +92,14 @@ def test_a_failed_start_is_one_line_and_leaves_nothing(
     assert "Traceback" not in complained
 
 
+def test_a_state_folder_that_others_can_enter_is_refused(small: Deployed) -> None:
+    small.state.mkdir(mode=0o755)
+    (small.state / "precious").touch()
+    code, _, complained = small.run("up", "--detach")
+    assert (code, "is open to other users" in complained) == (2, True)
+    assert list(small.state.iterdir()) == [small.state / "precious"]
+
+
 def test_keep_leaves_what_has_started(small: Deployed) -> None:
     small.content["pools"] = {
         "prefill": {"role": "prefill"},

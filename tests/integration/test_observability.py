@@ -1,17 +1,24 @@
 """What real processes show of themselves and of their requests: metrics and logs."""
 
+import gzip
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.protocol.config import (
@@ -22,23 +29,72 @@ from baton.protocol.config import (
     NodeConfig,
     RouterConfig,
 )
+from baton.router.http.metric_families import ROUTER_FAMILIES
 from tests.support.checkpoints import model_folder
 from tests.support.cluster import Cluster
 from tests.support.oracle import prompt
+from tests.support.promql import named
+from tests.support.sources import REPOSITORY
 
+GRAFANA = REPOSITORY / "deploy" / "grafana"
+OF_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it scrapes
 BLOCK = 16
 WAIT_S = 60.0
 PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1), 8
 BODY = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
+class Collector(ThreadingHTTPServer):
+    """Takes the spans that a router sends."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Receiver)
+        self.spans: list[Span] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
+
+    def of(self, trace: str) -> list[Span]:
+        """The spans of a trace in the order of their starts."""
+        spans = [span for span in self.spans if span.trace_id.hex() == trace]
+        return sorted(spans, key=lambda span: (span.start_time_unix_nano, span.end_time_unix_nano))
+
+
+class Receiver(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        sent = ExportTraceServiceRequest.FromString(body)
+        assert isinstance(self.server, Collector)
+        for resource in sent.resource_spans:
+            for scope in resource.scope_spans:
+                self.server.spans.extend(scope.spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  its name there
+        pass
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
         cache=CacheConfig(num_blocks=700),
         engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never"),
+        router=RouterConfig(local_prefill="never", otlp_traces=collector.url),
         node=NodeConfig(http="127.0.0.1:0"),
     )
     with Cluster(tmp_path_factory.mktemp("cluster"), config) as cluster:
@@ -97,6 +153,69 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
     assert [line for line in lines if "out of service" in line] == lines[-1:]
 
 
+def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
+    cluster: Cluster, collector: Collector
+) -> None:
+    """The answer's timeline has the same stages, and the client's trace goes on."""
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    request = urllib.request.Request(
+        cluster.url("/v1/completions"),
+        json.dumps({**BODY, "prompt": prompt(70, 7), "timeline": True}).encode(),
+        {"Content-Type": "application/json", "traceparent": f"00-{trace}-{parent}-01"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+        (timeline,) = json.loads(reply.read())["timeline"]
+    stages = timeline["waterfall"]
+    assert sum(stage["duration_s"] for stage in stages) == pytest.approx(
+        timeline["e2e_s"], abs=1e-3
+    )
+    computed = [stage["stage"] for stage in stages if stage["node"]]
+    assert computed[0] in ("queue", "prefill")
+    assert {"prefill", "first_step", "decode"} <= set(computed)
+    wait_until(lambda: any(span.name == "llm_request" for span in collector.of(trace)))
+    spans = {span.name: span for span in collector.of(trace)}
+    (root,) = [span for span in spans.values() if span.parent_span_id.hex() == parent]
+    assert root.name == "POST /v1/completions"
+    whole = spans["llm_request"]
+    assert [name for name in spans if spans[name].parent_span_id == whole.span_id] == [
+        stage["stage"] for stage in stages
+    ]
+    in_spans_ns = sum(
+        span.end_time_unix_nano - span.start_time_unix_nano
+        for span in spans.values()
+        if span.parent_span_id == whole.span_id
+    )
+    assert in_spans_ns / 1e9 == pytest.approx(timeline["e2e_s"], abs=1e-3)
+
+
+def test_every_query_of_the_board_and_of_the_alerts_finds_what_it_names(cluster: Cluster) -> None:
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page(cluster)):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    found = dict(labels)
+    for family in ROUTER_FAMILIES:  # some have no sample until something goes wrong
+        found.setdefault(family.full_name, {*family.labels, "model_name"})
+    missing = set()
+    for query in queries():
+        metrics, groups = named(query)
+        assert metrics.keys() <= found.keys(), query
+        for metric, matched in metrics.items():
+            assert matched <= found[metric] | OF_PROMETHEUS, query
+        assert groups <= set().union(*(found[metric] for metric in metrics)), query
+        missing |= metrics.keys() - labels.keys()
+    assert missing <= {"baton_refusals_total", "baton_retries_total", "baton_resumes_total"}
+
+
+def test_every_alert_says_what_to_do_and_names_labels_that_it_has() -> None:
+    for rule in rules():
+        _, groups = named(rule["expr"])
+        notes = rule["annotations"]
+        assert set(notes) == {"summary", "action"}
+        shown = re.findall(r"\$labels\.(\w+)", notes["summary"] + notes["action"])
+        assert set(shown) <= groups, rule["alert"]
+
+
 def test_with_log_json_serve_prints_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "baton", "serve", "--port", "0", "--log-json"]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -112,6 +231,22 @@ def test_with_log_json_serve_prints_nothing_else(tmp_path: Path) -> None:
     processes = {line["process"] for line in lines}
     assert processes == {"serve", "router", "prefill-0", "decode-0"}
     assert process.returncode == 0, lines
+
+
+def rules() -> list[Any]:
+    (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def queries() -> list[str]:
+    """All expressions of the board and of the alerts, and what the board's variables ask for."""
+    board = json.loads((GRAFANA / "board.json").read_text())
+    shown = [target["expr"] for one in board["panels"] for target in one["targets"]]
+    variables = [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    asked = [re.fullmatch(r"label_values\((\w+), (\w+)\)", query) for query in variables]
+    values = [f'{found[1]}{{{found[2]}="x"}}' for found in asked if found]
+    assert len(values) == len(variables)
+    return [*shown, *values, *(rule["expr"] for rule in rules())]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ A process in one reaches the others over TCP alone, as between machines, but for
 Making namespaces takes the rights of root and iproute2's `ip`.
 """
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+CLONE_NEWNET = 0x40000000
 
 
 class Hosts:
@@ -34,12 +37,37 @@ class Hosts:
             [*self._inside(host), *command], capture_output=True, text=True, check=False
         )
 
-    def cut(self, host: int) -> None:
-        """Take the link of a host down, as if its cable were pulled."""
-        _ip_must("-n", f"{self._prefix}switch", "link", "set", f"port{host}", "down")
+    def plug(self, host: int, *, is_in: bool) -> None:
+        """Pull a host's cable at the switch, or put it in again."""
+        state = "up" if is_in else "down"
+        _ip_must("-n", f"{self._prefix}switch", "link", "set", f"port{host}", state)
 
-    def heal(self, host: int) -> None:
-        _ip_must("-n", f"{self._prefix}switch", "link", "set", f"port{host}", "up")
+    def drop(self, host: int, *rules: str) -> None:
+        """Drop what comes in on a host and meets one of nftables' rules; no rule drops nothing.
+
+        Skips the test where nftables does not work.
+        """
+        chain = "".join(f"{rule} drop\n" for rule in rules)
+        table = (
+            "table inet cut {}\ndelete table inet cut\n"
+            f"table inet cut {{ chain in {{ type filter hook input priority 0;\n{chain}}}\n}}\n"
+        )
+        try:
+            done = subprocess.run(
+                [*self._inside(host), "nft", "-f", "-"],
+                input=table,
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        except FileNotFoundError:
+            pytest.skip("dropping packets needs nftables' `nft`")
+        if done.returncode != 0:
+            pytest.skip(f"nftables does not work here: {done.stderr.strip()}")
+
+    def enter(self, host: int) -> None:
+        """Let the sockets that this thread opens from now on be those of a host."""
+        with Path(f"/run/netns/{self._prefix}{host}").open("rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
 
     def _inside(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", f"{self._prefix}{host}"]

@@ -19,6 +19,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.health import Health, ServedModel
 from baton.router.http.app import App, Server
 from baton.router.http.engine import Engine
+from baton.router.http.tracing import Tracer
 from baton.router.reattaching import Claim
 from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
@@ -124,9 +125,10 @@ class HttpBench:
         config: ClusterConfig | None = None,
         chat_template: ChatTemplate | None = None,
         silence_s: float = WAIT_S,
+        tracer: Tracer | None = None,
     ) -> None:
         config = config or ClusterConfig()
-        self.app = App(engine, config, chat_template, silence_s)
+        self.app = App(engine, config, chat_template, silence_s, tracer)
         self.server = Server(self.app, msgspec.structs.replace(config.router, port=0))
         self.url = ""
 

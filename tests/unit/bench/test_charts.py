@@ -10,17 +10,16 @@ from baton.bench.figures.faults import FaultSpec, Injected
 from baton.bench.figures.metrics import Bounds, summarise
 from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome, Record
-from baton.bench.report.chart import Chart, Curve, Mark
-from baton.bench.report.charts import MAX_BINS, MAX_CURVES, charts, groups
+from baton.bench.report.charts import MAX_BINS, MAX_CURVES, Chart, Curve, Mark, charts, groups
 from baton.bench.report.document import Report, Run
-from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
+from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
 
 SHORT = Scene(duration_s=10.0)
 DISTRIBUTIONS = ["Time to first token", "Time per output token", "Gaps between tokens"]
 
 
 def run_of(records: list[Record], bounds: Bounds | None = None) -> Run:
-    return Run(label="run", summary=summarise(loaded(records), bounds=bounds), records=records)
+    return Run(label="run", summary=summarise(load(records), bounds=bounds), records=records)
 
 
 def sweep(*rates: float, **options: Bounds | None) -> Report:

@@ -10,7 +10,7 @@ from baton.bench.parity import (
     UNKNOWN,
     facts_of_flags,
     facts_of_json,
-    facts_of_metrics,
+    facts_said,
     parity,
     warnings,
 )
@@ -162,7 +162,9 @@ def test_what_a_server_says_of_itself_is_read_too() -> None:
         'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0"} 1.0\n'
         'vllm:num_requests_running{engine="0"} 3.0\n'
     )
-    assert facts_of_metrics(text) == {"block-size": "16", "cache-dtype": "auto", "engine": "0"}
+    assert facts_said({"/metrics": text}) == {
+        "block-size": "16", "cache-dtype": "auto", "engine": "0"
+    }  # fmt: skip
     facts = facts_of_json({"version": "1", "args": {"dtype": "bf16", "disable_cuda_graph": True}})
     assert facts == {"version": "1", "dtype": "bf16", "disable-cuda-graph": "true"}
     assert facts_of_json("nothing") == {}

@@ -23,7 +23,7 @@ from baton.bench.report.publish import UNTOLD, finish
 from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, loaded, report_of, scene_run
+from tests.support.bench_records import Scene, answered, load, report_of, scene_run
 
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")
@@ -109,7 +109,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(_: Experiment, case: Case, *_more: object) -> Run:
         records = [answered(one.index, one.at_s or 0.0, [0.1, 0.2]) for one in case.plan.requests]
-        return judge(case, loaded(records), "")
+        return judge(case, load(records), "")
 
     monkeypatch.setattr(Experiment, "connect", connect)
     monkeypatch.setattr(Experiment, "measure", measure)

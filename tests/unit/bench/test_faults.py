@@ -11,7 +11,7 @@ from baton.bench.figures.faults import FaultSpec, Impact, Injected, Judgement, i
 from baton.bench.figures.metrics import Bounds
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
-from tests.support.load_records import request
+from tests.support.bench_records import request
 
 FAULT_S = 10.0
 BOUNDS = Bounds(gap_max_ms=200)

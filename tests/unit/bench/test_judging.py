@@ -10,7 +10,7 @@ from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.verify import Mismatch, MismatchKind
 from baton.protocol.errors import BatonError
-from tests.support.bench_records import answered, case_of, ended, loaded
+from tests.support.bench_records import answered, case_of, ended, load
 
 ANSWERED, REFUSED, STOPPED = Outcome.ANSWERED, Outcome.REFUSED, Outcome.STOPPED
 
@@ -51,19 +51,19 @@ def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
         judge(case_of(1), ended(), "")
     warm = ended(REFUSED)
     warm.records[0].warm_up = True
-    for load in (warm, ended(STOPPED, STOPPED)):
+    for nothing in (warm, ended(STOPPED, STOPPED)):
         with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
-            judge(case_of(2), load, "the first 1 failed")
+            judge(case_of(2), nothing, "the first 1 failed")
 
 
 def test_how_far_a_load_came_is_said_without_warm_up_and_turns_that_were_not_sent() -> None:
-    load = ended(ANSWERED, ANSWERED, STOPPED, STOPPED)
-    load.records[0].warm_up = True
-    load.records[3].detail = "not sent: turn 0 of the conversation failed"
+    result = ended(ANSWERED, ANSWERED, STOPPED, STOPPED)
+    result.records[0].warm_up = True
+    result.records[3].detail = "not sent: turn 0 of the conversation failed"
     planned = [Planned(index, None, 2, (1,), warm_up=not index) for index in range(9)]
-    far = sent_so_far(load.records, planned)
+    far = sent_so_far(result.records, planned)
     assert far == "2 of 8 requests had been sent; not ended by then, and in no figure: 1"
-    assert sent_so_far(load.records[:2], planned) == "1 of 8 requests had been sent"
+    assert sent_so_far(result.records[:2], planned) == "1 of 8 requests had been sent"
 
 
 @pytest.mark.parametrize("concurrency", [2, 3])
@@ -79,7 +79,7 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
     records = [answered(one.index, float(one.index), [0.1]) for one in plan.requests[:-1]]
     for record, one in zip(records, plan.requests, strict=False):
         record.warm_up, record.cached_tokens = one.warm_up, 500
-    found = judge(case_of(plan, window="30-60"), loaded(records), why_stopped)
+    found = judge(case_of(plan, window="30-60"), load(records), why_stopped)
     assert found.summary.num_requests == 4
     said = "no request arrived in --window 30-60: the figures are of all requests"
     assert said in texts(found, is_invalid=True)
@@ -100,16 +100,16 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
 def test_a_prefix_cache_that_helped_by_accident_is_a_warning(
     workload: Workload, is_said: bool
 ) -> None:
-    load = ended(ANSWERED)
-    load.records[0].prompt_tokens, load.records[0].cached_tokens = 100, 50
-    run = judge(case_of(1, workload=workload), load, "")
+    result = ended(ANSWERED)
+    result.records[0].prompt_tokens, result.records[0].cached_tokens = 100, 50
+    run = judge(case_of(1, workload=workload), result, "")
     assert (CACHED in texts(run, is_invalid=False)) is is_said
 
 
 def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
-    load = ended(*[ANSWERED] * 6)
+    result = ended(*[ANSWERED] * 6)
     found = mark_mismatches(
-        load.records,
+        result.records,
         [
             Mismatch(3, MismatchKind.LOST, 5, "token", "1 2", "2 3"),
             Mismatch(4, MismatchKind.WRONG, 0, "token", "1", "2"),
@@ -120,5 +120,5 @@ def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
     assert found[0].text.startswith("1 of 6 outputs differ from those of the requests alone (lost)")
     assert "request 3: lost at token 5: expected 1 2, got 2 3" in found[0].text
     assert found[1].text.startswith("2 of 6 outputs")
-    outcomes = [record.outcome for record in load.records]
+    outcomes = [record.outcome for record in result.records]
     assert outcomes == [ANSWERED] * 3 + [Outcome.WRONG_TOKENS] * 3

@@ -19,7 +19,7 @@ from baton.bench.figures.metrics import (
 )
 from baton.bench.records import LoadResult, Outcome, Record
 from baton.protocol.errors import BatonError
-from tests.support.load_records import load, loads, request, steady
+from tests.support.bench_records import load, loads, request, steady
 
 BOUNDS = Bounds(ttft_ms=150, tpot_ms=60, gap_max_ms=200)
 

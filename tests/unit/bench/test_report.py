@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.console import shown
 from baton.bench.figures.faults import FaultSpec, Injected, impacts
 from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.figures.paired import Ratio
@@ -29,11 +28,11 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.publish import begin, finish, html, write_again
-from baton.bench.report.sections import sections
-from baton.bench.report.wording import number, share
+from baton.bench.report.sections import number, sections, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
+from baton.bench.terminal import shown
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, failed, loaded, report_of, scene_run
+from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
@@ -193,7 +192,7 @@ def test_a_comparison_shows_medians_ratios_and_what_they_prove() -> None:
         ["goodput", "5.00 requests/s", "4.00 requests/s", "0.800 (0.75 to 0.85) *", "higher"],
     ]
     assert "need not be the ratio of the two medians" in table.caption
-    told = table_of(found, "Ratios to old, round by round")
+    told = table_of(found, "Ratios to old of each round that is compared")
     assert told.columns == ["figure", "1.", "2.", "3.", "4.", "5.", "6."]
     assert told.rows == [["TTFT p50, new", "0.610", "0.680", "0.630", "0.640", "0.640", "0.650"]]
     assert table_of(found, "Flag parity").rows == [
@@ -313,6 +312,6 @@ def test_settings_are_flat_and_numbers_have_few_digits_and_never_claim_all() -> 
 def test_a_last_request_that_ended_as_it_arrived_is_counted() -> None:
     records = [answered(0, 0.0, [0.1, 0.2]), failed(1, 5.0, Outcome.REFUSED)]
     records[1].end_s = 5.0
-    run = Run(label="a", summary=summarise(loaded(records)), records=records)
+    run = Run(label="a", summary=summarise(load(records)), records=records)
     assert run.summary.num_requests == 2
     assert run.counted == records

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.console import shown
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import judge
@@ -18,7 +17,8 @@ from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
 from baton.bench.search import is_servers_fault, probe_of
-from tests.support.bench_records import answered, case_of, ended, loaded, report_of
+from baton.bench.terminal import shown
+from tests.support.bench_records import answered, case_of, ended, load, report_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -232,7 +232,7 @@ def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
     records = [answered(index, at_s, [0.1]) for index, at_s in enumerate(at)]
     for record in records[:num_wrong]:
         record.outcome = Outcome.WRONG_LENGTH
-    return judge(case_of(plan, concurrency=0), loaded(records), "")
+    return judge(case_of(plan, concurrency=0), load(records), "")
 
 
 @pytest.mark.parametrize(

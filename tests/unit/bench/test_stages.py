@@ -17,8 +17,7 @@ from baton.bench.figures.stages import (
 from baton.bench.records import Outcome, Record, Stage
 from baton.bench.report.document import Run, Table
 from baton.bench.report.sections import sections
-from tests.support.bench_records import report_of
-from tests.support.load_records import load, request
+from tests.support.bench_records import load, report_of, request
 
 # A request as baton's router describes it: 20 ms to the first token by its clock, of which 1 ms
 # went into messages between nodes, and 60 ms in all.

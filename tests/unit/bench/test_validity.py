@@ -7,17 +7,18 @@ from typing import TypedDict
 import msgspec
 import pytest
 
-from baton.bench.figures.growth import find_growth, slope_in_errors
 from baton.bench.figures.metrics import Window, summarise
 from baton.bench.figures.validity import (
     Problem,
     Severity,
     check,
+    find_growth,
     is_valid,
     lag_gate_ms,
+    slope_in_errors,
 )
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
-from tests.support.load_records import load, plan_of, request, steady
+from tests.support.bench_records import load, plan_of, request, steady
 
 IDLE = ClientProcess(1, 10.0, 100.0, 1000, 10_000, 0.002)
 LATE_LOOP = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)

@@ -13,7 +13,7 @@ from baton.bench.verify import (
     whole,
 )
 from baton.protocol.errors import BatonError, ConfigError
-from tests.support.load_records import request
+from tests.support.bench_records import request
 
 E = tuple(range(100, 120))  # the expected output
 

@@ -10,9 +10,8 @@ import pytest
 
 from baton.bench.client.ask import Session
 from baton.bench.client.target import Target
-from baton.bench.client.turns import lost_turn, units_of
 from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Strain, new_loop, pause_s
-from baton.bench.records import Arrival, Outcome, Planned, Record
+from baton.bench.records import Arrival, Outcome, Planned, Record, lost_turn, units_of
 
 T = TypeVar("T")
 

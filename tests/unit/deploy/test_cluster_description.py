@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, Probe, ProcessSpec, plan_of
+from baton.deploy.cluster.hosts import check_machine, on_this_machine
+from baton.deploy.cluster.processes import ClusterPlan, Probe, ProcessPlaces, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
 from baton.runtime.settings import Subcommand, load
+from tests.support.cluster import free_port
 from tests.support.sources import REPOSITORY
 
 EXAMPLES = sorted((REPOSITORY / "deploy/examples").glob("*.yaml"))
@@ -108,6 +110,23 @@ def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> 
         ("10.0.0.2", (1,)),
     ]
     assert plan.pool("decode")[2].env["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_nodes_get_the_gpus_that_the_command_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,7")
+    routers = [{"port": free_port(), "control_port": free_port()}]
+    plan = planned(written(tmp_path, pools=pools(gpus=1, replicas=2), routers=routers))
+    router, prefill, *decode = on_this_machine(plan.processes, "cpus")
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in decode] == ["4", "GPU-a"]
+    assert prefill.env["BATON_ENGINE_SHARED_CPUS"] == "cpus"
+    assert int(prefill.env["BATON_ENGINE_THREADS"]) > 0
+    assert "BATON_ENGINE_THREADS" not in router.env
+    check_machine(plan, plan.processes)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(ConfigError, match=r"decode-1 on 127.0.0.1: no GPU is left .* has 1"):
+        check_machine(plan, plan.processes)
 
 
 def test_keys_of_clients_are_in_no_command(tmp_path: Path) -> None:

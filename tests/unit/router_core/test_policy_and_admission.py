@@ -259,13 +259,13 @@ def line(**fields: float) -> Admission:
 
 def head(admission: Admission, version: int = 0) -> str | None:
     leg = admission.head(version)
-    return None if leg is None else str(leg.key.request_id)
+    return None if leg is None else str(leg.place.key.request_id)
 
 
 def begin(admission: Admission, name: str) -> None:
     """Put a request in line and give it nodes."""
     admission.wait(0.0, place(name))
-    admission.placed(Key(RequestId(name)))
+    admission.placed(0.0, Key(RequestId(name)))
 
 
 def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room() -> None:
@@ -278,11 +278,11 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
     resume = Place(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True)
     for leg in (again, resume):
         admission.wait(0.0, leg)
-    assert admission.head(0) == resume
-    admission.placed(resume.key)
-    assert admission.head(0) == again
-    admission.placed(again.key)
-    admission.ended(1.0, RequestId("a"))
+    assert head(admission) == "b"
+    admission.placed(0.0, resume.key)
+    assert head(admission) == "a"
+    admission.placed(0.0, again.key)
+    admission.ended(RequestId("a"))
     assert head(admission) == "c"
 
 
@@ -309,13 +309,24 @@ def test_the_line_is_bounded_in_bytes_too() -> None:
     admission.check_room(1, could_place=False)
 
 
-def test_retry_after_follows_the_pace_of_late() -> None:
-    admission = line()
-    for number in range(100):
-        begin(admission, str(number))
-        admission.ended(float(10 * number), RequestId(str(number)))
-    admission.wait(0.0, place("a"))
-    assert 15.0 < admission.retry_after_s() <= 20.0
+def test_the_pace_of_the_line_tells_when_to_try_again_and_who_would_wait_in_vain() -> None:
+    admission = line(max_queued_s=30)
+    for number in range(12):
+        admission.wait(0.0, place(str(number)))
+    admission.rests(0.0)
+    for number in range(10):
+        admission.placed(8.0 * (number + 1), place(str(number)).key)
+    assert admission.retry_after_s() == 24.0
+    admission.check_room(40, could_place=True)  # would be the third, and wait for 24 s
+    admission.wait(80.0, place("c"))
+    with pytest.raises(Overloaded, match=r"for 32\.0 s") as error:
+        admission.check_room(40, could_place=True)
+    assert (error.value.http_status, error.value.retry_after_s) == (429, 32.0)
+    # A line that is empty again says nothing about the next one.
+    for name in ("10", "11", "c"):
+        admission.leave(place(name).key)
+    admission.rests(1000.0)
+    admission.check_room(40, could_place=True)
 
 
 def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nodes_come() -> None:
@@ -324,7 +335,7 @@ def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nod
         admission.wait(0.0, place(name))
     assert admission.set_aside(place("a").key) is None
     assert head(admission) == "b"
-    admission.placed(place("b").key)
+    admission.placed(0.0, place("b").key)
     assert head(admission) == "c"
     assert head(admission, version=1) == "a"
     assert admission.num_queued == 2

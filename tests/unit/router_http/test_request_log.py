@@ -22,7 +22,7 @@ LOST = NodeError("d0 is lost").to_failure()
 def placed(stream: RequestStream) -> None:
     metrics = stream.metrics
     metrics.num_attempts, metrics.prefill_s = 1, 0.25
-    metrics.begin_attempt(Key(RequestId("r"), 0, 0), 0.0)
+    metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
     metrics.attempts[0].prefill_node = NodeId("p0")
     metrics.attempts[0].decode_node = NodeId("d0")
 

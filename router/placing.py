@@ -1,0 +1,59 @@
+"""The order in which waiting legs get nodes when some nodes have no room for more.
+
+Pure; `core` asks it whenever something may have changed. A leg that waits for one node does not
+keep those behind it off the others. For a while it may even be passed on that node, by legs that
+are smaller; then the node is kept for it.
+"""
+
+from collections.abc import Iterator
+
+from baton.protocol.errors import Failure
+from baton.protocol.ids import Key, NodeId
+from baton.router.admission import Admission
+from baton.router.policy import Decision, LeastLoaded
+from baton.router.registry import Registry
+from baton.router.request.events import Place
+
+MAX_PASSED_S = 1.0
+# How many legs that wait for nodes are looked behind.
+MAX_PASSED = 8
+# How often a line that stands is looked at although no node has got room and no leg has come.
+LOOK_S = 0.2
+
+
+class Placing:
+    def __init__(self, registry: Registry, policy: LeastLoaded, line: Admission) -> None:
+        self._registry, self._policy, self._line = registry, policy, line
+        self._looked_s = 0.0
+        self._stood_at = (0, 0, 0)
+
+    def take(self, now_s: float) -> Iterator[tuple[Place, Decision | Failure]]:
+        """Yield legs with their nodes, or with the reason why they may not even wait.
+
+        The caller charges the nodes of a leg, or turns the leg away, before it asks for the next.
+        """
+        if self._stood_at == self._news() and now_s - self._looked_s < LOOK_S:
+            return
+        passed: set[Key] = set()
+        kept: set[NodeId] = set()
+        while len(passed) <= MAX_PASSED:
+            waiting = self._line.head(self._registry.version, passed)
+            if waiting is None:
+                break
+            place = waiting.place
+            decision = self._policy.choose(now_s, self._registry, place, kept)
+            if decision is None:
+                if (failure := self._line.set_aside(place.key)) is not None:
+                    yield place, failure
+            elif decision.full:
+                passed.add(place.key)
+                if now_s - waiting.since_s >= MAX_PASSED_S:
+                    kept.update(decision.full)
+            else:
+                yield place, decision
+        self._line.rests(now_s)
+        self._stood_at, self._looked_s = self._news(), now_s
+
+    def _news(self) -> tuple[int, int, int]:
+        """Return what has changed whenever a leg may find nodes that found none before."""
+        return self._registry.version, self._registry.num_releases, self._line.num_changes

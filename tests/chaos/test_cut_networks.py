@@ -1,0 +1,144 @@
+"""Hosts whose network fails while they serve: every stream is what it would have been.
+
+Blocks travel through NIXL over TCP, and the hosts share nothing but the network.
+"""
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    KeysConfig,
+    ModelConfig,
+    NodeConfig,
+    RouterConfig,
+    TransferConfig,
+)
+from baton.runtime.settings import to_yaml
+from tests.support.checkpoints import model_folder
+from tests.support.hosts import Hosts, hosts
+from tools.soak.cluster import HealthReply
+from tools.soak.streams import Record, Streams, draw
+
+ROUTER, PREFILL, DECODES = 1, 2, (3, 4)
+CONTROL, PEERS, HTTP = 5570, 7000, 8000
+CONFIG = ClusterConfig(
+    model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
+    cache=CacheConfig(num_blocks=400),
+    engine=EngineConfig(chunk_tokens=64, threads=1),
+    router=RouterConfig(control=f"tcp://10.0.0.{ROUTER}:{CONTROL}", port=HTTP, max_attempts=8),
+    transfer=TransferConfig(transport="nixl", device="eth0"),
+    keys=KeysConfig(insecure=True),
+)
+NUM_CLIENTS, NUM_BEFORE = 6, 12
+HOLD_S = 6.0  # longer than it takes a router to give a silent node up
+START_TIMEOUT_S = 180.0
+
+
+@contextmanager
+def cluster(on: Hosts, folder: Path) -> Iterator[None]:
+    roles = {ROUTER: "router", PREFILL: "prefill", **dict.fromkeys(DECODES, "decode")}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for host, role in roles.items():
+            node = NodeConfig(
+                id=f"{role}-{host}",
+                routers=(f"tcp://10.0.0.{ROUTER}:{CONTROL}",),
+                bind=f"tcp://10.0.0.{host}:{PEERS}",
+            )
+            settings = folder / f"{host}.yaml"
+            settings.write_text(to_yaml(msgspec.structs.replace(CONFIG, node=node)))
+            command = [sys.executable, "-m", "baton", role, "--config", str(settings)]
+            log = folder / f"{host}.log"
+            started.append(on.start(host, command, log, {"UCX_TLS": "tcp"}))
+        yield
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        for process in started:
+            try:
+                process.wait(30.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+async def until_ready(url: str) -> None:
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{url}/health") as reply:
+                    health = msgspec.json.decode(await reply.read(), type=HealthReply)
+                    if len(health.ready) == 1 + len(DECODES):
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) -> list[Record]:
+    """Run streams before a failure, during it and after it."""
+    url = f"http://127.0.0.1:{HTTP}"
+    await until_ready(url)
+    streams = Streams(url, "tiny", draw(1, 12, 250), lambda _: False)
+    await streams.learn()
+    num_begun, is_over = 0, False
+
+    def may_begin() -> bool:
+        nonlocal num_begun
+        num_begun += not is_over
+        return not is_over
+
+    async with asyncio.TaskGroup() as group:
+        clients = [
+            group.create_task(streams.run(random.Random(number), 0.2, may_begin))
+            for number in range(NUM_CLIENTS)
+        ]
+        while num_begun < NUM_BEFORE or not streams.num_running:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        fail()
+        await asyncio.sleep(HOLD_S)
+        heal()
+        await until_ready(url)
+        is_over = True
+    return [record for client in clients for record in client.result()] + await streams.verify()
+
+
+@pytest.mark.parametrize("what", ["link", "blocks", "control"])
+def test_a_network_that_fails_and_heals_alters_no_token(what: str, tmp_path: Path) -> None:
+    """One decode host loses its cable, the path of blocks alone, or the way to the router."""
+    victim = DECODES[0]
+    with hosts(4) as on, cluster(on, tmp_path), ThreadPoolExecutor(1) as thread:
+        on.drop(victim)
+
+        def fail() -> None:
+            if what == "link":
+                on.plug(victim, is_in=False)
+            elif what == "blocks":
+                # What prefill sends to other ports than that of its messages.
+                on.drop(victim, f"ip saddr 10.0.0.{PREFILL} tcp dport != {PEERS}")
+            else:
+                on.drop(victim, f"ip saddr 10.0.0.{ROUTER}")
+
+        def heal() -> None:
+            on.plug(victim, is_in=True)
+            on.drop(victim)
+
+        thread.submit(on.enter, ROUTER).result()
+        records = thread.submit(asyncio.run, streams_through(fail, heal)).result()
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert "Traceback" not in logs, logs
+    ends = {record.outcome for record in records}
+    assert ends == {"whole", "aborted"}, [record.detail for record in records if record.detail]
