@@ -61,7 +61,7 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _EndedRequest:
+class _KeptRequest:
     request_id: str
     ended_at: float
     status: int
@@ -74,7 +74,7 @@ class _EndedRequest:
 class RecentRequests:
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._ended: deque[_EndedRequest] = deque(maxlen=MAX_REQUESTS)
+        self._ended: deque[_KeptRequest] = deque(maxlen=MAX_REQUESTS)
         self._faults: deque[FaultRecord] = deque(maxlen=MAX_FAULTS)
 
     def answered(self, request: web.Request, status: int, request_id: str, took_s: float) -> None:
@@ -86,7 +86,7 @@ class RecentRequests:
         now, name = self._wall_clock(), request_id or running.request_id
         if metrics:
             self._ended.append(
-                _EndedRequest(
+                _KeptRequest(
                     name, now, status, took_s, running.outcome, len(running.streams), metrics
                 )
             )
@@ -119,7 +119,7 @@ class RecentRequests:
         self._faults.append(fault)
 
 
-def _record(one: _EndedRequest) -> RequestRecord:
+def _record(one: _KeptRequest) -> RequestRecord:
     slowest = max(one.metrics, key=lambda metrics: metrics.e2e_s or 0.0)
     last = slowest.attempts[-1] if slowest.attempts else None
     return RequestRecord(
