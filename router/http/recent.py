@@ -1,8 +1,7 @@
 """The last requests with their stages, and the last faults, for the status page.
 
 `App` reports every answer; `/status.json` asks. A request that went well costs one append to a
-bounded ring: records are made only when they are asked for. No prompt, no output and no
-token is kept.
+bounded ring: records are made only when they are asked for. No prompt and no output is kept.
 """
 
 import time
@@ -20,7 +19,7 @@ from baton.router.waterfall import StageSpan, waterfall
 
 MAX_REQUESTS = 60
 MAX_FAULTS = 40
-# Each prompt of a request has stages of its own; so many are kept to find the slowest one.
+# Each prompt of a request has stages of its own. Only the first ones are kept and counted.
 MAX_PROMPTS = 8
 # A stream may move on any number of times, and each move has stages.
 MAX_STAGES = 64
