@@ -56,9 +56,7 @@ def _follow(dialer: Dialer[ToRouter, ToNode], node: NodeId, interrupts: Interrup
             if isinstance(message, Disconnected) or not isinstance(message, DrainState):
                 continue
             heard_s = now_s
-            if message.is_known and message.problem:
-                raise ConfigError(message.problem)
-            if not message.is_known and not is_draining:
+            if message.problem and (message.is_known or not is_draining):
                 raise ConfigError(message.problem)
             if not message.is_known:
                 print(f"{node} is gone", flush=True)

@@ -30,6 +30,7 @@ class NodeReply(msgspec.Struct, frozen=True):
 class HealthReply(msgspec.Struct, frozen=True):
     """The part of GET /health that start-up needs."""
 
+    router: str = ""  # the name of the one that answered
     nodes: tuple[NodeReply, ...] = ()
     can_serve: bool = False  # the answer was 200
 

@@ -1,9 +1,11 @@
 """Check addresses before anything is started: ports that are taken or that other hosts can reach.
 
 The command line and `serve` call these checks, which exist for the sake of a clear message: a
-process that binds later still has to cope with an address that was taken in between.
+process that binds later still has to cope with an address that was taken in between. `serve` also
+keeps the port of its routers while none of them listens.
 """
 
+import contextlib
 import errno
 import socket
 
@@ -21,7 +23,9 @@ log = logger("ports")
 
 def check_router_ports(config: ClusterConfig) -> None:
     """Raise `ConfigError` if the router could not listen on its configured addresses."""
-    check_port(config.router.host, config.router.port, PORT_HINT)
+    router = config.router
+    check_port(router.host, router.port, is_shared=router.shares_port)
+    check_port(router.host, router.own_port, "choose another with --router-own-port N")
     control = bindable(config.control)
     if not control.path:
         host = "0.0.0.0" if control.host == "*" else control.host
@@ -46,8 +50,63 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
         )
 
 
-def check_port(host: str, port: int, hint: str = PORT_HINT) -> None:
-    """Raise `ConfigError` if the port cannot be listened on; port 0 is always free."""
+class ReservedPort:
+    """A port that is kept for routers, so that one that starts again finds it free.
+
+    Its sockets are bound and never listen, so they get no connections, and routers can bind beside
+    them: one router as usual, or several if the port is shared.
+    """
+
+    def __init__(self, host: str, port: int, *, is_shared: bool) -> None:
+        """Bind `port`, or a free one if it is 0; raises `ConfigError`."""
+        check_port(host, port)
+        self._sockets: list[socket.socket] = []
+        self._option = socket.SO_REUSEPORT if is_shared else socket.SO_REUSEADDR
+        self.port = port
+        infos = socket.getaddrinfo(
+            host if host not in ("", "*") else None,
+            port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
+        try:
+            for family, _, _, _, address in dict.fromkeys(infos):
+                self._bind(family, str(address[0]))
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot reserve port {port} on {host}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Give the port back. May be called again."""
+        for one in self._sockets:
+            one.close()
+
+    def _bind(self, family: socket.AddressFamily, address: str) -> None:
+        with contextlib.ExitStack() as undo:
+            one = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            one.setsockopt(socket.SOL_SOCKET, self._option, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                one.bind((address, self.port))
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL and self._sockets:
+                    return  # this family is turned off
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                # Connections of a server that has ended may linger; `check_port` found no other.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.bind((address, self.port))
+            self.port = one.getsockname()[1]
+            self._sockets.append(one)
+            undo.pop_all()
+
+
+def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
+    """Raise `ConfigError` if the port cannot be listened on; port 0 is always free.
+
+    Of a port that is shared, others may listen on it who share it too.
+    """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -56,9 +115,12 @@ def check_port(host: str, port: int, hint: str = PORT_HINT) -> None:
     with socket.socket(family, kind, protocol) as probe:
         # Servers set this too: connections in TIME_WAIT do not count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             probe.bind(address)
-            probe.listen()
+            if not is_shared:  # it would get connections that others are to answer
+                probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(f"port {port} is in use: {hint}") from error

@@ -2,25 +2,27 @@
 
 The command line calls it. The router is a child like the nodes, so this process only starts, shows,
 watches and ends its children: it holds no model and no request. A child that dies is started again,
-the router on the same port.
+a router on the same port. Several routers may share the port: the system spreads connections over
+them, and every node dials them all.
 """
 
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import msgspec
 
 from baton.deploy.health import HealthReply, ask_health, url_of
-from baton.deploy.ports import check_port, check_reach
+from baton.deploy.ports import ReservedPort, check_reach
 from baton.deploy.progress import StartProgress
-from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import NodeError
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.channels.endpoint import bindable
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import is_json, logger
-from baton.runtime.port_pipe import PortPipe
 from baton.runtime.process import Command, Exit, Supervisor
 from baton.runtime.settings import to_yaml
 
@@ -40,7 +42,6 @@ def serve(config: ClusterConfig) -> int:
     """
     if config.router.control is not None:
         check_reach(config, "router.control", config.router.control)
-    check_port(config.router.host, config.router.port)
     server = LocalServer(config)
     with Interrupts(on_second=server.kill) as interrupts:
         try:
@@ -65,31 +66,32 @@ class LocalServer:
     """The processes behind `serve`. Only `kill` is thread-safe."""
 
     def __init__(self, config: ClusterConfig) -> None:
+        """Raises `ConfigError` if the port is taken."""
+        self._config = config
+        num_routers = config.router_processes
+        router = config.router
+        self._port = ReservedPort(router.host, router.port, is_shared=num_routers > 1)
         self._folder = private_folder()
-        control = config.router.control
-        if control is None:
-            control = f"ipc://{self._folder}/control"
-        self._config = _with_router(config, control=control)
-        self._port = config.router.port  # 0 until the router has reported the port that it picked
-        self._port_pipe = PortPipe()
         self._progress = StartProgress()
-        self._settings = self._folder / "router.yaml"
-        command = Command(
-            "router",
-            ("router", "--config", str(self._settings)),
-            env=self._port_pipe.env,
-            pass_fds=self._port_pipe.pass_fds,
-        )
-        self._router = Supervisor((command,), monotonic, self._progress.relay)
-        self._nodes = LocalCluster(self._config, control, self._progress.relay)
+        self._routers = _router_configs(config, self._port.port, self._folder)
+        commands = [
+            Command(one.name, ("router", "--config", str(self._settings_of(one.name))))
+            for one in self._routers
+        ]
+        self._router = Supervisor(tuple(commands), monotonic, self._progress.relay)
+        first, *others = [one.control for one in self._routers if one.control is not None]
+        self._nodes = LocalCluster(config, first, self._progress.relay, tuple(others))
+        self._ready_routers: set[str] = set()
 
     @property
     def url(self) -> str:
-        return url_of(self._config.router.host, self._port)
+        return url_of(self._config.router.host, self._port.port)
 
     def start(self) -> None:
-        """Spawn the router and the nodes."""
-        self._settings.write_text(to_yaml(self._config))
+        """Spawn the routers and the nodes."""
+        for router in self._routers:
+            config = msgspec.structs.replace(self._config, router=router)
+            self._settings_of(router.name).write_text(to_yaml(config))
         self._router.start()
         self._nodes.start()
 
@@ -104,9 +106,10 @@ class LocalServer:
             while not interrupts.wait(WATCH_S):
                 for ended in self._poll():
                     raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
-                is_ready, phases = self._health()
-                self._progress.show(phases)
-                if is_ready:
+                # Which router a connection comes to is up to the system.
+                for _ in self._routers:
+                    self._progress.show(self._ask_health())
+                if len(self._ready_routers) == len(self._routers):
                     return True
                 if monotonic() > deadline_s:
                     raise NodeError(f"not ready within {limit_s:g} s (node.start_timeout_s)")
@@ -130,7 +133,7 @@ class LocalServer:
                 )
 
     def stop(self, *, is_hurried: bool = True) -> None:
-        """End everything, the router first, which may finish its requests.
+        """End everything, the routers first, which may finish their requests.
 
         If it is hurried, all of this takes five seconds at the most.
         """
@@ -138,7 +141,7 @@ class LocalServer:
         drain_s = 0.0 if is_hurried else self._config.router.drain_s
         self._router.stop(drain_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
-        self._port_pipe.close()
+        self._port.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
@@ -151,18 +154,16 @@ class LocalServer:
         """Restart the processes that are due and return the exits since the last call."""
         return [*self._router.poll(), *self._nodes.poll()]
 
-    def _health(self) -> tuple[bool, dict[str, str]]:
-        """Return whether every node is ready and the phase of each, as the router reports them."""
-        if not self._port:
-            self._port = self._port_pipe.poll()
-            if not self._port:
-                return False, {}
-            # A router that is started again listens where its clients expect it.
-            self._settings.write_text(to_yaml(_with_router(self._config, port=self._port)))
+    def _settings_of(self, router: str) -> Path:
+        return self._folder / f"{router}.yaml"
+
+    def _ask_health(self) -> dict[str, str]:
+        """Return the phase of each node as a router reports it, and note a router that is ready."""
         health = ask_health(self.url) or HealthReply()
         wanted = self._config.prefill + self._config.decode
-        is_ready = health.can_serve and len(health.ready_ids) >= wanted
-        return is_ready, {node.node_id: node.doing for node in health.nodes}
+        if health.can_serve and len(health.ready_ids) >= wanted:
+            self._ready_routers.add(health.router)
+        return {node.node_id: node.doing for node in health.nodes}
 
 
 def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
@@ -188,6 +189,30 @@ print(answer.choices[0].text)
 """
 
 
-def _with_router(config: ClusterConfig, **changes: object) -> ClusterConfig:
-    router = msgspec.structs.replace(config.router, **changes)
-    return msgspec.structs.replace(config, router=router)
+def _router_configs(config: ClusterConfig, port: int, folder: Path) -> list[RouterConfig]:
+    """Return the settings of each router process; each has an endpoint of its own for nodes."""
+    router, num_routers = config.router, config.router_processes
+    control = router.control or f"ipc://{folder}/control"
+    if num_routers == 1:
+        return [msgspec.structs.replace(router, port=port, control=control)]
+    return [
+        msgspec.structs.replace(
+            router,
+            name=f"{router.name}-{index}",
+            port=port,
+            shares_port=True,
+            own_port=router.own_port + index if router.own_port else 0,
+            control=_nth(control, index),
+        )
+        for index in range(num_routers)
+    ]
+
+
+def _nth(control: str, index: int) -> str:
+    """Return the endpoint of one of several routers: the next ports, or other names of sockets."""
+    address = bindable(control)
+    if address.path:
+        return f"{control}-{index}"
+    if not address.port:
+        raise ConfigError("router.control needs a port when there are several router processes")
+    return str(msgspec.structs.replace(address, port=address.port + index))

@@ -16,6 +16,8 @@ from baton.engine.step_queue import Work
 class CudaQueue:
     """The queue of one device."""
 
+    overlaps = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ is sent whole if it comes again.
 import torch
 from torch import Tensor
 
+from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
 
 IDLE_ROW = 0  # no sequence has it: padding reads it
@@ -22,6 +23,11 @@ class DeviceTables:
         self._num_blocks = num_blocks
         self._free = list(range(num_sequences, IDLE_ROW, -1))
         self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently named first
+
+    def check_fits(self, num_sequences: int) -> None:
+        """Refuse a step in which one sequence would take the row of another."""
+        if num_sequences >= len(self.blocks):
+            raise InvariantBroken(f"a step of {num_sequences} sequences, too many for the tables")
 
     def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
         """Return the row of a sequence with this table; add (place, block) of what must change."""

@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 class ExecutorInfo(msgspec.Struct, frozen=True):
     """What is known once weights are loaded and the pool is allocated.
 
-    `NodeInfo` has all of these fields under the same names.
+    `NodeInfo` publishes some of these fields under the same names.
     """
 
     num_blocks: int
@@ -35,6 +35,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
+    chunk_tokens: int = 512  # the most of one step
+    max_num_seqs: int = 64  # of one step
 
 
 class Executor(Protocol):

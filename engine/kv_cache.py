@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.model_config import DecoderConfig
-from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.host_pool import HostPool, available_bytes
 from baton.protocol.bounds import MAX_BLOCKS
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import KVLayout
+
+HOST_SHARE = 0.25  # of the free memory: the weights and other programs take from it too
 
 
 class KVCache:
@@ -77,15 +79,33 @@ def kv_layout(
     )
 
 
-def num_blocks_for(cache: CacheConfig, layout: KVLayout, num_ranks: int) -> int:
-    """Return how many blocks are configured or fit the memory; `ConfigError` if none fits."""
+def num_blocks_for(
+    cache: CacheConfig, layout: KVLayout, num_ranks: int, num_bytes: int, most_tokens: int
+) -> int:
+    """Return how many blocks are configured or fit the memory; `ConfigError` if none fits.
+
+    Without a setting they take at most `num_bytes`, and hold at most `most_tokens`.
+    """
     if cache.num_blocks:
         return cache.num_blocks
-    num_blocks = min((cache.memory_mib << 20) // (layout.block_bytes * num_ranks), MAX_BLOCKS)
+    most = MAX_BLOCKS
+    if cache.memory_mib:
+        num_bytes = cache.memory_mib << 20
+    else:
+        most = min(most, -(-most_tokens // layout.block_size))
+    num_blocks = min(num_bytes // (layout.block_bytes * num_ranks), most)
     if num_blocks == 0:
         needed = -(-layout.block_bytes * num_ranks >> 20)
-        raise ConfigError(f"cache.memory_mib is too small: one KV block takes {needed} MiB")
+        raise ConfigError(
+            f"{num_bytes >> 20} MiB for the KV pool are too little, because one block takes "
+            f"{needed} MiB: raise cache.memory_mib or free memory"
+        )
     return num_blocks
+
+
+def host_bytes(cache: CacheConfig) -> int:
+    """Return the memory of this host that a pool takes without a setting."""
+    return int(HOST_SHARE * available_bytes()) // cache.shared_by
 
 
 def _num_kv_heads(config: DecoderConfig, num_ranks: int) -> int:

@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.plan import StepPlan, StepResult
@@ -24,7 +25,7 @@ CLOSE_S = 4.0  # of the five seconds a close may take; the rest is the port's
 
 
 class InProcessExecutor:
-    """The `Executor` of one rank. `start` loads in the caller's thread."""
+    """The `Executor` of one rank."""
 
     def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
         self._config = config
@@ -36,10 +37,9 @@ class InProcessExecutor:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        self._rank = load_rank(self._config, self._epoch, SingleRank(), progress)
-        cpus = StepCpus(self._config.engine)
-        self._threads = StepThreads(self._rank.runner, cpus, self._hear)
-        self._threads.start()
+        self._threads = StepThreads(StepCpus(self._config.engine), self._hear)
+        load = partial(load_rank, self._config, self._epoch, SingleRank())
+        self._rank = self._threads.start(load, progress)
         return self._rank.info
 
     def submit(self, plan: StepPlan) -> None:

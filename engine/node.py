@@ -223,15 +223,19 @@ class EngineNode:
             role=self.role,
             control_endpoint=endpoint,
             reaches=reaches_of(info.ranks, self.config.transfer),
-            step=StepLimits(self.config.engine.max_num_seqs, self.config.engine.chunk_tokens),
-            **{name: getattr(info, name) for name in info.__struct_fields__},
+            step=StepLimits(info.max_num_seqs, info.chunk_tokens),
+            **{
+                name: getattr(info, name)
+                for name in info.__struct_fields__
+                if name in NodeInfo.__struct_fields__
+            },
         )
         pool = BlockPool(
             info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
         )
         limits = NodeLimits(
-            self.config.engine.chunk_tokens,
-            self.config.engine.max_num_seqs,
+            info.chunk_tokens,
+            info.max_num_seqs,
             info.max_model_len,
             info.eos_token_ids,
             info.vocab_size,
@@ -249,15 +253,7 @@ class EngineNode:
         self._vitals.count_with(lambda: records.counters.totals(pool.counts))
         self._vitals.set_ready()
         sockets.ready(node)
-        log.info(
-            "ready",
-            role=self.role,
-            blocks=info.num_blocks,
-            max_len=info.max_model_len,
-            threads=threads_per_rank(self.config.engine),
-            batch_invariant=info.batch_invariant,
-            compute=info.compute,
-        )
+        self._say_ready(info)
         try:
             self._work(loop, sockets)
         except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
@@ -269,6 +265,27 @@ class EngineNode:
                 file=str(path),
             )
             raise
+
+    def _say_ready(self, info: ExecutorInfo) -> None:
+        kv_tokens = info.num_blocks * info.layout.block_size
+        if kv_tokens < info.max_model_len:
+            log.warning(
+                f"the KV pool holds {kv_tokens} tokens, so no sequence can be longer, although the "
+                f"model takes {info.max_model_len}: raise cache.memory_mib",
+            )
+        log.info(
+            "ready",
+            role=self.role,
+            device=info.facts.device,
+            dtype=info.facts.dtype,
+            kv_tokens=kv_tokens,
+            blocks=info.num_blocks,
+            max_len=info.max_model_len,
+            transports=",".join(sorted(info.ranks[0].metadata)) or "none",
+            threads=threads_per_rank(self.config.engine),
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+        )
 
     def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
         try:

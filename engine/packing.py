@@ -225,6 +225,7 @@ class Packer:
     def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
         """Return how many blocks the longest context has."""
         assert self._tables is not None
+        self._tables.check_fits(len(slices))
         width, start = 0, 0
         for index, part in enumerate(slices):
             end = part.start + part.length

@@ -7,19 +7,20 @@ allocated. Starts no threads but the port's own.
 
 import ctypes
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from baton.engine.attention.backend import Backend
 from baton.engine.attention.cpu import cpu_library, make_cpu_backend
 from baton.engine.cuda_queue import CudaQueue
+from baton.engine.cuda_start import free_for_pool, one_line_errors, prepare, why_no_gpu
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.kv_cache import (
-    KVCache,
     device_cache,
+    host_bytes,
     host_cache,
     kv_layout,
     num_blocks_for,
@@ -27,29 +28,32 @@ from baton.engine.kv_cache import (
 )
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import DecoderConfig, read_decoder_config
+from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading import Placement, check_split, load_decoder, local_heads
-from baton.engine.plan import Slice, StepPlan
-from baton.engine.runner import Runner
+from baton.engine.runner import MAX_SEQUENCES, Runner
 from baton.engine.sampler import Sampler, compiled
-from baton.engine.step_queue import HostQueue, StepQueue
+from baton.engine.step_queue import HostQueue
 from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint, fingerprint
-from baton.kernels.cpu_library import CpuLibrary
 from baton.kernels.cpu_sampler import CpuSampler
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.protocol.ids import Epoch, Key, RequestId
+from baton.protocol.ids import Epoch
 from baton.protocol.messages import KVLayout, NodeFacts
-from baton.protocol.sampling import Sampling
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import thread_counts
+from baton.runtime.gpus import num_gpus
+from baton.runtime.log import logger
 
+STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 32 << 20
+
+log = logger("rank")
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +66,9 @@ class RankPlan:
     dtype: torch.dtype
     max_model_len: int
     layout: KVLayout
-    num_blocks: int
+    num_blocks: int  # 0: on a GPU, what fits beside the weights and the largest step
+    chunk_tokens: int
+    max_num_seqs: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,15 +95,17 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     plan = plan_rank(config, ranks.size)
     _keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
-    runner, pool = load_runner(plan, config, ranks, progress)
     if plan.device.type == "cuda":
-        progress("kernels", 0, 1)
-        warm_up(runner)
-        progress("kernels", 1, 1)
+        with one_line_errors(plan.device, "at the start"):
+            runner, pool = load_runner(plan, config, ranks, progress)
+            with_graphs = config.engine.graphs
+            prepare(runner, plan.max_num_seqs, progress, with_graphs=with_graphs)
+    else:
+        runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)
     dtype = str(plan.dtype).removeprefix("torch.")
     info = ExecutorInfo(
-        num_blocks=plan.num_blocks,
+        num_blocks=len(runner.cache.pool),
         layout=plan.layout,
         ranks=(port.address(),),
         model=fingerprint(plan.folder, dtype),
@@ -107,6 +115,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
         facts=NodeFacts(dtype, plan.device.type),
+        chunk_tokens=plan.chunk_tokens,
+        max_num_seqs=plan.max_num_seqs,
     )
     return LoadedRank(runner, pool, port, info)
 
@@ -124,15 +134,31 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
     dtype = torch.float32 if name == "float32" else torch.bfloat16
     layout = kv_layout(decoder, config.cache, num_ranks, dtype)
-    return RankPlan(
+    device = _device(config, decoder, num_ranks)
+    chunk_tokens, max_num_seqs = STEP_LIMITS[device.type]
+    if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
+        raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
+    plan = RankPlan(
         folder=folder,
         decoder=decoder,
-        device=_device(config),
+        device=device,
         dtype=dtype,
         max_model_len=config.model.max_len or limit,
         layout=layout,
-        num_blocks=num_blocks_for(config.cache, layout, num_ranks),
+        num_blocks=0,
+        chunk_tokens=config.engine.chunk_tokens or chunk_tokens,
+        max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
     )
+    if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
+        return plan
+    return _sized(plan, config, num_ranks, host_bytes(config.cache))
+
+
+def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int) -> RankPlan:
+    """Return the plan with the blocks that are configured or fit `num_bytes`."""
+    most_tokens = plan.max_num_seqs * plan.max_model_len
+    num_blocks = num_blocks_for(config.cache, plan.layout, num_ranks, num_bytes, most_tokens)
+    return replace(plan, num_blocks=num_blocks)
 
 
 def load_runner(
@@ -143,25 +169,54 @@ def load_runner(
     place = Placement(plan.dtype, plan.device, thread_counts(config.engine))
     decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
     progress("kv pool", 0, 1)
+    if plan.device.type == "cuda":
+        return _on_gpu(plan, config, decoder, progress)
     shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks)
-    pool: HostPool | PoolMemory
-    if plan.device.type == "cpu":
-        pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
-        cache = host_cache(pool, shape, plan.dtype)
-    else:
-        cache = device_cache(shape, plan.dtype, plan.device)
-        pool = PoolMemory(
-            cache.pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device)
-        )
+    pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
+    cache = host_cache(pool, shape, plan.dtype)
     progress("kv pool", 1, 1)
-    library = None
-    if plan.device.type == "cpu":
-        library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
-    backend = _backend(plan, cache, ranks.size, library)
+    library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
+    num_heads, _ = local_heads(plan.decoder, ranks.size)
+    backend = make_cpu_backend(
+        library, cache.pool, num_heads, _rope_table(plan), plan.decoder.rms_norm_eps,
+        plan.decoder.sliding_window,
+    )  # fmt: skip
     kernel = compiled(CpuSampler(library)) if library else None
     sampler = Sampler(plan.decoder.eos_token_ids, kernel)
-    queue: StepQueue = HostQueue() if plan.device.type == "cpu" else CudaQueue(plan.device)
-    return Runner(decoder, backend, cache, sampler, queue, boottime), pool
+    return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+
+
+def _on_gpu(
+    plan: RankPlan, config: ClusterConfig, decoder: Decoder, progress: Progress
+) -> tuple[Runner, PoolMemory]:
+    # Triton is there on Linux only, and slow to import: only a rank on a GPU needs it.
+    from baton.engine.attention.cuda import CudaBackend
+    from baton.kernels.device_sampling import sample_tokens
+
+    def runner_over(num_blocks: int) -> Runner:
+        shape = pool_shape(plan.decoder, config.cache, 1, num_blocks)
+        cache = device_cache(shape, plan.dtype, plan.device)
+        model, table = plan.decoder, _rope_table(plan)
+        backend = CudaBackend(
+            cache.pool, model.num_heads, table, model.rms_norm_eps, model.sliding_window
+        )
+        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens)
+        return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
+
+    if not plan.num_blocks:
+        probe = runner_over(1)
+        num_bytes = free_for_pool(probe, plan.chunk_tokens, plan.max_num_seqs, plan.max_model_len)
+        plan = _sized(plan, config, 1, num_bytes // config.cache.shared_by)
+        del probe
+    runner = runner_over(plan.num_blocks)
+    progress("kv pool", 1, 1)
+    address = runner.cache.pool.data_ptr()
+    memory = PoolMemory(address, plan.num_blocks, plan.layout.block_bytes, str(plan.device))
+    return runner, memory
+
+
+def _rope_table(plan: RankPlan) -> Tensor:
+    return rope_table(plan.decoder.rope, plan.decoder.head_dim, plan.max_model_len)
 
 
 def is_batch_invariant(runner: Runner) -> bool:
@@ -181,20 +236,6 @@ def compute_path(runner: Runner) -> str:
     return f"{runner.backend.name}-{digest.hexdigest()}"
 
 
-def warm_up(runner: Runner) -> None:
-    """Compute a prompt of two tokens, and its last one again, so that every kernel is compiled.
-
-    That takes seconds; in a request's first step it could pass for a step that is stuck. Stores
-    into block 0 alone: nobody owns it yet, and whoever does stores before reading.
-    """
-    key = Key(RequestId("warm-up"))
-    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
-    for start in (0, 1):
-        tokens = (0, 0)[start:]
-        part = Slice(key, start, len(tokens), tokens, (0,), (0,), sampling, 2)
-        runner.execute(StepPlan(start, (part,)))
-
-
 def _keep_freed_memory() -> None:
     """Let the C library reuse large buffers; else every operation on a chunk maps fresh pages.
 
@@ -206,28 +247,26 @@ def _keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
-def _device(config: ClusterConfig) -> torch.device:
+def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> torch.device:
+    """Return the device to compute on; `auto` says in one line why it is not the GPU there."""
     wanted = config.engine.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: no CUDA device is available")
-    return torch.device("cpu") if wanted == "cpu" else torch.device("cuda", 0)
+    is_there = torch.cuda.is_available() or num_gpus() > 0
+    if wanted == "cpu" or (wanted == "auto" and not is_there):
+        return torch.device("cpu")
+    reason = why_no_gpu() or _lacking_on_gpus(config, decoder, num_ranks)
+    if not reason:
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        raise ConfigError(f"engine.device: {reason}")
+    log.warning("computing on the CPU and not on the GPU", reason=reason)
+    return torch.device("cpu")
 
 
-def _backend(plan: RankPlan, cache: KVCache, num_ranks: int, library: CpuLibrary | None) -> Backend:
-    decoder = plan.decoder
-    num_heads, _ = local_heads(decoder, num_ranks)
-    table = rope_table(decoder.rope, decoder.head_dim, plan.max_model_len)
-    if plan.device.type == "cpu":
-        return make_cpu_backend(
-            library, cache.pool, num_heads, table, decoder.rms_norm_eps, decoder.sliding_window
-        )
+def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
+    if num_ranks > 1:
+        return "several ranks (engine.tensor_parallel) run on CPUs only"
     # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
-    from baton.engine.attention.cuda import CudaBackend, missing_for
+    from baton.engine.attention.cuda import missing_for
 
-    shape = tuple(cache.pool.shape)
-    missing = missing_for(shape, num_heads, decoder.sliding_window, plan.max_model_len)
-    if missing:
-        raise ConfigError(missing)
-    return CudaBackend(cache.pool, num_heads, table, decoder.rms_norm_eps)
+    shape = pool_shape(decoder, config.cache, num_ranks, 1)
+    return missing_for(shape, decoder.num_heads)

@@ -26,7 +26,7 @@ from baton.engine.sampler import Sampler
 from baton.engine.step_queue import StepQueue
 from baton.runtime.clock import Clock
 
-MAX_SEQUENCES = 512  # whose tables stay on the device; others are sent whole when they come
+MAX_SEQUENCES = 1024  # whose tables stay on the device: as many as the kernels take in one step
 
 
 class Runner:
@@ -44,6 +44,7 @@ class Runner:
         self.cache = cache
         self.sampler = sampler
         self.device = device = queue.device
+        self.overlaps = queue.overlaps
         self._queue = queue
         self._clock = clock
         self._tables = None
@@ -68,10 +69,11 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step behind those that were launched. At most two may be uncollected."""
+        launched_s = self._clock()
         # A reader that still knows the former owner of a block must refuse it from here on.
         self.cache.write_generations(plan.generations)
         step = self._packer.pack(plan)
-        self._launched.append((plan, self._clock()))
+        self._launched.append((plan, launched_s))
         self._queue.launch(lambda: self._compute(step))
 
     def collect(self) -> StepResult:

@@ -89,7 +89,7 @@ class SampleKernel(Protocol):
     """Draws on one kind of device what `Sampler` says, given the fields of `Draws`."""
 
     def __call__(
-        self, logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor
+        self, logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor, /
     ) -> Tensor: ...
 
 

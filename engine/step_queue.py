@@ -1,7 +1,7 @@
 """How a device takes the work of steps: the runner launches, and collects in the same order.
 
-A CPU computes a step when it is collected, so the next one is packed meanwhile. A GPU takes the
-work when it is launched; collecting waits for it. One thread launches, another may collect.
+A CPU computes a step when it is collected. A GPU takes the work when it is launched; collecting
+waits for it. One thread launches, another may collect.
 """
 
 from collections import deque
@@ -19,6 +19,11 @@ class StepQueue(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device works on while Python goes on."""
+        ...
 
     def allocate(self, num_words: int) -> Tensor:
         """Return int64 memory on the host from which the device copies without a wait."""
@@ -44,6 +49,7 @@ class HostQueue:
     """Work of a CPU, done by the thread that collects it."""
 
     device = torch.device("cpu")
+    overlaps = False
 
     def __init__(self) -> None:
         self._work: deque[Work] = deque()

@@ -1,77 +1,124 @@
-"""The two threads of a rank's runner: one launches plans, the other collects their results.
+"""The threads of a rank's runner: one loads it and launches plans, another collects results.
 
-Executors and workers make it; only these threads touch the runner after `start`. On a CPU the
-second thread computes, while the first packs the next plan. On a GPU the first launches the next
-step while the second waits. Results and errors come in the order of the plans; an error ends both.
+Executors and workers make it; only these threads touch the runner. On a GPU the first launches the
+next step while the second waits. On a CPU, where a second thread would only take turns with the
+first, one computes each step in a call. Results and errors come in the order of the plans; an error
+ends the threads.
 """
 
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from baton.engine.executor import Progress
 from baton.engine.plan import StepPlan, StepResult
+from baton.engine.rank import LoadedRank
 from baton.engine.runner import Runner
 from baton.engine.step_cpus import StepCpus
 from baton.protocol.errors import NodeError
+from baton.runtime.clock import monotonic
+
+REPORT_S = 0.5  # progress is reported at least once a second
 
 Hear = Callable[[StepResult | NodeError], None]
+Load = Callable[[Progress], LoadedRank]
+Report = tuple[str, int, int]
+T = TypeVar("T")
 
 
 class StepThreads:
-    """`hear` is called by the second thread, with nothing more after an error."""
+    """`hear` is called by the thread that collects, with nothing more after an error."""
 
-    def __init__(self, runner: Runner, cpus: StepCpus, hear: Hear) -> None:
-        self._runner = runner
+    def __init__(self, cpus: StepCpus, hear: Hear) -> None:
         self._cpus = cpus
         self._hear = hear
+        self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[StepPlan | NodeError | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("launch", self._launch), ("collect", self._collect))
-        ]
+        self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def start(self, load: Load, progress: Progress) -> LoadedRank:
+        """Load on the thread that will launch; `progress` is called by the caller's thread."""
+        self._begin("launch", self._load_and_launch, load)
+        last: Report = ("start", 0, 1)
+        while True:
+            try:
+                found = self._loading.get(timeout=REPORT_S)
+            except queue.Empty:
+                found = last
+            if isinstance(found, BaseException):
+                raise found
+            if isinstance(found, LoadedRank):
+                if found.runner.overlaps:
+                    self._begin("collect", self._collect, found.runner)
+                return found
+            last = found
+            progress(*last)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.put(plan)
 
     def close(self, wait_s: float) -> bool:
-        """End after the steps that were submitted; return whether both ended in time."""
+        """End after the steps that were submitted; return whether all threads ended in time."""
         self._plans.put(None)
+        deadline_s = monotonic() + wait_s
         for thread in self._threads:
-            thread.join(wait_s)
+            thread.join(max(0.0, deadline_s - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _launch(self) -> None:
-        torch.set_num_threads(self._cpus.share)  # each thread of a process has its own
-        while (plan := self._plans.get()) is not None:
-            try:
-                self._runner.launch(plan)
-            except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
-                self._launched.put(_failure(plan.step_id, error))
-                return
-            self._launched.put(plan)
-        self._launched.put(None)
+    def _begin(self, name: str, work: Callable[[T], None], argument: T) -> None:
+        thread = threading.Thread(target=work, args=(argument,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
-    def _collect(self) -> None:
-        torch.set_num_threads(self._cpus.share)
-        while (launched := self._launched.get()) is not None:
-            if isinstance(launched, NodeError):
-                self._hear(launched)
-                return
-            self._cpus.begin(sum(part.length for part in launched.slices))
+    def _load_and_launch(self, load: Load) -> None:
+        torch.set_num_threads(self._cpus.share)  # each thread of a process has its own
+        try:
+            rank = load(lambda *report: self._loading.put(report))
+        except BaseException as error:  # noqa: BLE001  (`start` raises it)
+            self._loading.put(error)
+            return
+        self._loading.put(rank)
+        if rank.runner.overlaps:
+            self._launch(rank.runner)
+        else:
+            self._execute(rank.runner)
+
+    def _execute(self, runner: Runner) -> None:
+        while (plan := self._plans.get()) is not None:
+            self._cpus.begin(sum(part.length for part in plan.slices))
             try:
-                result = self._runner.collect()
+                result = runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
-                self._hear(_failure(launched.step_id, error))
+                self._hear(_failure(plan.step_id, error))
                 return
             finally:
                 self._cpus.end()
+            self._hear(result)
+
+    def _launch(self, runner: Runner) -> None:
+        while (plan := self._plans.get()) is not None:
+            try:
+                runner.launch(plan)
+            except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
+                self._launched.put(_failure(plan.step_id, error))
+                return
+            self._launched.put(plan.step_id)
+        self._launched.put(None)
+
+    def _collect(self, runner: Runner) -> None:
+        while (step := self._launched.get()) is not None:
+            if isinstance(step, NodeError):
+                self._hear(step)
+                return
+            try:
+                result = runner.collect()
+            except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
+                self._hear(_failure(step, error))
+                return
             self._hear(result)
 
 

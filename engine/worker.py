@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from baton.engine.plan import StepResult
 from baton.engine.rank import load_rank, plan_rank
@@ -34,7 +35,7 @@ from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, Node
 from baton.runtime.log import logger, own_process
 from baton.runtime.process import die_with_parent
 
-CLOSE_S = 1.0  # for the step that runs when the executor goes
+CLOSE_S = 2.0  # for the step that runs when the executor goes
 
 log = logger("worker")
 
@@ -67,11 +68,11 @@ class Worker:
         return int(self._error is not None)
 
     def _serve(self, load: LoadRank) -> None:
-        rank = load_rank(load.config, load.epoch, _join(load), self._progress)
+        threads = StepThreads(StepCpus(load.config.engine), self._hear)
+        start = partial(load_rank, load.config, load.epoch, _join(load))
+        rank = threads.start(start, self._progress)
         pump = PortPump(rank.port, self._port, self._tell)
         pump.start()
-        threads = StepThreads(rank.runner, StepCpus(load.config.engine), self._hear)
-        threads.start()
         try:
             self._tell(Loaded(rank.info))
             while (message := self._steps.wait()) is not None:

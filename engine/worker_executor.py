@@ -19,6 +19,7 @@ import msgspec
 
 from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
 from baton.engine.plan import StepPlan, StepResult
+from baton.engine.rank import plan_rank
 from baton.engine.worker_messages import (
     FromWorker,
     Loaded,
@@ -55,12 +56,13 @@ class WorkerExecutor:
     def start(self, progress: Progress) -> ExecutorInfo:
         """Spawn the workers and load. Raises the error of the first rank that fails."""
         size = self._config.engine.tensor_parallel
+        config = _with_pool(self._config)
         with _meeting(size) as (memory, peers):
             for rank in range(size):
-                worker = _RankProcess(rank, self._config, (memory, *peers[rank]))
+                worker = _RankProcess(rank, config, (memory, *peers[rank]))
                 self._workers.append(worker)
                 self._epoll.register(worker.steps, select.EPOLLIN)
-                load = LoadRank(self._config, self._epoch, rank, memory, peers[rank])
+                load = LoadRank(config, self._epoch, rank, memory, peers[rank])
                 self._send(worker, load)
         deadline_s = monotonic() + self._config.node.start_timeout_s
         while not all(worker.info for worker in self._workers):
@@ -246,6 +248,15 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
         if msgspec.structs.replace(other, **shared) != info:
             raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
     return info
+
+
+def _with_pool(config: ClusterConfig) -> ClusterConfig:
+    """Settle the size of a pool that several ranks share: each would find less memory free."""
+    size = config.engine.tensor_parallel
+    if size == 1:
+        return config
+    cache = msgspec.structs.replace(config.cache, num_blocks=plan_rank(config, size).num_blocks)
+    return msgspec.structs.replace(config, cache=cache)
 
 
 def _agreed(results: Sequence[StepResult]) -> StepResult:

@@ -1,18 +1,17 @@
 """Paged decode attention: one query per sequence, its context split over the whole device.
 
-A context is cut into splits at absolute positions; each split of each KV head is one work item, for
-all query heads of that KV head at once, and a second kernel combines the splits. How a context is
-cut depends on its own length alone, and one compiled variant serves every batch: a sequence gets
-the same bits alone and in any batch. The runner's attention layer calls it, also under CUDA graph
-capture. `reference.paged_decode_attention` defines the meaning.
+Each split of each KV head is one work item, for all query heads of that KV head at once; a second
+kernel combines the splits of contexts that have more than one. Where the sequences are few, splits
+are as long as one round of the device's programs needs, so a row's last bits depend on the batch.
+`ordered` cuts at fixed absolute positions instead and merges the splits in order: a sequence then
+gets the same bits alone, in any batch, and from prefill attention. The runner's attention layer
+calls it, also under CUDA graph capture. `reference.paged_decode_attention` defines the meaning.
 """
 
-# ruff: noqa: N803, PLR0913, PLR0917
+# ruff: noqa: N803, PLR0913, PLR0917, SIM108
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,34 +21,21 @@ from torch import Tensor
 from baton.kernels.paged import (
     LOG2_E,
     MAX_BATCH,
+    NO_WINDOW,
+    ORDERED_SPLIT,
     check_pool,
+    fold,
     interpreted,
     load_blocks,
+    load_rows,
+    merge,
     num_programs,
     slot_rows,
 )
+from baton.kernels.tilings import decode_tiling, padded
 
 SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
 MAX_SPLITS = 64  # per sequence: a longer context has longer splits, so the workspace stays bounded
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTiling:
-    """The compile-time choices of the split kernel for a dtype and head size."""
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    per_multiprocessor: int
-
-
-def tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
-    """Return tiles with which one multiprocessor keeps some 100 KiB of loads in flight."""
-    if dtype == torch.float32:
-        return DecodeTiling(tile=32, num_warps=4, num_stages=2, per_multiprocessor=4)
-    return DecodeTiling(
-        tile=min(8192 // head_dim, 128), num_warps=4, num_stages=3, per_multiprocessor=3
-    )
 
 
 def paged_decode_attention(
@@ -59,40 +45,73 @@ def paged_decode_attention(
     block_tables: Tensor,  # [batch, max_blocks] int32
     context_lens: Tensor,  # [batch] int32
     scale: float,
+    window: int | None = None,  # keys that a query sees, itself included
+    *,
+    ordered: bool = False,
 ) -> Tensor:
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
-    The workspace is `batch * num_heads * min(64, table width in splits) * (head_dim + 1)` floats:
-    pass tables no wider than the batch may need.
+    A row of length 0, padding of a captured graph, gives zeros. The workspace is
+    `batch * num_heads * splits * (head_dim + 2)` floats with at most 64 splits, or with as many as
+    the table has room for if they are ordered: pass tables no wider than the batch may need.
     """
     check_pool(q, pool, block_tables)
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = pool.shape[1], pool.shape[4]
-    num_splits = min(MAX_SPLITS, triton.cdiv(block_tables.shape[1] * block_size, SPLIT))
+    tiles, split = decode_tiling(q.dtype, head_dim), ORDERED_SPLIT if ordered else SPLIT
+    keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
+    rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
+    programs = num_programs(q.device, tiles.per_multiprocessor if rows == 16 else 2)
+    is_few = 2 * batch * kv_heads <= programs and not ordered
+    # A window may touch one split more than its length fills.
+    num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (window is not None)
+    num_splits = num_splits if ordered else min(num_splits, MAX_SPLITS)
     partial = q.new_empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32)
-    lse = q.new_empty((batch, num_heads, num_splits), dtype=torch.float32)
+    sums = q.new_empty((batch, num_heads, num_splits, 2), dtype=torch.float32)
+    counts = q.new_empty(batch, dtype=torch.int32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tiles = tiling(q.dtype, head_dim)
-    _split_kernel[(num_programs(q.device, tiles.per_multiprocessor),)](
-        q, pool, block_tables, context_lens, partial, lse,
-        batch, num_splits, layer * pool.stride(2), scale * LOG2_E,
+    _split_kernel[(programs,)](
+        q, pool, block_tables, context_lens, partial, sums, counts, out,
+        batch, num_splits, layer * pool.stride(2), scale * LOG2_E, window or NO_WINDOW,
         q.stride(0), pool.stride(0), pool.stride(1), block_tables.stride(0),
-        KV_HEADS=kv_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        TILE=tiles.tile, SPLIT=SPLIT, MAX_SPLITS=MAX_SPLITS, MAX_BATCH=MAX_BATCH,
-        UPCAST=interpreted(),
+        KV_HEADS=kv_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
+        ROWS=rows, BLOCK_SIZE=block_size, KEYS=tiles.keys, SPLIT=split, MAX_BATCH=MAX_BATCH,
+        ORDERED=ordered, UPCAST=interpreted(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-    _combine_kernel[(batch, num_heads)](
-        partial, lse, context_lens, out, num_splits,
-        HEAD_DIM=head_dim, SPLIT=SPLIT, MAX_SPLITS=MAX_SPLITS,
-        num_warps=4, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+    if num_splits > 1:
+        _combine_kernel[(batch, num_heads)](
+            partial, sums, counts, out, num_splits,
+            HEAD_DIM=head_dim, DIM=padded(head_dim), MAX_SPLITS=MAX_SPLITS, ORDERED=ordered,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _split_size(context_len: tl.tensor, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr) -> tl.tensor:
-    return tl.cdiv(tl.cdiv(context_len, SPLIT), MAX_SPLITS) * SPLIT
+def _common_size(
+    lens: tl.tensor,  # keys that each sequence sees
+    KV_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> tl.tensor:
+    """Return how long splits are, before those of long contexts are stretched.
+
+    Where every sequence can have several, they all fit one round of the programs: as many keys as
+    there are, over the programs less one for each short last split.
+    """
+    busy = tl.sum((lens > 0).to(tl.int32), 0)
+    room = tl.num_programs(0) // KV_HEADS - busy
+    fitting = tl.cdiv(tl.sum(lens, 0), tl.maximum(room, 1))
+    return tl.where(room >= busy, tl.cdiv(tl.maximum(fitting, 1), KEYS) * KEYS, SPLIT)
+
+
+@triton.jit
+def _own_size(
+    length: tl.tensor, common: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr
+) -> tl.tensor:
+    """Return how long the splits of a sequence are: `num_splits` of them hold its keys."""
+    return tl.maximum(common, tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS)
 
 
 @triton.jit
@@ -109,18 +128,23 @@ def _locate(counts: tl.tensor, unit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 # Counts are not specialised: variants for 1 and for multiples of 16 would be compiled mid-service.
-@triton.jit(do_not_specialize=["batch", "num_splits", "stride_table", "table_ptr", "len_ptr"])
+@triton.jit(
+    do_not_specialize=["batch", "num_splits", "window", "stride_table", "table_ptr", "len_ptr"]
+)
 def _split_kernel(
     q_ptr: tl.tensor,
     pool_ptr: tl.tensor,
     table_ptr: tl.tensor,
     len_ptr: tl.tensor,
     partial_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     batch: tl.tensor,
     num_splits: tl.tensor,
     layer_offset: tl.tensor,
     scale_log2: tl.tensor,
+    window: tl.tensor,
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
@@ -128,95 +152,156 @@ def _split_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
+    ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
     # A fixed number of programs share the items of the batch evenly, whatever the lengths. KV heads
     # are innermost: the items of one block run side by side and share its entry in the TLB.
     row = tl.arange(0, MAX_BATCH)
-    lens = tl.load(len_ptr + row, mask=row < batch, other=0)
-    size = tl.maximum(_split_size(lens, SPLIT, MAX_SPLITS), 1)
-    counts = tl.cdiv(lens, size)
+    ends = tl.load(len_ptr + row, mask=row < batch, other=0)
+    # Splits start where the window does, on a tile; ordered ones where absolute positions say.
+    begins = tl.maximum(ends - window, 0) // (SPLIT if ORDERED else KEYS)
+    begins = begins * (SPLIT if ORDERED else KEYS)
+    if ORDERED:
+        common = tl.full((), SPLIT, tl.int32)
+        sizes = tl.full((MAX_BATCH,), SPLIT, tl.int32)
+    else:
+        common = _common_size(ends - begins, KV_HEADS, KEYS, SPLIT)
+        sizes = _own_size(ends - begins, common, num_splits, KEYS)
+    # A row of padding has one item, which writes its zeros.
+    counts = tl.where(row < batch, tl.maximum(tl.cdiv(ends - begins, sizes), 1), 0)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr + row, counts, mask=row < batch)
     for item in range(tl.program_id(0), tl.sum(counts, 0) * KV_HEADS, tl.num_programs(0)):
         kv_head = item % KV_HEADS
         sequence, split = _locate(counts, item // KV_HEADS)
         context_len = tl.load(len_ptr + sequence)
-        split_size = _split_size(context_len, SPLIT, MAX_SPLITS)
-        start = split * split_size
-        end = tl.minimum(start + split_size, context_len)
+        first_key = tl.maximum(context_len - window, 0)
+        if ORDERED:
+            begin = first_key // SPLIT * SPLIT
+            size = common
+        else:
+            begin = first_key // KEYS * KEYS
+            size = _own_size(context_len - begin, common, num_splits, KEYS)
+        start = begin + split * size
+        end = tl.minimum(start + size, context_len)
 
         # tl.dot needs at least 16 rows; those past GROUP are zero and never stored.
-        head = tl.arange(0, 16)
-        d = tl.arange(0, HEAD_DIM)
+        head = tl.arange(0, ROWS)
+        d = tl.arange(0, DIM)
         heads = kv_head * GROUP + head
         own = head < GROUP
         q_rows = q_ptr + sequence.to(tl.int64) * stride_q + heads * HEAD_DIM
-        q = tl.load(q_rows[:, None] + d[None, :], mask=own[:, None], other=0.0)
+        q = load_rows(q_rows[:, None] + d[None, :], own, HEAD_DIM, DIM, True)
         kv_ptr = pool_ptr + kv_head.to(tl.int64) * stride_head + layer_offset
         table = table_ptr + sequence.to(tl.int64) * stride_table
         if UPCAST:
             q = q.to(tl.float32)
 
-        m = tl.full((16,), float("-inf"), tl.float32)
-        norm = tl.zeros((16,), tl.float32)
-        acc = tl.zeros((16, HEAD_DIM), tl.float32)
-        blocks = load_blocks(table, start, end, BLOCK_SIZE, TILE)
-        for tile_start in range(start, end, TILE):
-            rows = slot_rows(blocks, tile_start, stride_block, BLOCK_SIZE, HEAD_DIM, TILE)
-            blocks = load_blocks(table, tile_start + TILE, end, BLOCK_SIZE, TILE)
-            live = tile_start + tl.arange(0, TILE) < end
-            kv = kv_ptr + rows[:, None] + d[None, :]
-            k = tl.load(kv, mask=live[:, None], other=0.0)
-            # A dead slot may hold NaN, and 0 x NaN is NaN: its values must not be loaded.
-            v = tl.load(kv + BLOCK_SIZE * HEAD_DIM, mask=live[:, None], other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            s = tl.where(live[None, :], s * scale_log2, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - m_new[:, None])
-            shrink = tl.exp2(m - m_new)
-            norm = norm * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            m = m_new
-
-        place = (sequence.to(tl.int64) * KV_HEADS * GROUP + heads) * num_splits + split
-        tl.store(
-            partial_ptr + place[:, None] * HEAD_DIM + d[None, :],
-            acc / norm[:, None],
-            mask=own[:, None],
-        )
-        tl.store(lse_ptr + place, m + tl.log2(norm), mask=own)
+        # Tiles before the window would change nothing.
+        m, total, acc = _attend(
+            q, kv_ptr, table, tl.maximum(start, first_key // KEYS * KEYS), end, first_key,
+            scale_log2, stride_block, HEAD_DIM, DIM, ROWS, BLOCK_SIZE, KEYS, ORDERED, UPCAST,
+        )  # fmt: skip
+        line = sequence.to(tl.int64) * KV_HEADS * GROUP + heads
+        live = own[:, None] & (d < HEAD_DIM)[None, :]
+        if context_len - begin <= size:
+            total = tl.where(total == 0.0, 1.0, total)
+            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + line[:, None] * HEAD_DIM + d[None, :], out, mask=live)
+        else:
+            place = line * num_splits + split
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], acc, mask=live)
+            tl.store(sum_ptr + place * 2, m, mask=own)
+            tl.store(sum_ptr + place * 2 + 1, total, mask=own)
 
 
-@triton.jit(do_not_specialize=["num_splits", "len_ptr"])
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    kv_ptr: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    first_key: tl.tensor,
+    scale_log2: tl.tensor,
+    stride_block: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return maximum, sum and output of some heads over the keys `start:end`."""
+    d = tl.arange(0, DIM)
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    if ORDERED:
+        norm = tl.zeros((ROWS, 16), tl.float32)
+    else:
+        norm = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIM), tl.float32)
+    blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
+    for tile_start in range(start, end, KEYS):
+        rows = slot_rows(blocks, tile_start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
+        blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
+        n = tile_start + tl.arange(0, KEYS)
+        kv = kv_ptr + rows[:, None] + d[None, :]
+        k = load_rows(kv, n < end, HEAD_DIM, DIM, True)
+        v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, True)
+        visible = ((n >= first_key) & (n < end))[None, :]
+        m, norm, acc = fold(m, norm, acc, q, k, v, visible, scale_log2, True, ORDERED, UPCAST)
+    if ORDERED:
+        norm = tl.max(norm, 1)
+    return m, norm, acc
+
+
+@triton.jit(do_not_specialize=["num_splits", "count_ptr"])
 def _combine_kernel(
     partial_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    len_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    count_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_splits: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ) -> None:
     sequence = tl.program_id(0)
-    place = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    context_len = tl.load(len_ptr + sequence)
-    size = tl.maximum(_split_size(context_len, SPLIT, MAX_SPLITS), 1)
-    split = tl.arange(0, MAX_SPLITS)
-    live = split < tl.cdiv(context_len, size)
-    d = tl.arange(0, HEAD_DIM)
-    lse = tl.load(lse_ptr + place * num_splits + split, mask=live, other=float("-inf"))
-    rows = partial_ptr + (place * num_splits + split) * HEAD_DIM
-    partial = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
-    # An empty context has no live split: keep the exponents finite and the result zero.
-    weight = tl.where(live, tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30)), 0.0)
-    total = tl.maximum(tl.sum(weight, 0), 1e-30)
-    out = tl.sum(partial * (weight / total)[:, None], 0)
-    tl.store(out_ptr + place * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty))
+    count = tl.load(count_ptr + sequence)
+    if count == 1:
+        return  # the split's program has stored the result
+    line = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    d = tl.arange(0, DIM)
+    partials, sums = partial_ptr + line * num_splits * HEAD_DIM, sum_ptr + line * num_splits * 2
+    if ORDERED:
+        m = tl.full((1,), float("-inf"), tl.float32)
+        norm = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((1, DIM), tl.float32)
+        one = tl.arange(0, 1)
+        for split in range(count):
+            part = partials + split * HEAD_DIM + d[None, :] + one[:, None]
+            m, norm, acc = merge(
+                m, norm, acc, tl.load(sums + split * 2 + one), tl.load(sums + split * 2 + 1 + one),
+                tl.load(part, mask=(d < HEAD_DIM)[None, :], other=0.0),
+            )  # fmt: skip
+        out = tl.sum(acc / norm[:, None], 0)
+    else:
+        split = tl.arange(0, MAX_SPLITS)
+        live = split < count
+        m = tl.load(sums + split * 2, mask=live, other=float("-inf"))
+        norm = tl.load(sums + split * 2 + 1, mask=live, other=0.0)
+        rows = partials + split[:, None] * HEAD_DIM + d[None, :]
+        partial = load_rows(rows, live, HEAD_DIM, DIM, True)
+        weight = tl.exp2(m - tl.max(m, 0))
+        out = tl.sum(partial * weight[:, None], 0) / tl.sum(weight * norm, 0)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + line * HEAD_DIM + d, out, mask=d < HEAD_DIM)

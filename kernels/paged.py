@@ -1,4 +1,4 @@
-"""The shared part of both attention kernels: device functions of a paged pool, checks at launch.
+"""The shared part of both attention kernels: the softmax, loads from a paged pool, launch checks.
 
 A pool of rank 6 is addressed by three numbers, the element strides of a block and of a KV head and
 the offset of the layer; inside, the `[2, block_size, head_dim]` tile of one layer and head is
@@ -6,7 +6,8 @@ contiguous. So a pool with another order of its first three axes runs through th
 Only the attention kernels call it; it knows nothing of sequences or plans.
 """
 
-# ruff: noqa: N803  (compile-time values are in capitals, as in Triton's own code)
+# ruff: noqa: N803, PLR0913, PLR0917, SIM108
+# Compile-time values are in capitals, as in Triton's own code; their branches are statements.
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate with base 2, which is one instruction
+HEAD_DIMS, BLOCK_SIZES, MAX_GROUP = (32, 64, 80, 96, 112, 128, 256), (16, 32, 64, 128), 32
+NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
+ORDERED_SPLIT = 512  # keys of a split whose sums decode and prefill both take on their own
 MAX_BATCH = 1024  # one compiled variant serves every batch: a row's bits cannot depend on it
 
 
@@ -26,13 +30,13 @@ def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
     assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1), (
         "a layer of a block is contiguous"
     )
-    assert block_size in (16, 32, 64, 128), f"block size {block_size}"
-    assert head_dim in (32, 64, 128), f"head size {head_dim}"
+    assert block_size in BLOCK_SIZES, f"block size {block_size}"
+    assert head_dim in HEAD_DIMS, f"head size {head_dim}"
     assert q.shape[2] == head_dim, f"queries of {q.shape[2]}, a pool of {head_dim}"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
     assert q.dtype == pool.dtype, f"queries are {q.dtype}, the pool is {pool.dtype}"
     assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} heads over {kv_heads} KV heads"
-    assert q.shape[1] // kv_heads <= 16, f"{q.shape[1] // kv_heads} heads share a KV head"
+    assert q.shape[1] // kv_heads <= MAX_GROUP, f"{q.shape[1] // kv_heads} heads share a KV head"
     assert len(block_tables) <= MAX_BATCH, f"a batch of {len(block_tables)}"
     assert block_tables.stride(1) == 1, "a block table is contiguous"
 
@@ -79,3 +83,87 @@ def slot_rows(
     """Return the element offsets of the keys of `start:start + TILE` within layer and head."""
     offsets = (start % BLOCK_SIZE + tl.arange(0, TILE)) % BLOCK_SIZE
     return blocks.to(tl.int64) * stride_block + offsets * HEAD_DIM
+
+
+@triton.jit
+def load_rows(
+    rows: tl.tensor,
+    live: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Load rows of a head, zeros in dead rows and past the end of the head.
+
+    A dead slot may hold NaN, and 0 x NaN is NaN: its values must not be loaded.
+    """
+    d = tl.arange(0, DIM)
+    if DIM == HEAD_DIM:
+        if MASKED:
+            values = tl.load(rows, mask=live[:, None], other=0.0)
+        else:
+            values = tl.load(rows)
+    elif MASKED:
+        values = tl.load(rows, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        values = tl.load(rows, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def fold(
+    m: tl.tensor,
+    norm: tl.tensor,
+    acc: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    visible: tl.tensor,
+    scale_log2: tl.tensor,
+    MASKED: tl.constexpr,
+    ORDERED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold a tile of keys and values into the maximum, sum and output of some queries.
+
+    This is the online softmax. A tile that a query does not see leaves the query's row as it was.
+    `ORDERED` takes the sum by a product with ones, whose order is that of the keys, where a
+    reduction's depends on the shape of the tile; `norm` then has 16 equal columns.
+    """
+    if UPCAST:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    top = m_new
+    if MASKED:  # infinity less infinity is NaN
+        top = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(tl.fma(s, scale_log2, -top[:, None]))
+    shrink = tl.exp2(m - top)
+    if ORDERED:
+        ones = tl.full((s.shape[1], 16), 1.0, v.dtype)
+        norm = tl.dot(p.to(v.dtype), ones, norm * shrink[:, None], input_precision="ieee")
+    else:
+        norm = norm * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return m_new, norm, acc
+
+
+@triton.jit
+def merge(
+    m: tl.tensor,
+    norm: tl.tensor,
+    acc: tl.tensor,
+    m_next: tl.tensor,
+    norm_next: tl.tensor,
+    acc_next: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return maximum, sum and output of two successive splits; an empty split changes no bit."""
+    m_new = tl.maximum(m, m_next)
+    top = tl.where(m_new == float("-inf"), 0.0, m_new)
+    old, new = tl.exp2(m - top), tl.exp2(m_next - top)
+    norm = tl.fma(norm, old, norm_next * new)
+    acc = tl.fma(acc, old[:, None], acc_next * new[:, None])
+    return m_new, norm, acc

@@ -3,16 +3,14 @@
 A program takes a tile of queries of one head and walks the keys in tiles cut at absolute positions:
 first those that all its queries see, without a mask, then those on the diagonal. A query's bits
 therefore depend neither on how its prompt was cut into chunks nor on the rest of the batch. With
-chunks of one token it is the slower, equally exact way to decode. The runner's attention layer
-calls it. `reference.paged_prefill_attention` defines the meaning.
+`ordered`, keys are cut into splits as decode cuts them, and the bits are decode's. The runner's
+attention layer calls it. `reference.paged_prefill_attention` defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,28 +20,17 @@ from torch import Tensor
 from baton.kernels.paged import (
     LOG2_E,
     MAX_BATCH,
+    NO_WINDOW,
+    ORDERED_SPLIT,
     check_pool,
+    fold,
     interpreted,
     load_blocks,
+    load_rows,
+    merge,
     slot_rows,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiling:
-    """The kernel's compile-time choices for a dtype: queries by keys, and a tile's resources."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def tiling(dtype: torch.dtype) -> PrefillTiling:
-    """Return tiles that fill a Hopper multiprocessor without a spill; fp32 is for parity only."""
-    if dtype == torch.float32:
-        return PrefillTiling(queries=32, keys=32, num_warps=16, num_stages=2)
-    return PrefillTiling(queries=128, keys=64, num_warps=8, num_stages=3)
+from baton.kernels.tilings import padded, prefill_tiling
 
 
 def paged_prefill_attention(
@@ -54,24 +41,30 @@ def paged_prefill_attention(
     query_starts: Tensor,  # [batch + 1] int32
     context_lens: Tensor,  # [batch] int32
     scale: float,
+    window: int | None = None,  # keys that a query sees, itself included
+    *,
+    ordered: bool = False,
 ) -> Tensor:
     """Return the attention of every new token over its own past, shaped as `q`; `scale` > 0.
 
-    The kernel leaves rows past `query_starts[-1]`, which are padding, unwritten.
+    `ordered` gives a token the bits that decode gives it: slower. The kernel leaves rows past
+    `query_starts[-1]`, which are padding, unwritten.
     """
     check_pool(q, pool, block_tables)
     num_tokens, num_heads, head_dim = q.shape
     batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tiles = tiling(q.dtype)
+    tiles = prefill_tiling(q.dtype, head_dim, ordered=ordered)
     # The lengths are on the device: launch the largest possible number; surplus programs return.
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](
         q, pool, block_tables, query_starts, context_lens, out,
-        batch, layer * pool.stride(2), scale * LOG2_E,
+        batch, layer * pool.stride(2), scale * LOG2_E, window or NO_WINDOW,
         q.stride(0), pool.stride(0), pool.stride(1), block_tables.stride(0),
-        GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        QUERIES=tiles.queries, KEYS=tiles.keys, MAX_BATCH=MAX_BATCH, UPCAST=interpreted(),
+        GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
+        BLOCK_SIZE=block_size, WINDOWED=window is not None,
+        SPLIT=ORDERED_SPLIT if ordered else 0, QUERIES=tiles.queries, KEYS=tiles.keys,
+        MAX_BATCH=MAX_BATCH, UPCAST=interpreted(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -79,7 +72,7 @@ def paged_prefill_attention(
 
 # Counts are not specialised: variants for 1 and for multiples of 16 would be compiled mid-service.
 @triton.jit(
-    do_not_specialize=["batch", "stride_table", "table_ptr", "start_ptr", "len_ptr"],
+    do_not_specialize=["batch", "window", "stride_table", "table_ptr", "start_ptr", "len_ptr"],
 )
 def _prefill_kernel(
     q_ptr: tl.tensor,
@@ -91,13 +84,17 @@ def _prefill_kernel(
     batch: tl.tensor,
     layer_offset: tl.tensor,
     scale_log2: tl.tensor,
+    window: tl.tensor,
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
     stride_table: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
@@ -121,36 +118,59 @@ def _prefill_kernel(
 
     head = tl.program_id(0)
     i = tl.arange(0, QUERIES)
-    d = tl.arange(0, HEAD_DIM)
+    d = tl.arange(0, DIM)
     own = first + i < query_len
     token = (query_start + first + i).to(tl.int64)
-    q = tl.load(
-        q_ptr + token[:, None] * stride_q + head * HEAD_DIM + d[None, :],
-        mask=own[:, None],
-        other=0.0,
-    )
+    q_rows = q_ptr + token * stride_q + head * HEAD_DIM
+    q = load_rows(q_rows[:, None] + d[None, :], own, HEAD_DIM, DIM, True)
     if UPCAST:
         q = q.to(tl.float32)
     kv_ptr = pool_ptr + (head // GROUP).to(tl.int64) * stride_head + layer_offset
     table = table_ptr + sequence.to(tl.int64) * stride_table
 
     m = tl.full((QUERIES,), float("-inf"), tl.float32)
-    norm = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
-    seen_by_all = (first_position + 1) // KEYS * KEYS
+    acc = tl.zeros((QUERIES, DIM), tl.float32)
     end = tl.minimum(first_position + QUERIES, context_len)
-    m, norm, acc = _attend(
-        m, norm, acc, q, kv_ptr, table, 0, seen_by_all, first_position, scale_log2, stride_block,
-        HEAD_DIM, BLOCK_SIZE, QUERIES, KEYS, False, UPCAST,
-    )  # fmt: skip
-    m, norm, acc = _attend(
-        m, norm, acc, q, kv_ptr, table, seen_by_all, end, first_position, scale_log2, stride_block,
-        HEAD_DIM, BLOCK_SIZE, QUERIES, KEYS, True, UPCAST,
-    )  # fmt: skip
+    first_key = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    if SPLIT:
+        norm = tl.zeros((QUERIES,), tl.float32)
+        for start in range(first_key // SPLIT * SPLIT, end, SPLIT):
+            m_next = tl.full((QUERIES,), float("-inf"), tl.float32)
+            norm_next = tl.zeros((QUERIES, 16), tl.float32)
+            acc_next = tl.zeros((QUERIES, DIM), tl.float32)
+            m_next, norm_next, acc_next = _attend(
+                m_next, norm_next, acc_next, q, kv_ptr, table, start,
+                tl.minimum(start + SPLIT, end), first_position, window, scale_log2, stride_block,
+                HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, True, UPCAST,
+            )  # fmt: skip
+            m, norm, acc = merge(m, norm, acc, m_next, tl.max(norm_next, 1), acc_next)
+    else:
+        norm = tl.zeros((QUERIES,), tl.float32)
+        seen_by_all = (first_position + 1) // KEYS * KEYS
+        if WINDOWED:
+            whole = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
+            whole = tl.minimum(tl.maximum(whole, first_key), seen_by_all)
+            m, norm, acc = _attend(
+                m, norm, acc, q, kv_ptr, table, first_key, whole, first_position, window,
+                scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, True,
+                False, UPCAST,
+            )  # fmt: skip
+            first_key = whole
+        m, norm, acc = _attend(
+            m, norm, acc, q, kv_ptr, table, first_key, seen_by_all, first_position, window,
+            scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, False, WINDOWED,
+            False, UPCAST,
+        )  # fmt: skip
+        m, norm, acc = _attend(
+            m, norm, acc, q, kv_ptr, table, seen_by_all, end, first_position, window, scale_log2,
+            stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, False, UPCAST,
+        )  # fmt: skip
 
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
     place = (token * tl.num_programs(0) + head) * HEAD_DIM
-    tl.store(out_ptr + place[:, None] + d[None, :], out, mask=own[:, None])
+    tl.store(
+        out_ptr + place[:, None] + d[None, :], out, mask=own[:, None] & (d < HEAD_DIM)[None, :]
+    )
 
 
 @triton.jit
@@ -164,47 +184,37 @@ def _attend(
     start: tl.tensor,
     end: tl.tensor,
     first_position: tl.tensor,
+    window: tl.tensor,
     scale_log2: tl.tensor,
     stride_block: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys `start:end` into the maximum, sum and output of a tile of queries.
+    """Fold the keys `start:end` into a tile of queries, with the same arithmetic in every phase.
 
-    This is the online softmax. Both phases run the same arithmetic, and a tile that a query does
-    not see leaves its row as it was: the place of the boundary between the phases cannot change a
-    bit.
+    The place of the boundary between phases can therefore not change a bit.
     """
-    d = tl.arange(0, HEAD_DIM)
+    d = tl.arange(0, DIM)
+    position = first_position + tl.arange(0, QUERIES)
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
     for tile_start in range(start, end, KEYS):
         rows = slot_rows(blocks, tile_start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
         blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         kv = kv_ptr + rows[:, None] + d[None, :]
         n = tile_start + tl.arange(0, KEYS)
-        if MASKED:
-            k = tl.load(kv, mask=(n < end)[:, None], other=0.0)
-            # A dead slot may hold NaN, and 0 x NaN is NaN: its values must not be loaded.
-            v = tl.load(kv + BLOCK_SIZE * HEAD_DIM, mask=(n < end)[:, None], other=0.0)
-        else:
-            k = tl.load(kv)
-            v = tl.load(kv + BLOCK_SIZE * HEAD_DIM)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            position = first_position + tl.arange(0, QUERIES)
-            visible = (n[None, :] <= position[:, None]) & (n < end)[None, :]
-            s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        shrink = tl.exp2(m - m_new)
-        norm = norm * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        m = m_new
+        k = load_rows(kv, n < end, HEAD_DIM, DIM, MASKED)
+        v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, MASKED)
+        visible = (n[None, :] <= position[:, None]) & (n < end)[None, :]
+        if WINDOWED:
+            visible &= n[None, :] > position[:, None] - window
+        m, norm, acc = fold(
+            m, norm, acc, q, k, v, visible, scale_log2, MASKED, ORDERED, UPCAST
+        )  # fmt: skip
     return m, norm, acc

@@ -24,6 +24,7 @@ def paged_decode_attention(
     block_tables: Tensor,  # [batch, max_blocks]
     context_lens: Tensor,  # [batch]
     scale: float,
+    window: int | None = None,  # keys that a query sees, itself included
 ) -> Tensor:
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
@@ -31,7 +32,9 @@ def paged_decode_attention(
     length 0, padding of a captured graph, gives zeros.
     """
     rows = [
-        _causal_attention(q[i, None], *_visible_kv(pool, layer, block_tables[i], length), scale)
+        _causal_attention(
+            q[i, None], *_visible_kv(pool, layer, block_tables[i], length), scale, window
+        )
         for i, length in enumerate(context_lens.tolist())
     ]
     return torch.cat(rows)
@@ -111,6 +114,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T`, `[rows, out]`, of `[rows, in]` and `[out, in]`, rounded once."""
+    return (x.float() @ weight.float().T).to(x.dtype)
 
 
 def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:

@@ -69,8 +69,23 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, says("size of a KV block", "tokens", ge=1)] = 16
     memory_mib: Annotated[
-        int, says("memory for the KV pool of one node, all ranks together", "MiB", ge=1)
-    ] = 512
+        int,
+        says(
+            "memory for the KV pool of one node, all ranks together; 0 takes a quarter of the free "
+            "memory of the host, at most what the sequences of one step can fill, or nine tenths "
+            "of what weights and steps leave of a GPU",
+            "MiB",
+            ge=0,
+        ),
+    ] = 0
+    shared_by: Annotated[
+        int,
+        says(
+            "number of nodes that share the memory from which pools are taken; nodes that are "
+            "started together are told",
+            ge=1,
+        ),
+    ] = 1
     num_blocks: Annotated[
         int,
         says("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0, le=MAX_BLOCKS),
@@ -107,13 +122,47 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         KernelChoice,
         says("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
     ] = "auto"
-    max_num_seqs: Annotated[int, says("most sequences in one step", ge=1)] = 64
-    chunk_tokens: Annotated[int, says("most tokens that one step computes", "tokens", ge=1)] = 512
+    graphs: Annotated[
+        bool,
+        says("replay decode steps as CUDA graphs; they take some memory, and CPUs have none"),
+    ] = True
+    max_num_seqs: Annotated[
+        int, says("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
+    ] = 0
+    chunk_tokens: Annotated[
+        int,
+        says(
+            "most tokens that one step computes; 0 takes 512 on CPUs and 2048 on GPUs",
+            "tokens",
+            ge=0,
+        ),
+    ] = 0
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, says("address that the HTTP server binds")] = "127.0.0.1"
     port: Annotated[int, says("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = 8000
+    shares_port: Annotated[
+        bool,
+        says("let other routers of this user listen on the port too; each gets some connections"),
+    ] = False
+    own_port: Annotated[
+        int,
+        says(
+            "another port of this router alone, for metrics where routers share a port; 0 is none; "
+            "of several routers that serve starts, each takes the next one",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    name: Annotated[
+        str,
+        Meta(
+            max_length=128,
+            pattern="^[!-.0-~]+$",  # ASCII without spaces and slashes, as the ids of nodes
+            description="name of this router in /health, /metrics and the log",
+        ),
+    ] = "router"
     control: Annotated[
         str | None,
         says(
@@ -283,6 +332,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill: Annotated[int, says("number of prefill nodes that `serve` starts", ge=0)] = 1
     decode: Annotated[int, says("number of decode nodes that `serve` starts", ge=1)] = 1
+    router_processes: Annotated[
+        int, says("number of router processes that `serve` starts; they share the port", ge=1)
+    ] = 1
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()

@@ -164,7 +164,7 @@ class RouterCore:
             raise from_failure(self._failure)
         if claim.request_id in self._active:
             raise in_use()
-        nodes = [node.node_id for node in self.registry.in_service("decode")]
+        nodes = self.registry.joined("decode")
         return await self._reattaching.take(self._clock(), claim, nodes, accept)
 
     def _adopt(
@@ -180,7 +180,7 @@ class RouterCore:
             if choice.process is not None and not choice.has_ended:
                 num_tokens = len(request.token_ids) + len(choice.token_ids)
                 self.registry.charge(choice.process[0], choice.key, Charge(num_tokens, 1))
-                self._admission.placed(choice.key)
+                self._admission.placed(self._now_s, choice.key)
         self._begin(request, stream, Adopted(choices))
         for node, message in early:
             self._said(node, claim.request_id, message)
@@ -226,7 +226,8 @@ class RouterCore:
         """Leave the streams that another router can take up to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
         for active in list(self._active.values()):
-            if active.lifecycle.request.kept is not None:
+            has_begun = active.stream.metrics.time_to_first_token_s is not None
+            if has_begun and active.lifecycle.request.kept is not None:
                 active.stream.finish(Overloaded(text, code="shutting_down"))
                 del self._active[active.request_id]
 

@@ -7,7 +7,6 @@ never load torch.
 import asyncio
 import gc
 import importlib.metadata
-from urllib.parse import urlsplit
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
@@ -19,7 +18,6 @@ from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, own_process, tell_failure
-from baton.runtime.port_pipe import tell_parent
 
 EXIT_FAILED = 1
 HURRIED_S = 1.0  # for the answers under way when the user waits for the end
@@ -34,7 +32,7 @@ def run(config: ClusterConfig) -> int:
     SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
     ends the process at once.
     """
-    own_process(config.log, "router")
+    own_process(config.log, config.router.name)
     raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
@@ -60,7 +58,6 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         # What is alive here stays alive to the end, so the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        tell_parent(urlsplit(url).port or 0)
         log.info(f"listening on {url}")
         _warn_if_open(config.router)
         stats.start()

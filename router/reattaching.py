@@ -66,7 +66,7 @@ class Reattaching:
         searching = Searching(claim, search, accept, taken)
         self._searching[claim.request_id] = searching
         for node in nodes:
-            self._ask_one(searching, node)
+            self._ask_first(searching, node)
         try:
             return await taken
         except asyncio.CancelledError:
@@ -76,7 +76,7 @@ class Reattaching:
 
     def entered(self, node: NodeId) -> None:
         for searching in self._searching.values():
-            self._ask_one(searching, node)
+            self._ask_first(searching, node)
 
     def left(self, node: NodeId) -> None:
         for searching in self._searching.values():
@@ -100,13 +100,18 @@ class Reattaching:
 
     def tick(self, now_s: float) -> None:
         for searching in list(self._searching.values()):
+            for node in searching.search.asks_again():
+                self._ask_one(searching, node)
             self._judge(now_s, searching)
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _ask_one(self, searching: Searching, node: NodeId) -> None:
+    def _ask_first(self, searching: Searching, node: NodeId) -> None:
         if searching.search.asks(node):
-            self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
+            self._ask_one(searching, node)
+
+    def _ask_one(self, searching: Searching, node: NodeId) -> None:
+        self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
 
     def _judge(self, now_s: float, searching: Searching) -> None:
         verdict = searching.search.verdict(now_s)

@@ -235,6 +235,11 @@ class Registry:
     def node(self, node_id: NodeId) -> Node | None:
         return self._nodes.get(node_id)
 
+    def joined(self, role: Role) -> list[NodeId]:
+        """Return the nodes of a role that have been ready, those that drain included."""
+        nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
+        return [n.node_id for n in nodes if n.role == role and n.info is not None]
+
     @property
     def node_ids(self) -> list[NodeId]:
         return sorted(self._nodes)

@@ -86,6 +86,8 @@ class TextRouter:
         def accept(found: FoundRequest) -> RequestStream:
             attached = found.attached
             params, prompt = params_of(attached.form), attached.prompt_token_ids
+            if params.n != attached.num_choices:
+                raise NodeError("a node holds a stream that does not fit its own form")
             detokenizers = [self._text.detokenizer(prompt, params, i) for i in range(params.n)]
             stream = RequestStream(claim.request_id, None, prompt, params, detokenizers)
             limit = attached.sampling.max_tokens

@@ -19,6 +19,8 @@ from baton.protocol.messages import Role
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
 from baton.runtime.cpus import threads_per_rank
+from baton.runtime.gpus import VARIABLE, gpus_of, nodes_on_gpu
+from baton.runtime.log import logger
 from baton.runtime.process import Command, Exit, Relay, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
 
@@ -27,16 +29,25 @@ NODE_GRACE_S = 2.5
 # The longest name of a socket in a private folder.
 LONGEST_NAME = "/peers-decode-9999"
 
+log = logger("nodes")
+
 
 class LocalCluster:
-    """`config.prefill` and `config.decode` nodes that dial the router at `control_endpoint`."""
+    """`config.prefill` and `config.decode` nodes that dial the routers."""
 
     def __init__(
-        self, config: ClusterConfig, control_endpoint: str, relay: Relay = to_stderr
+        self,
+        config: ClusterConfig,
+        control_endpoint: str,
+        relay: Relay = to_stderr,
+        more_endpoints: tuple[str, ...] = (),
     ) -> None:
-        """Start nothing yet. Reader threads call `relay` with every line that a node prints."""
+        """Start nothing yet. Reader threads call `relay` with every line that a node prints.
+
+        The nodes dial the router at `control_endpoint` and those at `more_endpoints`.
+        """
         self._config = config
-        self._control = control_endpoint
+        self._routers = (control_endpoint, *more_endpoints)
         self._relay = relay
         self._folder: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -89,20 +100,27 @@ class LocalCluster:
         node = msgspec.structs.replace(
             self._config.node,
             id=name,
-            routers=(self._control,),
+            routers=self._routers,
             bind=f"ipc://{folder}/peers-{name}",
             http=_counted_up(self._config.node.http, number),
         )
         settings = folder / f"{name}.yaml"
-        # The nodes share this host's CPUs: each would otherwise take them all.
-        threads = threads_per_rank(self._config.engine, self._config.prefill + self._config.decode)
+        # The nodes share this host's CPUs, GPUs and memory: each would otherwise take them all.
+        num_nodes = self._config.prefill + self._config.decode
+        threads = threads_per_rank(self._config.engine, num_nodes)
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
         if not self._config.engine.threads and engine.tensor_parallel == 1:
             engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
+        gpus = () if engine.device == "cpu" else gpus_of(number)
+        shared_by = nodes_on_gpu(number, num_nodes, len(gpus)) if gpus else num_nodes
+        cache = msgspec.structs.replace(self._config.cache, shared_by=shared_by)
         settings.write_text(
-            to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine))
+            to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine, cache=cache))
         )
-        return Command(name, (role, "--config", str(settings)))
+        if gpus and shared_by > 1:
+            log.info("this node shares its GPU", node=name, gpu=gpus[0], nodes=shared_by)
+        env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
+        return Command(name, (role, "--config", str(settings)), env=env)
 
 
 def _counted_up(address: str, number: int) -> str:

@@ -69,6 +69,15 @@ class SystemdOptions(msgspec.Struct, frozen=True):
     program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
 
 
+class KubernetesOptions(msgspec.Struct, frozen=True):
+    """What only `--on kubernetes` reads."""
+
+    namespace: str = ""  # empty takes the name of the cluster
+    image: str = "baton:latest"
+    model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
+    max_replicas: dict[Name, Replicas] = {}  # pools that may grow while requests wait
+
+
 class Description(msgspec.Struct, frozen=True):
     """A whole cluster.yaml. Paths in it are relative to the file."""
 
@@ -82,6 +91,7 @@ class Description(msgspec.Struct, frozen=True):
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes
     systemd: SystemdOptions = SystemdOptions()
+    kubernetes: KubernetesOptions = KubernetesOptions()
 
     def pools_of(self, role: Role) -> dict[str, Pool]:
         return {name: pool for name, pool in self.pools.items() if pool.role == role}

@@ -86,5 +86,15 @@ def _systemd(options: PlatformOptions) -> Platform:
     return SystemdPlatform(options)
 
 
+def _kubernetes(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.kubernetes import KubernetesPlatform
+
+    return KubernetesPlatform(options)
+
+
 # A platform's code is imported when it is chosen.
-PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {"local": _local, "systemd": _systemd}
+PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
+    "local": _local,
+    "systemd": _systemd,
+    "kubernetes": _kubernetes,
+}

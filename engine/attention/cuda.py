@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.attention.backend import Batch
 from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.paged import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rms_norm import add_rms_norm
 from baton.kernels.rope_store import rope_and_store
@@ -22,11 +23,19 @@ class CudaBackend:
     name = "triton"
     is_batch_invariant = False  # the library's products are not known to be
 
-    def __init__(self, pool: Tensor, num_heads: int, cos_sin: Tensor, eps: float) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        cos_sin: Tensor,
+        eps: float,
+        window: int | None = None,  # keys that a query sees, itself included
+    ) -> None:
         self.pool = pool  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
         self.num_heads = num_heads
         self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
         self.eps = eps
+        self.window = window
         self.scale = self.head_dim**-0.5
         self.table_blocks = -(-len(cos_sin) // self.block_size)
         self._cos_sin = cos_sin.to(pool.device).contiguous()
@@ -50,14 +59,14 @@ class CudaBackend:
             parts.append(
                 paged_decode_attention(
                     q[:decoding], self.pool, layer, tables.blocks[:decoding],
-                    tables.context_lens[:decoding], self.scale,
+                    tables.context_lens[:decoding], self.scale, self.window,
                 )
             )  # fmt: skip
         if decoding < len(tables.blocks):
             parts.append(
                 paged_prefill_attention(
                     q[decoding:], self.pool, layer, tables.blocks[decoding:], tables.query_starts,
-                    tables.context_lens[decoding:], self.scale,
+                    tables.context_lens[decoding:], self.scale, self.window,
                 )
             )  # fmt: skip
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -72,17 +81,19 @@ class CudaBackend:
         return silu_mul(gate_up)
 
 
-def missing_for(
-    pool_shape: tuple[int, ...], num_heads: int, window: int | None, max_len: int
-) -> str:
-    """Why the kernels cannot serve this model and pool; empty when they can."""
+def missing_for(pool_shape: tuple[int, ...], num_heads: int) -> str:
+    """Return why the kernels cannot serve this model and pool; empty if they can."""
     _, kv_heads, _, _, block_size, head_dim = pool_shape
-    if head_dim not in (32, 64, 128):
-        return f"heads of {head_dim} have no CUDA kernel (32, 64 and 128 do)"
-    if block_size not in (16, 32, 64, 128):
-        return f"cache.block_size: {block_size} has no CUDA kernel (16, 32, 64 and 128 do)"
-    if num_heads // kv_heads > 8:
-        return f"{num_heads // kv_heads} query heads share a KV head; CUDA kernels take up to 8"
-    if window is not None and window < max_len:
-        return f"a sliding window of {window} has no CUDA kernel; set model.max_len to it or less"
+    if head_dim not in HEAD_DIMS:
+        return f"heads of {head_dim} have no CUDA kernel (those of {_listed(HEAD_DIMS)} have one)"
+    if block_size not in BLOCK_SIZES:
+        return (
+            f"cache.block_size: {block_size} has no CUDA kernel; set it to {_listed(BLOCK_SIZES)}"
+        )
+    if (group := num_heads // kv_heads) > MAX_GROUP:
+        return f"{group} query heads share a KV head; CUDA kernels take up to {MAX_GROUP}"
     return ""
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"

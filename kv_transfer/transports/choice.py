@@ -6,6 +6,7 @@ other pairs take nixl. A setting forces one. Nothing is tried out here: a rank t
 connected is chosen for again, without the transport that failed.
 """
 
+import os
 from collections.abc import Collection, Sequence
 
 from baton.kv_transfer.host_pool import HostPool
@@ -36,6 +37,13 @@ def make_transports(
     if isinstance(pool, PoolMemory):
         if config.transport == SHM:
             raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to nixl")
+        if config.transport == "auto" and not is_installed():
+            log.warning(
+                "a GPU without NIXL can hand no KV blocks over, so decode nodes compute their "
+                "prompts themselves; to split prefill from decode, run `pip install -e '.[nixl]'` "
+                "in baton's folder or start with `make serve EXTRAS=nixl`"
+            )
+            return []
         return [NixlTransport(pool, epoch, config.device)]
     transports: list[Transport] = []
     if config.transport != NIXL:
@@ -65,6 +73,8 @@ def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[st
         here = "/".join(this_place())
     except OSError:  # a sandbox without /proc: the two may try
         return ()
+    if not names:  # a text that no other node has
+        return (f"nothing@{here}/{os.getpid()}",)
     near = {SHM: f"{SHM}@{here}", NIXL: NIXL if config.device else f"{NIXL}@{here}"}
     return tuple(sorted(near[name] for name in names))
 

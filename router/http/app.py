@@ -10,7 +10,6 @@ import errno
 import importlib.metadata
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -62,7 +61,12 @@ class App:
     ) -> None:
         self._tracer = tracer
         self._baton_version = importlib.metadata.version(DISTRIBUTION)
-        self.metrics = HttpMetrics(config.model.shown_name, self._baton_version)
+        self._name = config.router.name
+        self.metrics = HttpMetrics(
+            config.model.shown_name,
+            self._baton_version,
+            self._name if config.router.shares_port else "",
+        )
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
         self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
@@ -127,7 +131,7 @@ class App:
         if self._handlers.is_draining:
             text = "the router ends: it finishes its requests and takes no new ones"
             health = msgspec.structs.replace(health, status="draining", message=text)
-        body = msgspec.structs.asdict(health)
+        body = {"router": self._name, **msgspec.structs.asdict(health)}
         # Between processes loads and totals travel as arrays, but people want their names.
         named = msgspec.structs.asdict
         body["nodes"] = [
@@ -225,6 +229,7 @@ class Server:
         )
         self._connections: Connections | None = None
         self._listener: asyncio.Server | None = None
+        self._own_listener: asyncio.Server | None = None
 
     async def start(self) -> str:
         """Start to listen and return the URL; raises `NodeError` that says what to do."""
@@ -232,20 +237,31 @@ class Server:
         manager, config = self._runner.server, self._config
         assert manager is not None
         self._connections = Connections(manager, self._http_log, config)
-        host = None if config.host in ("", "*") else config.host
+        self._listener = await self._listen(config.port, is_shared=config.shares_port)
+        if config.own_port:
+            self._own_listener = await self._listen(config.own_port, is_shared=False)
+        port = self._listener.sockets[0].getsockname()[1]
+        return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+
+    async def _listen(self, port: int, *, is_shared: bool) -> asyncio.Server:
+        assert self._connections is not None
+        host = self._config.host
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._connections, host, config.port, backlog=ACCEPTS
+            listener = await asyncio.get_running_loop().create_server(
+                self._connections,
+                None if host in ("", "*") else host,
+                port,
+                backlog=ACCEPTS,
+                reuse_port=is_shared,
             )
         except OSError as error:
             await self.stop()
-            raise NodeError(_why_not(config.host, config.port, error), code="no_port") from error
-        for listening in self._listener.sockets:
+            raise NodeError(_why_not(host, port, error), code="no_port") from error
+        for listening in listener.sockets:
             # asyncio has one number for how many it accepts at once and how many may wait.
             with listening.dup() as same:
                 same.listen(BACKLOG)
-        port = self._listener.sockets[0].getsockname()[1]
-        return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        return listener
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and wait up to `grace_s` for answers under way.
@@ -253,23 +269,19 @@ class Server:
         Meanwhile probes and refusals still get their answers. Where other processes listen on the
         same port, new connections are left to them.
         """
-        listener = self._listener
-        if listener is not None and any(map(_is_shared, listener.sockets)):
-            listener.close()
+        if self._listener is not None and self._config.shares_port:
+            self._listener.close()
         await self._app.drain(grace_s)
 
     async def stop(self) -> None:
         """Close all connections. May be called again."""
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._own_listener):
+            if listener is not None:
+                listener.close()
         if self._connections is not None:
             self._connections.close()
         self._app.close()
         await self._runner.cleanup()
-
-
-def _is_shared(listening: socket.socket) -> bool:
-    return bool(listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -2,17 +2,17 @@
 
 `Handlers` makes one `Bodies` and reads every body with it. A body that is not small has to find
 room among the other large ones, and gives it back when its prompts have become token ids, so what
-clients send cannot fill the memory of the router.
+clients send cannot fill the memory of the router. Room is taken as a body comes, and no body waits
+for it: one that finds none is refused, or overtakes those that have stalled.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 
 from aiohttp import web
 
 from baton.protocol.errors import Overloaded, RequestError
 from baton.router.health import ServedModel
+from baton.runtime.clock import monotonic
 from baton.runtime.log import clip
 
 MIB = 1024 * 1024
@@ -25,6 +25,10 @@ _ALWAYS_ALLOWED_BYTES = 4 * MIB
 _ESCAPED_BYTES = 6
 # Bodies up to this size need no room: as many as there may be connections are no danger.
 _FREE_BYTES = 4 * 1024
+# A body that is still coming has stalled when this much of it takes longer than that. It loses its
+# room to a body that comes faster, if all room is taken.
+_PIECE_BYTES = 64 * 1024
+STALLED_S = 2.0
 # How many bodies of the largest size may be in memory at once.
 _LARGE_BODIES = 16
 
@@ -41,32 +45,81 @@ class Room:
     def __init__(self, bodies: "Bodies") -> None:
         self._bodies = bodies
         self.num_bytes = 0
+        self.deadline: asyncio.Timeout | None = None  # as long as the body is coming
+        self.was_overtaken = False
+        self._num_pieces = 0
+        self._progress_s = monotonic()
 
-    def take(self, num_bytes: int) -> None:
-        """Hold so many bytes; raises `Overloaded` if other bodies hold too much already."""
-        self._bodies.take(num_bytes)
-        self.num_bytes += num_bytes
+    def __enter__(self) -> "Room":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.leave(self)
+
+    def came(self, num_bytes: int, most_bytes: int) -> None:
+        """Hold what has come, and as much again; raises `Overloaded` if there is no room for it.
+
+        An announcement alone holds nothing: clients may announce what they never send.
+        """
+        if num_bytes // _PIECE_BYTES > self._num_pieces:
+            self._num_pieces, self._progress_s = num_bytes // _PIECE_BYTES, monotonic()
+        if num_bytes > max(_FREE_BYTES, self.num_bytes):
+            # Without a length, or with a compressed body, the rest may be of any size.
+            wanted = max(num_bytes, min(2 * num_bytes, most_bytes))
+            self._bodies.take(self, wanted - self.num_bytes)
+
+    def stalled_s(self, now_s: float) -> float:
+        """Return for how long the body has not come by a whole piece; 0 once all of it is here."""
+        return now_s - self._progress_s if self.deadline is not None else 0.0
+
+    def overtake(self) -> None:
+        """End the reading of this body, because others need the room."""
+        assert self.deadline is not None
+        self.was_overtaken = True
+        self.deadline.reschedule(asyncio.get_running_loop().time())
 
 
 class Bodies:
     def __init__(self, max_body_mib: int) -> None:
         self._most_bytes = max_body_mib * MIB * _LARGE_BODIES
         self._held_bytes = 0
+        self._rooms: dict[Room, None] = {}  # those that hold something
 
-    @contextlib.contextmanager
-    def room(self) -> Iterator[Room]:
-        room = Room(self)
-        try:
-            yield room
-        finally:
-            self._held_bytes -= room.num_bytes
+    def room(self) -> Room:
+        return Room(self)
 
-    def take(self, num_bytes: int) -> None:
-        if self._held_bytes + num_bytes > self._most_bytes:
+    def take(self, room: Room, num_bytes: int) -> None:
+        """Give `room` so many bytes more; raises `Overloaded`."""
+        lacking = self._held_bytes + num_bytes - self._most_bytes
+        if lacking > 0 and not self._overtake(room, lacking):
             held_mib = self._held_bytes // MIB
             text = f"the router holds {held_mib} MiB of large bodies and takes no more right now"
             raise Overloaded(text, code="too_many_large_bodies")
         self._held_bytes += num_bytes
+        room.num_bytes += num_bytes
+        self._rooms[room] = None
+
+    def leave(self, room: Room) -> None:
+        """Take back what a body holds. May be called again."""
+        self._held_bytes -= room.num_bytes
+        room.num_bytes = 0
+        self._rooms.pop(room, None)
+
+    def _overtake(self, room: Room, num_bytes: int) -> bool:
+        """Free so many bytes at the cost of the bodies that have stalled longest, if they do."""
+        now_s = monotonic()
+        stalled = [
+            one for one in self._rooms if one.stalled_s(now_s) > STALLED_S and one is not room
+        ]
+        if sum(one.num_bytes for one in stalled) < num_bytes:
+            return False
+        for one in sorted(stalled, key=lambda one: -one.stalled_s(now_s)):
+            if num_bytes <= 0:
+                break
+            num_bytes -= one.num_bytes
+            self.leave(one)
+            one.overtake()
+        return True
 
     async def read(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
         """Return the body of a request; raises `RequestError` or `Overloaded`."""
@@ -78,14 +131,19 @@ class Bodies:
             is_small = length is not None and length <= _FREE_BYTES
             if is_small and content.is_eof() and "Content-Encoding" not in request.headers:
                 return content.read_nowait()  # all of it has come
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout(BODY_TIMEOUT_S) as room.deadline:
                 return await self._read(request, room, max_bytes)
         except TimeoutError:
+            if room.was_overtaken:
+                text = "the body came too slowly while other large bodies needed its room"
+                raise Overloaded(text, code="body_overtaken") from None
             text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(text, code="timeout", http_status=408) from None
         except web.RequestPayloadError as error:
             text = "the body is not encoded in the way that its headers say"
             raise RequestError(text, code="invalid_body") from error
+        finally:
+            room.deadline = None
 
     async def _read(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
         chunks: list[bytes] = []
@@ -95,9 +153,7 @@ class Bodies:
             num_bytes += len(chunk)
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
-            if num_bytes > max(_FREE_BYTES, room.num_bytes):
-                # Without a length, or with a compressed body, the rest may be of any size.
-                room.take(max(request.content_length or 0, num_bytes) - room.num_bytes)
+            room.came(num_bytes, request.content_length or max_bytes)
         return b"".join(chunks)
 
 

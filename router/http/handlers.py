@@ -93,7 +93,7 @@ class Handlers:
 
     async def stream_again(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: go on with a stream that broke, after the event `Last-Event-ID`."""
-        place = start_of(request.match_info["id"])
+        place = start_of(request.match_info["id"], request.headers.get(HEADER))
         if HEADER in request.headers:
             place = place_of(request.headers[HEADER])
         return await self._counted_in(request, lambda running: self._again(request, running, place))

@@ -37,7 +37,8 @@ OTHER_CODES = "other"
 class HttpMetrics:
     """The metrics of one router, held by itself: two routers can share a process."""
 
-    def __init__(self, model_name: str = "", version: str = "") -> None:
+    def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
+        """A router that shares its port gives its name, which every value gets as a label."""
         self.num_requests = 0  # those that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -45,6 +46,7 @@ class HttpMetrics:
         self.token_gaps = Histogram(TOKEN_BUCKETS_S)
         self._model_name = model_name  # until a node has said what it serves
         self._version = version
+        self._router = router
         self._answers: Counter[tuple[str, str]] = Counter()
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._requests: Counter[tuple[str, str]] = Counter()
@@ -113,7 +115,8 @@ class HttpMetrics:
 
     def render(self, health: Health, model: ServedModel | None = None) -> bytes:
         """Return the text that a Prometheus server scrapes."""
-        page = Page({"model_name": self._model_name if model is None else model.name})
+        name = self._model_name if model is None else model.name
+        page = Page({"model_name": name} | ({"router": self._router} if self._router else {}))
         self._add_requests(page)
         self._add_cluster(page, health, model)
         add_nodes(page, _samples(health))

@@ -95,11 +95,16 @@ def place_of(event_id: str) -> ReaderPlace:
     return ReaderPlace(answer_id, received, _TAILS[tail])
 
 
-def start_of(answer_id: str) -> ReaderPlace:
-    """Return the place of a client that has nothing; raises `RequestError` if that is no id."""
+def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
+    """Return the place of a client that has nothing of an answer.
+
+    Raises `RequestError` if that is no id, or if `event_id` is not of that answer.
+    """
     if _ANSWER.fullmatch(answer_id) is None:
         text = "a stream has the id of its answer, as in the field `id` of its chunks"
         raise RequestError(text, code="stream_gone", http_status=404)
+    if event_id is not None and event_id.partition(":")[0] != answer_id:
+        raise RequestError("this event is not of the stream that the URL names", param=HEADER)
     return ReaderPlace(answer_id, None)
 
 

@@ -14,6 +14,8 @@ from baton.protocol.messages import Attached, HeldChoice, NotAttached
 # Nodes find a router that was started again within two seconds.
 REJOIN_S = 10.0
 ANSWER_S = 5.0
+# A node may hear of the end of the old router later than the client does.
+IN_USE_S = 3.0
 
 
 class ReceivedPart(msgspec.Struct, frozen=True):
@@ -58,7 +60,8 @@ class Search:
         self._silent: set[NodeId] = set()  # those that were asked and have not answered
         self._first: Attached | None = None
         self._choices: dict[int, FoundChoice] = {}
-        self._is_in_use = False
+        self._in_use_until_s = now_s + IN_USE_S
+        self._in_use: set[NodeId] = set()  # nodes on which another router has it
 
     def asks(self, node: NodeId) -> bool:
         """Return whether that node must be asked, which counts as done."""
@@ -68,10 +71,18 @@ class Search:
         self._silent.add(node)
         return True
 
+    def asks_again(self) -> list[NodeId]:
+        """Return the nodes that may have lost the other router since they were asked."""
+        again = sorted(self._in_use - self._silent)
+        self._silent.update(again)
+        return again
+
     def heard(self, node: NodeId, answer: Attached | NotAttached) -> None:
         self._silent.discard(node)
+        self._in_use.discard(node)
         if isinstance(answer, NotAttached):
-            self._is_in_use |= answer.is_in_use
+            if answer.is_in_use:
+                self._in_use.add(node)
             return
         self._first = self._first or answer
         for held in answer.choices:
@@ -83,12 +94,13 @@ class Search:
         """Forget a node. If it comes back, it is asked again."""
         self._asked.discard(node)
         self._silent.discard(node)
+        self._in_use.discard(node)
         self._choices = {i: found for i, found in self._choices.items() if found.node != node}
 
     def verdict(self, now_s: float) -> FoundRequest | Failure | None:
         """Return what was found, or why it is not, or None as long as that is not known."""
-        if self._is_in_use:
-            return in_use().to_failure()
+        if self._in_use:
+            return in_use().to_failure() if now_s >= self._in_use_until_s else None
         wanted: list[int] = []
         if self._first is not None:
             if self._received is not None and len(self._received) != self._first.num_choices:

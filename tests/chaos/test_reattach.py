@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from tests.support.cluster import Cluster
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 NUM_TOKENS = 1_000
+MANY_TOKENS = 8_000  # far more than it gets to before its router dies
 DEADLINE_S = 120.0
 KEYS = ("one", "two")
 
@@ -72,7 +74,7 @@ class Client:
 
     def come_back(self, *, by_get: bool) -> None:
         """Ask until the router answers, then read on a thread."""
-        self._thread.join(DEADLINE_S)
+        self.join()
         self.error = None
         name = self.event_id.partition(":")[0]
         path = f"/v1/streams/{name}" if by_get else "/v1/completions"
@@ -85,10 +87,24 @@ class Client:
             )
         assert moved, "the stream stands still"
 
-    def finish(self) -> "Client":
+    def join(self) -> None:
+        """Wait until the connection has ended."""
         self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    def finish(self) -> "Client":
+        self.join()
         assert self.is_done, self.error
         return self
+
+    def persist(self) -> "Client":
+        """Come back as often as it takes until the answer is complete."""
+        while not self.is_done:
+            self.join()
+            if not self.is_done:
+                assert self.error is None or self.error["code"] == "shutting_down", self.error
+                self.come_back(by_get=True)
+        return self.finish()
 
     def result(self) -> object:
         return dict(self.texts), dict(self.tokens), self.ends, self.usage
@@ -180,42 +196,98 @@ def test_streams_outlive_a_router_that_is_killed(
         assert results == expected
 
 
+class Load:
+    """Clients that ask for one stream after the other, until they are stopped."""
+
+    def __init__(self, cluster: Cluster, expected: dict[str, object]) -> None:
+        self.num_answers = 0
+        self.longest_gap_s = 0.0
+        self._cluster = cluster
+        self._expected = expected
+        self._is_over = False
+        self._pool = ThreadPoolExecutor(len(expected))
+        self._workers = [self._pool.submit(self._work, name) for name in expected]
+
+    def stop(self) -> None:
+        self._is_over = True
+        for worker in self._workers:
+            worker.result(DEADLINE_S)
+        self._pool.shutdown()
+
+    def wait_for_answers(self, num_answers: int) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.num_answers < num_answers and not any(one.done() for one in self._workers):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+    def _work(self, name: str) -> None:
+        while not self._is_over:
+            client = Client(self._cluster, {**ASKS[name], "max_tokens": 300}).persist()
+            assert client.result() == self._expected[name]
+            self.longest_gap_s = max(self.longest_gap_s, client.gap_s)
+            self.num_answers += 1
+
+
+def test_a_restart_of_every_process_under_load_loses_nothing(tmp_path: Path) -> None:
+    config = settings(prefill=2, decode=2)
+    router = msgspec.structs.replace(config.router, drain_s=0.5)
+    node = msgspec.structs.replace(config.node, drain_s=1.0)
+    config = msgspec.structs.replace(config, router=router, node=node)
+    with Cluster(tmp_path, config) as cluster:
+        asks = {name: {**ask, "max_tokens": 300} for name, ask in ASKS.items()}
+        expected = {name: Client(cluster, ask).finish().result() for name, ask in asks.items()}
+        load = Load(cluster, expected)
+        for name in ("prefill-0", "decode-0", "router", "prefill-1", "decode-1"):
+            load.wait_for_answers(load.num_answers + 1)
+            child = cluster.children[name]
+            child.terminate()
+            assert child.wait(time.monotonic() + DEADLINE_S)
+            assert child.exit_code == 0, child.tail
+            if name == "router":
+                cluster.start_router()
+            else:
+                role, index = name.split("-")
+                cluster.start_node("prefill" if role == "prefill" else "decode", int(index))
+            cluster.wait_until_healthy()
+        load.wait_for_answers(load.num_answers + len(asks))
+        load.stop()
+        print(f"{load.num_answers} answers, longest gap {load.longest_gap_s:.2f} s")
+
+
 def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings()) as cluster:
-        client = Client(cluster, ASKS["sampled"])
-        client.wait_for(5)
         stranger = Client(cluster, ASKS["short"], KEYS[1]).finish()
-        stranger.event_id = client.event_id
-        for event_id, code in (
-            (client.event_id, "stream_in_use"),  # the router itself has it
-            ("cmpl-" + 24 * "0" + ":3", "stream_gone"),
-            ("cmpl-7:x", "invalid_request"),
-        ):
+
+        def refusal_of(event_id: str) -> object:
             stranger.event_id = event_id
             stranger.come_back(by_get=False)
-            stranger._thread.join(DEADLINE_S)
+            stranger.join()
             assert stranger.error is not None
-            assert stranger.error["code"] == code
+            return stranger.error["code"]
+
+        client = Client(cluster, {**ASKS["sampled"], "max_tokens": MANY_TOKENS})
+        client.wait_for(5)
+        assert refusal_of(client.event_id) == "stream_in_use"  # the router itself has it
         cluster.kill("router")
+        client.join()
         cluster.start_router()
-        stranger.event_id = client.event_id
-        stranger.come_back(by_get=True)
-        stranger._thread.join(DEADLINE_S)
-        assert stranger.error["code"] == "stream_gone"  # it has another key
+        assert refusal_of(client.event_id) == "stream_gone"  # it is not the stranger's
+        assert refusal_of("cmpl-" + 24 * "0" + ":3") == "stream_gone"
+        assert refusal_of("cmpl-7:x") == "invalid_request"
         client.come_back(by_get=True)
-        assert len(client.finish().tokens[0]) == NUM_TOKENS
+        assert len(client.finish().tokens[0]) == MANY_TOKENS
 
 
 def test_a_stream_that_no_client_comes_for_ends_and_gives_its_blocks_back(tmp_path: Path) -> None:
     config = msgspec.structs.replace(settings(), node=NodeConfig(detached_s=0.5))
     with Cluster(tmp_path, config) as cluster:
-        client = Client(cluster, {"max_tokens": 10_000, "temperature": 0})
+        client = Client(cluster, {"max_tokens": MANY_TOKENS, "temperature": 0})
         client.wait_for(5)
         cluster.kill("router")
         cluster.start_router()
         cluster.wait_until_healthy()
         cluster.wait_until_unused()
         client.come_back(by_get=True)
-        client._thread.join(DEADLINE_S)
+        client.join()
         assert client.error is not None
         assert client.error["code"] == "stream_gone"

@@ -7,6 +7,7 @@ import torch
 
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import AttentionShape
+from tests.support.sampling_cases import check_sampling
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -23,6 +24,11 @@ MODELS = {
     "group of 7": replace(PROMPTS, num_heads=28, kv_heads=4),
     "group of 16": replace(PROMPTS, num_heads=32, kv_heads=2),
     "no groups": replace(PROMPTS, num_heads=8, kv_heads=8),
+    "group of 32": replace(PROMPTS, num_heads=32, kv_heads=1),
+    "heads of 80": replace(PROMPTS, head_dim=80),
+    "heads of 112, window": replace(PROMPTS, head_dim=112, window=100),
+    "heads of 256": replace(PROMPTS, head_dim=256, num_heads=16, kv_heads=8),
+    "window": replace(PROMPTS, window=333),
     "heads of 64, blocks of 32": replace(PROMPTS, head_dim=64, block_size=32),
     "blocks of 128": replace(PROMPTS, block_size=128),
     "fp32": replace(PROMPTS, dtype=FP32, num_heads=8, kv_heads=2),
@@ -57,6 +63,14 @@ def test_a_prefill_row_has_the_same_bits_in_any_chunking(model: str) -> None:
     cases.check_prefill_chunks(MODELS[model], "cuda")
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_ordered_sums_give_decode_the_bits_of_prefill_in_any_chunking(model: str) -> None:
+    cases.check_decode_as_prefill(MODELS[model], "cuda", 37)
+    cases.check_prefill_chunks(MODELS[model], "cuda", ordered=True)
+    cases.check_prefill(MODELS[model], "cuda", ordered=True)
+    cases.check_decode(_decode(LENGTHS, model), "cuda", ordered=True)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 333])
@@ -81,6 +95,14 @@ def test_silu_mul_agrees_with_its_twin(dtype: torch.dtype, features: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("rows", [9, 300, 2048])
+def test_fixed_products_agree_with_their_twin_and_keep_their_bits(
+    dtype: torch.dtype, rows: int
+) -> None:
+    cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
 def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
     cases.check_block_copy(numel, dtype, "cuda")
@@ -92,7 +114,7 @@ def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: 
 def test_sampling_draws_the_tokens_that_a_cpu_draws(
     vocab: int, spread: float, dtype: torch.dtype
 ) -> None:
-    cases.check_sampling(vocab, spread, dtype, "cuda", 1)
+    check_sampling(vocab, spread, dtype, "cuda", 1)
 
 
 def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:

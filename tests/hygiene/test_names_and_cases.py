@@ -22,8 +22,10 @@ OPEN_MATCHES = {
 # Where every error is caught and kept, by room and function. All others must raise it again.
 BOUNDARIES = {
     # The top of a thread or a process: the node is told, and ends.
+    "engine:StepThreads._execute",
     "engine:StepThreads._launch",
     "engine:StepThreads._collect",
+    "engine:StepThreads._load_and_launch",
     "engine:PortPump._run",
     "engine:Worker.run",
     "kv_transfer:TransferAgent._run",

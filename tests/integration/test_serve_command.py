@@ -3,6 +3,7 @@
 It ends with Ctrl-C, against processes that do not answer, and at once, but not with a process.
 """
 
+import http.client
 import json
 import os
 import re
@@ -15,11 +16,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.cluster import free_port
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
@@ -205,6 +210,89 @@ def test_a_process_that_dies_is_started_again_the_router_on_the_same_port(tmp_pa
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait_for_exit() == 0
         assert serve.all_gone()
+
+
+def test_router_processes_share_one_port_and_die_alone(tmp_path: Path) -> None:
+    """There are two of them before one pair of nodes: either gives the same answers."""
+    own_port = free_port()
+    with (
+        serving(tmp_path, "--router-processes", "2", "--router-own-port", str(own_port)) as serve,
+        ExitStack() as open_ones,
+    ):
+        connected_to = partial(connect, open_ones, int(serve.wait_for(r"(?<=:)\d+(?=/v1)")))
+        first, second = (connected_to(f"router-{index}") for index in range(2))
+        alone = [completed(first, number) for number in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            lines = [connected_to(f"router-{number % 2}") for number in range(8)]
+            assert list(pool.map(completed, lines, range(8))) == alone
+        ended, spared = streamed(first, 1_500), streamed(second, 300)
+        assert next(ended)
+        text = next(spared)
+        next(
+            child
+            for child in psutil.Process(serve.process.pid).children()
+            if child.cmdline()[-1].endswith("router-0.yaml")
+        ).kill()
+        serve.wait_for("process=router-0 code=-9")
+        assert "".join([text, *spared]) == completed(connected_to("router-1"), 0, 300)
+        assert len(list(ended)) < 1_499
+        again = connected_to("router-0", ready=True)
+        assert [completed(again, number) for number in range(2)] == alone[:2]
+        # The numbers of a process begin with it: what the first one did is gone with it.
+        own_ones = [connect(open_ones, own_port + index, f"router-{index}") for index in range(2)]
+        assert list(map(num_finished, own_ones)) == [2, 6]
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait_for_exit() == 0, serve.text
+
+
+def connect(
+    open_ones: ExitStack, port: int, router: str, *, ready: bool = False
+) -> http.client.HTTPConnection:
+    """Return a connection to one of the routers that share `port`; the system chooses which."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
+        open_ones.enter_context(closing(connection))
+        connection.request("GET", "/health")
+        reply = connection.getresponse()
+        if json.load(reply)["router"] == router and (reply.status == 200 or not ready):
+            return connection
+        time.sleep(0.02)
+    raise AssertionError(f"{router} does not answer")
+
+
+def completed(connection: http.client.HTTPConnection, number: int, num_tokens: int = 24) -> str:
+    _ask(connection, number, num_tokens, stream=False)
+    return str(json.load(connection.getresponse())["choices"][0]["text"])
+
+
+def streamed(connection: http.client.HTTPConnection, num_tokens: int) -> Iterator[str]:
+    """Return the pieces of the text of a stream as they come."""
+    _ask(connection, 0, num_tokens, stream=True)
+    with connection.getresponse() as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])["choices"][0]["text"]
+
+
+def _ask(
+    connection: http.client.HTTPConnection, number: int, num_tokens: int, *, stream: bool
+) -> None:
+    body = {
+        "prompt": f"The code of Lima is 407{number}. What is",
+        "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream,
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+
+
+def num_finished(connection: http.client.HTTPConnection) -> int:
+    """Return how many requests one router says that it has finished."""
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    counts = [line for line in lines if line.startswith("baton_requests_total{")]
+    assert all(',router="router-' in line for line in counts)
+    return sum(int(float(line.split()[-1])) for line in counts if "finished" in line)
 
 
 def complete_when_served(url: str) -> int:

@@ -69,6 +69,8 @@ class Recorder(TorchDispatchMode):
 class RecordingQueue:
     """A `StepQueue` on `device`, which holds nothing if it is `meta`."""
 
+    overlaps = True
+
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.num_replays = 0

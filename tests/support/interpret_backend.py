@@ -12,8 +12,9 @@ import torch
 
 from baton.engine.attention.backend import Batch
 from baton.engine.attention.cuda import CudaBackend
+from baton.engine.cuda_start import warm_up
 from baton.engine.layers.rope import rope_table
-from baton.engine.rank import plan_rank, warm_up
+from baton.engine.rank import plan_rank
 from baton.engine.runner import Runner
 from baton.engine.step_queue import HostQueue
 from baton.runtime.clock import monotonic

@@ -6,18 +6,13 @@ of block 0, which unused table entries and masked ids name: who reads too much c
 """
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baton.engine.sampler import Draws, Sampler, SampleRow
-from baton.kernels.cpu_library import load_library
-from baton.kernels.cpu_sampler import CpuSampler
-from baton.protocol.sampling import Sampling
+from tests.support.sampling_cases import check_sampling
 
 LAYERS, LAYER = 3, 1
 # The interpreter rounds towards zero where a GPU rounds to nearest, so bf16 may be off by one unit
@@ -36,6 +31,7 @@ class AttentionShape:
     head_dim: int = 32
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +74,15 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     )
 
 
-def check_decode(shape: AttentionShape, device: str) -> None:
+def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -> None:
     """One new token each; a sequence of length 0 pads a captured graph and gives zeros."""
     from baton.kernels import decode_attention, reference
 
     case = attention_batch(shape, device)
     call = (case.q, case.pool, LAYER, case.block_tables, case.context_lens, case.scale)
     assert_close(
-        decode_attention.paged_decode_attention(*call), reference.paged_decode_attention(*call)
+        decode_attention.paged_decode_attention(*call, shape.window, ordered=ordered),
+        reference.paged_decode_attention(*call, shape.window),
     )
 
 
@@ -95,38 +92,43 @@ def check_decode_alone(shape: AttentionShape, device: str) -> None:
 
     case = attention_batch(shape, device)
     tables, lens = case.block_tables, case.context_lens
-    batched = paged_decode_attention(case.q, case.pool, LAYER, tables, lens, case.scale)
-    wider = torch.cat([tables, tables, tables], dim=1)
-    padded = paged_decode_attention(case.q, case.pool, LAYER, wider, lens, case.scale)
-    assert_equal_bits(padded, batched)
+
+    def attended(rows: slice, tables: Tensor) -> Tensor:
+        return paged_decode_attention(
+            case.q[rows], case.pool, LAYER, tables[rows], lens[rows], case.scale, shape.window,
+            ordered=True,
+        )  # fmt: skip
+
+    batched = attended(slice(None), tables)
+    assert_equal_bits(attended(slice(None), torch.cat([tables, tables, tables], dim=1)), batched)
     for i in range(len(lens)):
         one = slice(i, i + 1)
-        alone = paged_decode_attention(
-            case.q[one], case.pool, LAYER, tables[one], lens[one], case.scale
-        )
-        assert_equal_bits(alone, batched[one])
+        assert_equal_bits(attended(one, tables), batched[one])
 
 
-def check_prefill(shape: AttentionShape, device: str) -> None:
+def check_prefill(shape: AttentionShape, device: str, *, ordered: bool = False) -> None:
     """A ragged batch of chunks, some behind a cached prefix."""
     from baton.kernels import prefill_attention, reference
 
     case = attention_batch(shape, device)
-    call = (case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens)
+    call = (
+        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
+        case.scale, shape.window,
+    )  # fmt: skip
     assert_close(
-        prefill_attention.paged_prefill_attention(*call, case.scale),
-        reference.paged_prefill_attention(*call, case.scale),
+        prefill_attention.paged_prefill_attention(*call, ordered=ordered),
+        reference.paged_prefill_attention(*call),
     )
 
 
-def check_prefill_chunks(shape: AttentionShape, device: str) -> None:
+def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = False) -> None:
     """Prompts cut into chunks, one sequence at a time, give the bits of the whole batch at once."""
     from baton.kernels.prefill_attention import paged_prefill_attention
 
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
         case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale,
+        case.scale, shape.window, ordered=ordered,
     )  # fmt: skip
     start = 0
     for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
@@ -137,10 +139,34 @@ def check_prefill_chunks(shape: AttentionShape, device: str) -> None:
             seen = torch.tensor([length - count + last], dtype=torch.int32, device=device)
             part = paged_prefill_attention(
                 case.q[chunk], case.pool, LAYER, case.block_tables[i : i + 1], starts, seen,
-                case.scale,
+                case.scale, shape.window, ordered=ordered,
             )  # fmt: skip
             assert_equal_bits(part, whole[chunk])
         start += count
+
+
+def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> None:
+    """Each n-th token of each chunk, decoded in one batch, gets the bits that prefill gave it."""
+    from baton.kernels.decode_attention import paged_decode_attention
+    from baton.kernels.prefill_attention import paged_prefill_attention
+
+    case = attention_batch(shape, device)
+    whole = paged_prefill_attention(
+        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
+        case.scale, shape.window, ordered=True,
+    )  # fmt: skip
+    rows, owners, lens = [], [], []
+    for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
+        for token in range(count - 1, -1, -every):
+            rows.append(sum(shape.queries[:i]) + token)
+            owners.append(i)
+            lens.append(length - count + token + 1)
+    decoded = paged_decode_attention(
+        case.q[rows], case.pool, LAYER, case.block_tables[owners],
+        torch.tensor(lens, dtype=torch.int32, device=device), case.scale, shape.window,
+        ordered=True,
+    )  # fmt: skip
+    assert_equal_bits(decoded, whole[rows])
 
 
 def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> None:
@@ -198,6 +224,23 @@ def check_silu_mul(features: int, dtype: torch.dtype, device: str) -> None:
     assert_close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+def check_fixed_product(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """Sizes that fill no tile, a gap between rows, and the bits of some rows computed alone."""
+    from baton.kernels import reference
+    from baton.kernels.fixed_product import fixed_product
+
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, 2 * inner, generator=generator).to(device, dtype)[:, :inner]
+    weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(device, dtype)
+    whole = fixed_product(x, weight)
+    assert_close(whole, reference.fixed_product(x, weight))
+    for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
+        part = slice(first, first + count)
+        assert_equal_bits(fixed_product(x[part], weight), whole[part])
+
+
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
     from baton.kernels import block_copy, reference
@@ -216,59 +259,6 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     reference.scatter_blocks(twin, ids, target_twin)
     assert_equal_bits(target, target_twin)
     assert_equal_bits(target[ids.long()], pool[ids.long()])
-
-
-FILTERS = tuple(
-    itertools.product([0.0, 0.3, 1.7], [0, 1, 40], [0.0, 0.02, 1.0], [0.05, 0.9, 1.0])
-)  # temperature, top_k, min_p, top_p
-
-
-def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, every: int) -> None:
-    """Every n-th combination of filters draws what torch and the compiled CPU kernel draw.
-
-    bf16 gives equal logits, some tokens cannot be drawn, a row of NaN and a row of minus infinity
-    stand among the others, and held-back ids lie anywhere in a row.
-    """
-    rows = [
-        SampleRow(Sampling(number - 9, 9, 0, heat, k, top_p, min_p), number % 5, number, 5)
-        for number, (heat, k, min_p, top_p) in enumerate(FILTERS)
-    ][::every]
-    generator = torch.Generator().manual_seed(5)
-    whole = torch.randn(len(rows), vocab + 3, generator=generator) * spread
-    logits = whole.to(dtype)[:, :vocab]
-    logits[:, 1::5] = -math.inf
-    logits[0], logits[-1] = math.nan, -math.inf
-    held_back = torch.randint(-vocab, vocab, (len(rows), 19), generator=generator)
-    held_back = held_back.clamp(min=-1).to(torch.int32)
-    held_back[0] = -1
-    seen = logits.float()
-    for row, ids in zip(seen, held_back, strict=True):
-        row[ids[ids >= 0].long()] = -math.inf
-    expected = drawn_on_a_cpu(seen, rows)
-    assert Sampler().sample(seen.clone(), rows) == expected
-    got = drawn(logits.to(device), rows, held_back)
-    assert got == expected, f"{got} instead of {expected}"
-    # Alone, with other numbers of held-back ids.
-    for number in range(0, len(rows), 7):
-        one = slice(number, number + 1)
-        ids = held_back[one][held_back[one] >= 0][None]
-        assert drawn(logits[one].to(device), rows[one], ids) == expected[one]
-
-
-def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]:
-    from baton.kernels.device_sampling import sample_tokens
-
-    draws = Draws.of(rows, (), logits.device)
-    on_device = held_back.to(logits.device)
-    tokens: list[int] = sample_tokens(logits, draws.ints, draws.reals, on_device).tolist()
-    return tokens
-
-
-def drawn_on_a_cpu(logits: Tensor, rows: list[SampleRow]) -> list[int]:
-    library = load_library(is_bf16=False, progress=lambda _done, _total: None)
-    draws = Draws.of(rows, (), logits.device)
-    ints, reals = draws.ints.numpy(), draws.reals.numpy()
-    return CpuSampler(library).sample(logits.contiguous(), ints, reals)
 
 
 def rotation_table(max_position: int, head_dim: int) -> Tensor:
@@ -299,6 +289,8 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
     split = AttentionShape(contexts=(600, 256), queries=(1, 1), num_heads=3, kv_heads=1)
     prefill = AttentionShape(contexts=(70, 5, 33), queries=(40, 5, 1))
     wide = AttentionShape(contexts=(150,), queries=(140,), num_heads=1, kv_heads=1, dtype=bf16)
+    # Three ordered splits, and tokens on both sides of the end of one.
+    one = AttentionShape(contexts=(1060,), queries=(70,), num_heads=2, kv_heads=1)
     cut = AttentionShape(contexts=(71, 9), queries=(53, 9), num_heads=2, kv_heads=1)
     rope = AttentionShape(contexts=(), queries=(13,), num_heads=6)
     return {
@@ -306,17 +298,38 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "decode fp32 splits": lambda: check_decode(split, "cpu"),
         "decode bf16": lambda: check_decode(_with(decode, dtype=bf16, block_size=32), "cpu"),
         "decode fp32 big blocks": lambda: check_decode(_with(decode, block_size=64), "cpu"),
-        "decode alone": lambda: check_decode_alone(_with(decode, contexts=(300, 3, 0, 17)), "cpu"),
+        "decode heads of 80": lambda: check_decode(_with(decode, head_dim=80), "cpu"),
+        "decode group of 20": lambda: check_decode(_with(decode, num_heads=20, kv_heads=1), "cpu"),
+        "decode window": lambda: check_decode(_with(split, window=70), "cpu"),
+        "decode ordered": lambda: check_decode(split, "cpu", ordered=True),
+        "decode alone": lambda: check_decode_alone(_with(decode, contexts=(600, 3, 0, 17)), "cpu"),
         "prefill fp32": lambda: check_prefill(prefill, "cpu"),
         "prefill bf16 tiles": lambda: check_prefill(wide, "cpu"),
         "prefill bf16 big blocks": lambda: check_prefill(
             _with(prefill, dtype=bf16, block_size=128), "cpu"
         ),
         "prefill empty chunk": lambda: check_prefill(_with(prefill, queries=(40, 0, 1)), "cpu"),
+        "prefill heads of 112": lambda: check_prefill(
+            _with(prefill, head_dim=112, num_heads=2), "cpu"
+        ),
+        "prefill window": lambda: check_prefill(_with(cut, window=37), "cpu"),
+        "prefill window bf16": lambda: check_prefill(_with(wide, window=5), "cpu"),
         "prefill chunks": lambda: check_prefill_chunks(cut, "cpu"),
+        "prefill chunks window": lambda: check_prefill_chunks(_with(cut, window=20), "cpu"),
+        "ordered": lambda: check_decode_as_prefill(one, "cpu", 9),
+        "ordered chunks": lambda: check_prefill_chunks(
+            _with(one, queries=(45,)), "cpu", ordered=True
+        ),
+        "ordered window": lambda: check_decode_as_prefill(_with(one, window=530), "cpu", 9),
+        "ordered bf16": lambda: check_decode_as_prefill(
+            _with(one, dtype=bf16, head_dim=80, queries=(45,)), "cpu", 9
+        ),
         "rope fp32": lambda: check_rope_store(rope, "cpu", qk_norm=False),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
         "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
+        "rope heads of 80": lambda: check_rope_store(
+            _with(rope, head_dim=80, kv_heads=3), "cpu", qk_norm=True
+        ),
         "norm fp32": lambda: check_add_rms_norm(48, fp32, "cpu", residual=True),
         "norm bf16": lambda: check_add_rms_norm(64, bf16, "cpu", residual=True),
         "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
@@ -328,6 +341,8 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
+        "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
+        "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "blocks fp32": lambda: check_block_copy(4100, fp32, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }

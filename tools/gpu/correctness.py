@@ -84,18 +84,30 @@ def _decode_alone(model: Model, layout: Layout) -> Check:
     contexts = model.decode_contexts
     batch = paged_batch(model.heads, contexts, (1,) * len(contexts), layout, poison=True)
     tables, lens = batch.block_tables, batch.context_lens
-    whole = paged_decode_attention(batch.q, batch.pool, LAYER, tables, lens, batch.scale)
+    call = partial(paged_decode_attention, ordered=True)
+    whole = call(batch.q, batch.pool, LAYER, tables, lens, batch.scale)
     wide = torch.cat([tables, tables, tables], dim=1)
-    parts = [paged_decode_attention(batch.q, batch.pool, LAYER, wide, lens, batch.scale)]
+    parts = [call(batch.q, batch.pool, LAYER, wide, lens, batch.scale)]
     for i in range(len(contexts)):
         one = slice(i, i + 1)
-        parts.append(
-            paged_decode_attention(
-                batch.q[one], batch.pool, LAYER, tables[one], lens[one], batch.scale
-            )
-        )
-    key = f"decode attention: bits in any batch, {model.name}"
+        parts.append(call(batch.q[one], batch.pool, LAYER, tables[one], lens[one], batch.scale))
+    key = f"ordered decode attention: bits in any batch, {model.name}"
     return _equal(key, torch.cat(parts), torch.cat([whole, whole]))
+
+
+def _decode_as_prefill(model: Model, layout: Layout) -> Check:
+    """Compare the last token of each prompt as decode and as prefill compute it, both ordered."""
+    batch = _prompt_batch(model, layout)
+    whole = paged_prefill_attention(
+        batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
+        batch.scale, ordered=True,
+    )  # fmt: skip
+    last = batch.query_starts[1:].long() - 1
+    decoded = paged_decode_attention(
+        batch.q[last], batch.pool, LAYER, batch.block_tables, batch.context_lens, batch.scale,
+        ordered=True,
+    )  # fmt: skip
+    return _equal(f"ordered attention: decode = prefill, {model.name}", decoded, whole[last])
 
 
 def _prefill(model: Model, layout: Layout) -> Check:
@@ -237,7 +249,8 @@ def _equal(key: str, ours: Tensor, twin: Tensor) -> Check:
 
 OTHERS = {
     "decode attention, long context": _decode_long,
-    "decode attention: bits in any batch": _decode_alone,
+    "ordered decode attention: bits in any batch": _decode_alone,
+    "ordered attention: decode = prefill": _decode_as_prefill,
     "prefill attention: bits in any chunking": _prefill_chunks,
     "QK norm + rotation + store": _rope,
     "add + norm": _norm,

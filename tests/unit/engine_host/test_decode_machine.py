@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from hypothesis import settings
@@ -22,12 +23,16 @@ from baton.kv_transfer.interfaces import (
     Landed,
     LandingEnded,
 )
-from baton.protocol.ids import Key
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Accepted,
+    Attach,
+    Attached,
     Decode,
     Failed,
     FirstToken,
+    Kept,
+    NotAttached,
     Offered,
     Tokens,
 )
@@ -41,6 +46,8 @@ from tests.support.scheduler_machine import (
     asks,
 )
 from tests.support.toy_executor import VOCAB, next_token
+
+KEPT = Kept(b"form", b"owner", 3)
 
 
 @dataclass
@@ -58,7 +65,7 @@ class DecodeMachine(SchedulerMachine):
     away too early shows as wrong "KV" in a step."""
 
     kind = DecodeScheduler
-    limits = NodeLimits(8, 4, 40, EOS, VOCAB)
+    limits = NodeLimits(8, 4, 40, EOS, VOCAB, detached_s=4.0)
 
     @initialize(num_blocks=st.integers(10, 24))
     def start(self, num_blocks: int) -> None:
@@ -67,7 +74,9 @@ class DecodeMachine(SchedulerMachine):
 
     @rule(origin=st.integers(0, ORIGINS - 1), name=st.sampled_from("abcdef"), ask=asks(30, 14))
     def request(self, origin: int, name: str, ask: Ask) -> None:
-        message = self.add(origin, name, ask, Decode)
+        # Some are streams that another router may take up.
+        make = partial(Decode, kept=KEPT) if ask.max_tokens % 2 else Decode
+        message = self.add(origin, name, ask, make)
         if ask.eagerness > 2:
             self.connect()
             if message.key in self.readings:
@@ -75,8 +84,32 @@ class DecodeMachine(SchedulerMachine):
             self.launch()
             self.connect()
 
+    @rule(origin=st.integers(0, ORIGINS - 1), name=st.sampled_from("abcdef"))
+    def attach(self, origin: int, name: str) -> None:
+        """A router that asks for a request gets it if it was detached, else nothing changes."""
+        self.listen()
+        self.scheduler.attach(self.now_s, origin, Attach(RequestId(name), KEPT.owner))
+        self.listen()
+
+    def hear_attached(self, origin: int, message: Attached) -> None:
+        for held in message.choices:
+            asked = self.asked[held.key]
+            expected = self.answer(asked.message, asked.choice)
+            num_before = len(asked.message.token_ids) - asked.message.num_prompt_tokens
+            output = held.token_ids[num_before:]
+            assert output == expected[: len(output)]
+            assert len(output) >= len(asked.output), "it knows all that a client may have"
+            assert (held.finish_reason is not None) == (output == expected)
+            if held.is_running:
+                assert asked.is_over, "only a detached sequence changes hands"
+                asked.origin, asked.output, asked.is_over = origin, output, False
+
     def hear(self, origin: int, message: object) -> None:
         match message:
+            case Attached():
+                self.hear_attached(origin, message)
+            case NotAttached():
+                pass
             case Tokens(entries=entries):
                 for entry in entries:
                     self.take(entry.key, entry.position, entry.token_ids, entry.finish_reason)

@@ -6,7 +6,14 @@ from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttached
 from baton.protocol.sampling import Sampling
-from baton.router.request.search import ANSWER_S, REJOIN_S, FoundRequest, ReceivedPart, Search
+from baton.router.request.search import (
+    ANSWER_S,
+    IN_USE_S,
+    REJOIN_S,
+    FoundRequest,
+    ReceivedPart,
+    Search,
+)
 
 ID = RequestId("r")
 A, B = NodeId("a"), NodeId("b")
@@ -80,7 +87,18 @@ def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
 def test_a_stream_of_another_router_is_left_alone() -> None:
     one = search()
     one.heard(A, NotAttached(ID, is_in_use=True))
-    assert code(one.verdict(0.0)) == "stream_in_use"
+    assert one.verdict(IN_USE_S - 0.1) is None
+    assert code(one.verdict(IN_USE_S)) == "stream_in_use"
+
+
+def test_a_node_that_hears_late_of_the_old_router_is_asked_again() -> None:
+    one = search(nodes=(A,))
+    one.heard(A, NotAttached(ID, is_in_use=True))
+    assert one.asks_again() == [A]
+    assert one.asks_again() == [], "it has not answered yet"
+    one.heard(A, attached(held(is_running=True)))
+    assert isinstance(one.verdict(1.0), FoundRequest)
+    assert one.asks_again() == []
 
 
 def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:

@@ -1,0 +1,224 @@
+"""`--on kubernetes`: manifests under kustomize, and `kubectl` for what touches a cluster.
+
+`render` needs no cluster and no kubectl. `start` applies what `render` writes to the namespace of
+the description, which it makes if need be and never deletes: it may hold volumes.
+"""
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.manifests import (
+    KEY_FILE,
+    KEY_FOLDER,
+    MODEL_FOLDER,
+    NAME_LABEL,
+    PROCESS_LABEL,
+    autoscalers_of,
+    base_of,
+    is_folder,
+    texts_of,
+)
+from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
+from baton.deploy.cluster.processes import (
+    ROUTERS,
+    ClusterPlan,
+    ProcessPlaces,
+    ProcessRole,
+    ProcessSpec,
+)
+from baton.deploy.cluster.running import make_private, write_private
+from baton.protocol.config import KeysConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.channels.keys import load_keys
+
+APPLIED = "kubernetes.json"
+SELECTED = f"{NAME_LABEL}=baton"
+BASE, AUTOSCALE = "base", "overlays/autoscale"
+STATES: dict[str, ProcessState] = {
+    "Pending": "waiting", "Running": "running", "Succeeded": "ended", "Failed": "ended",
+}  # fmt: skip
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """What `start` has applied, for `stop` and `status`."""
+
+    namespace: str
+    overlay: str
+    processes: dict[str, tuple[str, ProcessRole]]  # name -> its pool and role
+
+
+class KubernetesPlatform:
+    """Implements `Platform`."""
+
+    def __init__(self, options: PlatformOptions) -> None:
+        if options.hosts:
+            raise ConfigError("--host: Kubernetes places the processes; use node_selector instead")
+
+    def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
+        return plan.processes
+
+    def places(self, description: Description) -> ProcessPlaces:
+        named = [name for name, pool in description.pools.items() if pool.hosts]
+        if named or any(router.host for router in description.routers):
+            where = f"pools.{named[0]}.hosts" if named else "routers[].host"
+            raise ConfigError(
+                f"{where}: Kubernetes places the processes; remove the addresses, and use "
+                "node_selector to choose machines"
+            )
+        return ProcessPlaces(
+            routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
+            node="$(POD_IP)",
+            listen="0.0.0.0",
+            model=MODEL_FOLDER if is_folder(description.model) else "",
+            key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
+        )
+
+    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
+        """Write `base`, and an overlay for pools that grow with their queues.
+
+        Only this user can read the folder: it holds the key.
+        """
+        description = plan.description
+        files = texts_of(base_of(plan, _key_of(description)))
+        written = _write(folder / BASE, files, _namespace(description))
+        if autoscalers := autoscalers_of(description):
+            files = texts_of({"autoscale.yaml": autoscalers})
+            written += _write(folder / AUTOSCALE, files, _namespace(description), f"../../{BASE}")
+        return written
+
+    def start(self, plan: ClusterPlan, folder: Path) -> None:
+        self.render(plan, folder)
+        namespace = _namespace(plan.description)
+        overlay = AUTOSCALE if plan.description.kubernetes.max_replicas else BASE
+        processes = {spec.name: (spec.pool, spec.role) for spec in plan.processes}
+        applied = Applied(namespace, overlay, processes)
+        if not _kubectl("get", "namespace", namespace, "--ignore-not-found", "-o", "name"):
+            _kubectl("create", "namespace", namespace)
+        write_private(folder / APPLIED, msgspec.json.encode(applied))
+        _kubectl("apply", "-k", str(folder / overlay))
+
+    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
+        applied = _applied(folder)
+        if applied is None:
+            return
+        hurry = ("--grace-period=1",) if is_hurried else ()
+        words = ("--ignore-not-found", "--wait", "--cascade=foreground", *hurry)
+        _kubectl("delete", "-k", str(folder / applied.overlay), *words)
+        (folder / APPLIED).unlink()
+
+    def status(self, folder: Path) -> list[ProcessStatus]:
+        applied = _applied(folder)
+        if applied is None:
+            return []
+        said = _kubectl("get", "pods", "-n", applied.namespace, "-l", SELECTED, "-o", "json")
+        pods = msgspec.json.decode(said, type=_Pods).items
+        return [_status(applied, name, pods) for name in applied.processes]
+
+    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
+        """Return none: what can be reached from here is for the cluster's own ingress to say."""
+        return ()
+
+
+class _Terminated(msgspec.Struct, frozen=True):
+    exitCode: int = 0  # noqa: N815  (the API's name)
+    reason: str = ""
+
+
+class _State(msgspec.Struct, frozen=True):
+    terminated: _Terminated | None = None
+
+
+class _ContainerStatus(msgspec.Struct, frozen=True):
+    ready: bool = False
+    lastState: _State = _State()  # noqa: N815
+
+
+class _PodStatus(msgspec.Struct, frozen=True):
+    phase: str = ""
+    containerStatuses: list[_ContainerStatus] = []  # noqa: N815
+
+
+class _PodHead(msgspec.Struct, frozen=True):
+    name: str
+    labels: dict[str, str] = {}
+
+
+class _PodSpec(msgspec.Struct, frozen=True):
+    nodeName: str = ""  # noqa: N815
+
+
+class _Pod(msgspec.Struct, frozen=True):
+    metadata: _PodHead
+    status: _PodStatus = _PodStatus()
+    spec: _PodSpec = _PodSpec()
+
+
+class _Pods(msgspec.Struct, frozen=True):
+    items: list[_Pod] = []
+
+
+def _status(applied: Applied, name: str, pods: list[_Pod]) -> ProcessStatus:
+    _, role = applied.processes[name]
+    found = [
+        pod for pod in pods if name in (pod.metadata.name, pod.metadata.labels.get(PROCESS_LABEL))
+    ]
+    if not found:
+        return ProcessStatus(name, role, "", "waiting", "no pod yet")
+    pod = found[-1]
+    state = STATES.get(pod.status.phase, "unknown")
+    containers = pod.status.containerStatuses
+    if state == "running" and not all(container.ready for container in containers):
+        state = "waiting"
+    ends = [container.lastState.terminated for container in containers]
+    last_end = "; ".join(f"exit code {end.exitCode}: {end.reason}" for end in ends if end)
+    return ProcessStatus(name, role, pod.spec.nodeName, state, pod.metadata.name, last_end)
+
+
+def _namespace(description: Description) -> str:
+    return description.kubernetes.namespace or description.name
+
+
+def _key_of(description: Description) -> bytes:
+    if not description.key:
+        return b""
+    load_keys(KeysConfig(file=description.key))  # checks it
+    return Path(description.key).read_bytes()
+
+
+def _write(folder: Path, files: dict[str, str], namespace: str, *bases: str) -> list[Path]:
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": namespace,
+        "resources": [*bases, *files],
+    }
+    files = {**files, "kustomization.yaml": msgspec.yaml.encode(kustomization).decode()}
+    make_private(folder)
+    for name, text in files.items():
+        write_private(folder / name, text.encode())
+    return [folder / name for name in files]
+
+
+def _applied(folder: Path) -> Applied | None:
+    try:
+        return msgspec.json.decode((folder / APPLIED).read_bytes(), type=Applied)
+    except FileNotFoundError:
+        return None
+
+
+def _kubectl(*words: str) -> str:
+    """Run kubectl and return what it prints; raises `NodeError` if it fails."""
+    try:
+        done = subprocess.run(["kubectl", *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ConfigError(
+            "kubectl is not installed here: write the manifests with `baton render --on "
+            "kubernetes`, and apply them where it is"
+        ) from None
+    if done.returncode != 0:
+        why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise NodeError(f"kubectl {words[0]}: {why[-1]}")
+    return done.stdout

@@ -1,0 +1,324 @@
+"""The Kubernetes objects that run the processes of a cluster, as plain documents.
+
+`kubernetes` writes and applies them. A router is a Deployment with a Service that nodes dial before
+the router is ready; clients have one Service for all routers. A pool is a StatefulSet, whose pods
+are called like the nodes. Pure.
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, Probe, ProcessSpec
+from baton.protocol.errors import ConfigError
+
+Manifest: TypeAlias = dict[str, object]
+
+KEY_FOLDER, KEY_FILE = "/run/baton", "cluster.key"
+MODEL_FOLDER = "/model"
+CACHE_FOLDER = "/var/cache/baton"
+SECRET = "baton-key"
+USER = 10001  # of the image's processes
+CLIENTS = "baton"  # the Service that clients call
+NAME_LABEL, PROCESS_LABEL = "app.kubernetes.io/name", "baton/process"
+GPU = "nvidia.com/gpu"
+RDMA = "rdma/"
+# A terminating router leaves the Service first; kube-proxy needs a moment to hear of it.
+LEAVE_S = 5
+SHARED = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+
+
+def base_of(plan: ClusterPlan, key: bytes) -> dict[str, list[Manifest]]:
+    """Return the objects by file name; `key` is the content of the cluster's key file."""
+    files = {
+        f"{spec.name}.yaml": [_router(plan, spec), _control(spec)] for spec in plan.pool(ROUTERS)
+    }
+    files["clients.yaml"] = [_clients()]
+    for name in plan.description.pools:
+        files[f"{name}.yaml"] = _pool(plan, plan.pool(name))
+    names = [ROUTERS, *plan.description.pools]
+    files["disruption.yaml"] = [_disruption(name) for name in names]
+    if secrets := _secrets(plan, key):
+        files["secrets.yaml"] = secrets
+    return files
+
+
+def autoscalers_of(description: Description) -> list[Manifest]:
+    """Return one HorizontalPodAutoscaler for each pool that the description lets grow."""
+    return [
+        {
+            **_head("autoscaling/v2", "HorizontalPodAutoscaler", name, name),
+            "spec": {
+                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
+                "minReplicas": pool.replicas,
+                "maxReplicas": description.kubernetes.max_replicas[name],
+                "metrics": [
+                    {
+                        "type": "Pods",
+                        "pods": {
+                            "metric": {"name": "baton_node_waiting_requests"},
+                            "target": {"type": "AverageValue", "averageValue": "4"},
+                        },
+                    }
+                ],
+            },
+        }
+        for name, pool in description.pools.items()
+        if name in description.kubernetes.max_replicas
+    ]
+
+
+def _head(version: str, kind: str, name: str, component: str) -> Manifest:
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels(component)},
+    }
+
+
+def labels(component: str) -> dict[str, str]:
+    return {NAME_LABEL: "baton", "app.kubernetes.io/component": component}
+
+
+def _router(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
+    """Return a router's Deployment: one pod, because nodes dial each router by its own name."""
+    own = {**labels(ROUTERS), PROCESS_LABEL: spec.name}
+    return {
+        **_head("apps/v1", "Deployment", spec.name, ROUTERS),
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": own},
+            "template": {"metadata": {"labels": own}, "spec": _pod(plan, spec)},
+        },
+    }
+
+
+def _control(spec: ProcessSpec) -> Manifest:
+    """Return the Service by which nodes dial a router."""
+    control = next(port for port in spec.ports if port.name == "control")
+    return {
+        **_head("v1", "Service", spec.name, ROUTERS),
+        "spec": {
+            "selector": {**labels(ROUTERS), PROCESS_LABEL: spec.name},
+            # A router is ready when it has nodes, and they must reach it before.
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": control.name, "port": control.port}],
+        },
+    }
+
+
+def _clients() -> Manifest:
+    return {
+        **_head("v1", "Service", CLIENTS, ROUTERS),
+        "spec": {
+            "selector": labels(ROUTERS),
+            "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
+        },
+    }
+
+
+def _pool(plan: ClusterPlan, specs: tuple[ProcessSpec, ...]) -> list[Manifest]:
+    first = specs[0]
+    service = {"clusterIP": "None", "selector": labels(first.pool)}
+    return [
+        {**_head("v1", "Service", first.pool, first.pool), "spec": service},
+        {
+            **_head("apps/v1", "StatefulSet", first.pool, first.pool),
+            "spec": {
+                "replicas": len(specs),
+                "serviceName": first.pool,
+                "podManagementPolicy": "Parallel",
+                "selector": {"matchLabels": labels(first.pool)},
+                "template": {
+                    "metadata": {"labels": labels(first.pool)},
+                    "spec": _pod(plan, first),
+                },
+            },
+        },
+    ]
+
+
+def _disruption(component: str) -> Manifest:
+    """Let an eviction take one process of a kind at a time."""
+    return {
+        **_head("policy/v1", "PodDisruptionBudget", component, component),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels(component)}},
+    }
+
+
+def _secrets(plan: ClusterPlan, key: bytes) -> list[Manifest]:
+    found: list[Manifest] = []
+    if key:
+        data = {KEY_FILE: key.decode()}
+        found.append({**_head("v1", "Secret", SECRET, "key"), "stringData": data})
+    found += [
+        {**_head("v1", "Secret", spec.name, ROUTERS), "stringData": spec.secret_env}
+        for spec in plan.processes
+        if spec.secret_env
+    ]
+    return found
+
+
+def _pod(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
+    description = plan.description
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # their variables would begin with BATON_, as settings do
+        "terminationGracePeriodSeconds": round(spec.grace_s) + LEAVE_S,
+        "securityContext": {**SHARED, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(description, spec)],
+        "volumes": _volumes(description),
+    }
+    if description.key:
+        pod["initContainers"] = [_key_copy(description)]
+    if spec.node_selector:
+        pod["nodeSelector"] = dict(spec.node_selector)
+    return pod
+
+
+def _container(description: Description, spec: ProcessSpec) -> Manifest:
+    container: Manifest = {
+        "name": "baton",
+        "image": description.kubernetes.image,
+        "args": [_literal(word) for word in spec.argv[1:]],
+        "env": _environment(spec),
+        "ports": [{"name": port.name, "containerPort": port.port} for port in spec.ports],
+        "resources": _resources(spec),
+        "securityContext": _confined(spec),
+        "volumeMounts": [
+            {"name": "scratch", "mountPath": "/tmp"},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+            *_model_mount(description),
+            *([{"name": "key", "mountPath": KEY_FOLDER}] if description.key else []),
+        ],
+    }
+    if spec.secret_env:
+        container["envFrom"] = [{"secretRef": {"name": spec.name}}]
+    if spec.live is not None and spec.ready is not None:
+        container |= _probes(_start_s(description), spec.live, spec.ready)
+    if spec.role == "router":
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}}
+    return container
+
+
+def _start_s(description: Description) -> float:
+    """Return the longest time from the start of a node to its being ready."""
+    return ClusterPlan(description, ()).start_timeout_s
+
+
+def _probes(start_s: float, live: Probe, ready: Probe) -> Manifest:
+    return {
+        "startupProbe": {**_asked(live), "periodSeconds": 2, "failureThreshold": int(start_s) // 2},
+        "livenessProbe": {**_asked(live), "periodSeconds": 5, "failureThreshold": 6},
+        "readinessProbe": {**_asked(ready), "periodSeconds": 2, "failureThreshold": 2},
+    }
+
+
+def _asked(probe: Probe) -> Manifest:
+    return {"httpGet": {"path": probe.path, "port": "http"}, "timeoutSeconds": 2}
+
+
+def _environment(spec: ProcessSpec) -> list[Manifest]:
+    found: list[Manifest] = [_from_pod("POD_IP", "status.podIP")]
+    for name, text in spec.env.items():
+        if name == "BATON_NODE_ID":
+            found.append(_from_pod(name, "metadata.name"))
+        elif name == "BATON_NODE_BIND":
+            # Kubernetes fills $(POD_IP) into the variables that come after it.
+            found.append({"name": name, "value": text})
+        else:
+            found.append({"name": name, "value": _literal(text)})
+    folders = {"HOME": CACHE_FOLDER, "XDG_CACHE_HOME": CACHE_FOLDER, "HF_HOME": CACHE_FOLDER}
+    return found + [{"name": name, "value": text} for name, text in folders.items()]
+
+
+def _literal(text: str) -> str:
+    """Return text in which Kubernetes replaces nothing."""
+    return text.replace("$(", "$$(")
+
+
+def _from_pod(name: str, field: str) -> Manifest:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
+
+
+def _resources(spec: ProcessSpec) -> Manifest:
+    """Return what the container asks for. GPUs and devices must be limits, and equal requests."""
+    limits: dict[str, str] = dict(spec.resources)
+    if spec.gpus:
+        limits[GPU] = str(spec.gpus)
+    requests = {"cpu": str(spec.cpus or 1)}
+    if spec.memory_mib:
+        limits["memory"] = requests["memory"] = f"{spec.memory_mib}Mi"
+    return {"requests": {**requests, **limits}, **({"limits": limits} if limits else {})}
+
+
+def _confined(spec: ProcessSpec) -> Manifest:
+    capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
+    if any(name.startswith(RDMA) for name in spec.resources):
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins the memory of the KV pool
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": capabilities,
+    }
+
+
+def _key_copy(description: Description) -> Manifest:
+    """Copy the key for the process alone: a Secret's volume is open to the pod's group."""
+    source = f"/secret/{KEY_FILE}"
+    return {
+        "name": "key",
+        "image": description.kubernetes.image,
+        "command": ["install", "-m", "600", source, f"{KEY_FOLDER}/{KEY_FILE}"],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
+        "volumeMounts": [
+            {"name": "secret", "mountPath": "/secret", "readOnly": True},
+            {"name": "key", "mountPath": KEY_FOLDER},
+        ],
+    }
+
+
+def _volumes(description: Description) -> list[Manifest]:
+    found: list[Manifest] = [
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "cache", "emptyDir": {}},
+    ]
+    if _model_mount(description):
+        claim = {"claimName": description.kubernetes.model_claim, "readOnly": True}
+        found.append({"name": "model", "persistentVolumeClaim": claim})
+    if description.key:
+        found.append({"name": "secret", "secret": {"secretName": SECRET}})
+        found.append({"name": "key", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}})
+    return found
+
+
+def is_folder(model: str) -> bool:
+    """Return whether a description's model is a folder, and neither a hub's name nor the demo."""
+    return model.startswith("/")
+
+
+def _model_mount(description: Description) -> list[Manifest]:
+    if not is_folder(description.model):
+        return []
+    if not description.kubernetes.model_claim:
+        raise ConfigError(
+            "kubernetes.model_claim: name the PersistentVolumeClaim that holds the model folder, "
+            "or name a model of the Hugging Face hub"
+        )
+    return [{"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True}]
+
+
+def texts_of(manifests: Mapping[str, list[Manifest]]) -> dict[str, str]:
+    """Return the content of each file."""
+    return {
+        name: "---\n".join(msgspec.yaml.encode(one).decode() for one in documents)
+        for name, documents in manifests.items()
+    }

@@ -1,0 +1,103 @@
+"""What a rank on a GPU does before its first plan: look for reasons not to, size, warm up, capture.
+
+Only the rank's loader calls it, on the thread that will launch. A GPU that cannot be used is one
+line that says what to do.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from baton.engine.executor import Progress
+from baton.engine.graphs import buckets_up_to
+from baton.engine.plan import Slice, StepPlan
+from baton.engine.runner import Runner
+from baton.protocol.errors import NodeError
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.sampling import Sampling
+from baton.runtime.gpus import num_gpus
+
+POOL_SHARE = 0.9  # of the memory that the weights and the largest step leave
+GIB = 1 << 30
+
+
+def why_no_gpu() -> str:
+    """Return why no GPU can be used here; empty if one can."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA: install one with, such as by `make TORCH_INDEX=`"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if not num_gpus():
+            return f"no NVIDIA driver or GPU was found ({reason})"
+        return f"the GPU cannot be used, check it and its driver with nvidia-smi: {reason}"
+    return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES leaves no GPU"
+
+
+@contextmanager
+def one_line_errors(device: torch.device, doing: str) -> Iterator[None]:
+    """Turn what CUDA raises into a `NodeError` that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        ours = torch.cuda.memory_reserved(device)
+        raise NodeError(
+            f"the GPU has no memory left {doing}: {free / GIB:.1f} of {total / GIB:.1f} GiB are "
+            f"free and this node has {ours / GIB:.1f}; end what else uses the GPU, or lower "
+            "cache.memory_mib, engine.chunk_tokens or engine.max_num_seqs, or set "
+            "engine.graphs=false"
+        ) from error
+    except torch.AcceleratorError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise NodeError(f"the GPU failed {doing}: {reason}; see nvidia-smi and dmesg") from error
+
+
+def free_for_pool(probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int) -> int:
+    """Return the bytes that a pool may take beside the largest steps, which run on `probe`."""
+    device = probe.device
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    probe.execute(StepPlan(0, (_slice("prompt", 0, min(chunk_tokens, max_len), probe),)))
+    # A table as wide as the longest sequence needs the largest workspace.
+    decoding = [_slice("longest", max_len - 1, 1, probe)]
+    decoding += [_slice(f"s{number}", 0, 1, probe) for number in range(1, max_num_seqs)]
+    probe.execute(StepPlan(1, tuple(decoding)))
+    needed = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    # The captured steps keep memory of their own, at most what the largest one needs.
+    return max(0, int(POOL_SHARE * (free - 2 * needed)))
+
+
+def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graphs: bool) -> None:
+    """Compile every kernel and capture the decode steps, which would look like a stuck step."""
+    progress("kernels", 0, 1)
+    warm_up(runner)
+    progress("kernels", 1, 1)
+    if with_graphs:
+        runner.capture(buckets_up_to(max_num_seqs), progress)
+
+
+def warm_up(runner: Runner) -> None:
+    """Compute a prompt of two tokens, and its last one again, so that every kernel is compiled.
+
+    Stores into block 0 alone: nobody owns it yet, and its owner stores before reading.
+    """
+    key = Key(RequestId("warm-up"))
+    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
+    for start in (0, 1):
+        tokens = (0, 0)[start:]
+        part = Slice(key, start, len(tokens), tokens, (0,), (0,), sampling, 2)
+        runner.execute(StepPlan(start, (part,)))
+
+
+def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
+    """Return a slice whose keys and values all lie in block 0."""
+    num_blocks = -(-(start + length) // probe.cache.pool.shape[4])
+    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
+    tokens, table = (0,) * length, (0,) * num_blocks
+    return Slice(Key(RequestId(name)), start, length, tokens, table, (0,), sampling, 1)

@@ -1,0 +1,42 @@
+"""Whether a device's matrix products give a row the same bits in every batch, weight by weight.
+
+A GPU library picks a kernel, and how it splits the sum, by the number of rows. `keeps_bits` asks a
+product at load, on the weights that are served: rows of a large product are recomputed in batches
+of other sizes. Where bits differ, `kernels.fixed_product` takes the library's place. Called where a
+rank is loaded with `engine.deterministic`. It knows no device: the product is a callable.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, in], weight [out, in] -> [M, out]
+COUNTS = (1, 2, 8, 16, 64, 128, 256, 512, 1024)
+LARGEST = 2048
+
+
+def keeps_bits(product: Product, weight: Tensor) -> bool:
+    """Return whether every count of rows gives the bits that a product of 2,048 rows gives.
+
+    Rows are taken from the middle as well: a kernel may treat the end of a batch in its own way.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(LARGEST, weight.shape[1], generator=generator)
+    rows = rows.to(weight.device, weight.dtype)
+    whole = product(rows, weight)
+    return all(
+        _equal_bits(product(rows[first : first + count], weight), whole[first : first + count])
+        for count in COUNTS
+        for first in (0, LARGEST // 2 - 3)
+    )
+
+
+def weights_by_shape(weights: list[Tensor]) -> list[Tensor]:
+    """Return one weight of each shape: a library chooses by shape and type."""
+    return list({(weight.shape, weight.dtype): weight for weight in weights}.values())
+
+
+def _equal_bits(left: Tensor, right: Tensor) -> bool:
+    words = torch.int16 if left.element_size() == 2 else torch.int32
+    return torch.equal(left.contiguous().view(words), right.contiguous().view(words))

@@ -1,0 +1,152 @@
+"""The manifests of a cluster: valid for every version of Kubernetes, confined, and complete."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from baton.deploy.cluster.kubernetes import KubernetesPlatform
+from baton.deploy.cluster.platform import PlatformOptions
+from baton.deploy.cluster.processes import plan_of
+from baton.deploy.cluster.reading import read_description
+from baton.protocol.errors import ConfigError
+from baton.runtime.channels.keys import write_key
+from tests.support.sources import REPOSITORY
+
+VERSIONS = ("1.27", kubernetes_validate.latest_version())
+CONTENT: dict[str, Any] = {
+    "name": "small",
+    "model": "/models/qwen3",
+    "key": "cluster.key",
+    "routers": [{}, {"port": 8001, "control_port": 5571}],
+    "pools": {
+        "prefill": {
+            "role": "prefill",
+            "gpus": 1,
+            "http_port": 9100,
+            "resources": {"rdma/hca": "1"},
+            "node_selector": {"gpu": "h100"},
+        },
+        "decode": {"role": "decode", "gpus": 1, "replicas": 3, "http_port": 9200},
+    },
+    "settings": {"router": {"api_keys": ["s3cret"]}, "model": {"name": "costs $(HOME)"}},
+    "kubernetes": {
+        "image": "example/baton:1",
+        "model_claim": "models",
+        "max_replicas": {"decode": 9},
+    },
+}
+PLACED = {"decode": {"role": "decode", "gpus": 1, "hosts": ["10.0.0.2"], "peer_port": 5580}}
+Object = dict[str, Any]
+
+
+def rendered(folder: Path, **changes: Any) -> list[Path]:
+    (folder / "cluster.yaml").write_text(yaml.safe_dump({**CONTENT, **changes}, sort_keys=False))
+    return written(folder, folder / "cluster.yaml")
+
+
+def written(folder: Path, path: Path) -> list[Path]:
+    if not (folder / "cluster.key").exists():
+        write_key(folder / "cluster.key")
+    platform = KubernetesPlatform(PlatformOptions())
+    description = read_description(path)
+    return platform.render(plan_of(description, platform.places(description)), folder / "out")
+
+
+def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
+    """Return the objects of all files by kind and name."""
+    found = [one for path in files for one in yaml.safe_load_all(path.read_text())]
+    return {(one["kind"], one.get("metadata", {}).get("name", "")): one for one in found}
+
+
+def pods(found: dict[tuple[str, str], Object]) -> dict[str, Object]:
+    return {
+        name: one["spec"]["template"]["spec"]
+        for (kind, name), one in found.items()
+        if kind in ("Deployment", "StatefulSet")
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
+    version: str, tmp_path: Path
+) -> None:
+    example = shutil.copy(REPOSITORY / "deploy/examples/tensor-parallel.yaml", tmp_path)
+    for files in (rendered(tmp_path), written(tmp_path, Path(example))):
+        for (kind, _), one in objects(files).items():
+            if kind != "Kustomization":
+                kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_each_kustomization_names_files_that_are_there_and_only_the_owner_reads_them(
+    tmp_path: Path,
+) -> None:
+    files = rendered(tmp_path)
+    kustomizations = [path for path in files if path.name == "kustomization.yaml"]
+    assert len(kustomizations) == 2
+    for path in kustomizations:
+        content = yaml.safe_load(path.read_text())
+        assert content["namespace"] == "small"
+        assert all((path.parent / name).exists() for name in content["resources"])
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_processes_run_confined_and_their_secrets_are_in_secrets_only(tmp_path: Path) -> None:
+    files = rendered(tmp_path)
+    found = objects(files)
+    key = (tmp_path / "cluster.key").read_text()
+    for name, pod in pods(found).items():
+        assert pod["securityContext"]["runAsNonRoot"]
+        for container in pod["containers"] + pod["initContainers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"]
+            assert not security["allowPrivilegeEscalation"]
+            assert security["capabilities"]["drop"] == ["ALL"]
+            pinned = name == "prefill" and container["name"] == "baton"
+            assert ("add" in security["capabilities"]) == pinned
+    for path in files:
+        if path.name != "secrets.yaml":
+            assert "s3cret" not in path.read_text()
+            assert key.split()[1] not in path.read_text()
+    assert found["Secret", "baton-key"]["stringData"]["cluster.key"] == key
+
+
+def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
+    found = objects(rendered(tmp_path))
+    decode = found["StatefulSet", "decode"]["spec"]
+    assert decode["replicas"] == 3
+    pod = decode["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert pod["terminationGracePeriodSeconds"] > 30
+    assert "model.name=costs $$(HOME)" in container["args"]
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    assert values["BATON_NODE_ROUTERS"] == "tcp://router-0:5570,tcp://router-1:5571"
+    assert values["BATON_NODE_BIND"] == "tcp://$(POD_IP)"
+    for name in ("router-0", "router-1"):
+        assert found["Service", name]["spec"]["publishNotReadyAddresses"]
+    assert found["StatefulSet", "prefill"]["spec"]["template"]["spec"]["nodeSelector"] == {
+        "gpu": "h100"
+    }
+    grows = found["HorizontalPodAutoscaler", "decode"]["spec"]
+    assert (grows["minReplicas"], grows["maxReplicas"]) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kubernetes": {}}, "kubernetes.model_claim"),
+        ({"routers": [{"host": "10.0.0.1"}], "pools": PLACED}, r"pools\.decode\.hosts"),
+        ({"kubernetes": {"max_replicas": {"decoed": 4}}}, "max_replicas"),
+        ({"kubernetes": {"max_replicas": {"decode": 2}}}, "max_replicas"),
+    ],
+)
+def test_what_kubernetes_cannot_run_is_named(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        rendered(tmp_path, **changes)
