@@ -4,7 +4,6 @@ A process of its own, because Triton must not interpret and must not be left pat
 JSON list.
 """
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -114,4 +113,4 @@ def _sampling(dtype: torch.dtype, vocab: int) -> object:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
