@@ -7,7 +7,6 @@ is turned into OpenAI's form here, except in a stream that has begun: its handle
 import asyncio
 import contextlib
 import errno
-import importlib.metadata
 import logging
 import secrets
 import socket
@@ -20,6 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.protocol.version import VERSION
 from baton.router.health import ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
@@ -37,7 +37,6 @@ BACKLOG = 4096
 ACCEPTS = 16
 # What is answered on the connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
-DISTRIBUTION = "baton"
 # How long the end of the server waits for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
@@ -57,7 +56,7 @@ class App:
         chat_template: ChatTemplate | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self._baton_version = importlib.metadata.version(DISTRIBUTION)
+        self._baton_version = VERSION
         self.metrics = HttpMetrics(config.model.shown_name, self._baton_version)
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
         self._request_log = RequestLog(config.log)
