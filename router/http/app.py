@@ -7,7 +7,6 @@ is turned into OpenAI's form here, except in a stream that has begun: its handle
 import asyncio
 import contextlib
 import errno
-import importlib.metadata
 import logging
 import secrets
 import time
@@ -19,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.protocol.version import VERSION
 from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
@@ -39,7 +39,6 @@ BACKLOG = 4096
 ACCEPTS = 16
 # What is answered on the connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
-DISTRIBUTION = "baton"
 # How long the end of the server waits for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
@@ -61,7 +60,7 @@ class App:
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
-        self._baton_version = importlib.metadata.version(DISTRIBUTION)
+        self._baton_version = VERSION
         self._name = config.router.name
         self.metrics = HttpMetrics(
             config.model.shown_name,
