@@ -223,7 +223,6 @@ class EngineNode:
             role=self.role,
             control_endpoint=endpoint,
             reaches=reaches_of(info.ranks, self.config.transfer),
-            step=StepLimits(info.max_num_seqs, info.chunk_tokens),
             **{
                 name: getattr(info, name)
                 for name in info.__struct_fields__
@@ -342,7 +341,7 @@ class EngineNode:
 
 
 def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
-    """Add the model's name and what is switched on here to the facts that the node publishes."""
+    """Add what is configured here to the facts that the node publishes."""
     found = {
         "batch_invariant": info.batch_invariant,
         "prefix_caching": config.cache.prefix,
@@ -350,7 +349,8 @@ def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
     }
     features = tuple(name for name, is_on in found.items() if is_on)
     name = config.model.shown_name
-    facts = msgspec.structs.replace(info.facts, features=features, model_name=name)
+    step = StepLimits(info.max_num_seqs, info.chunk_tokens)
+    facts = msgspec.structs.replace(info.facts, features=features, model_name=name, step=step)
     return msgspec.structs.replace(info, facts=facts)
 
 

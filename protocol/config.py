@@ -236,6 +236,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "it changes"
         ),
     ] = ""
+    page: Annotated[
+        bool,
+        says("serve a status page at / and its data at /status.json; the data needs a key if any"),
+    ] = True
     otlp_traces: Annotated[
         str,
         says(

@@ -52,20 +52,21 @@ class RankAddress(msgspec.Struct, frozen=True):
     metadata: dict[str, bytes]
 
 
-class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node computes with, for people and metrics."""
-
-    dtype: str = ""  # of weights and KV blocks
-    device: str = ""
-    features: tuple[str, ...] = ()  # that are switched on
-    model_name: str = ""
-
-
 class StepLimits(msgspec.Struct, frozen=True, array_like=True):
     """The work of one step, by which a router knows how much to give at once. 0: not known."""
 
     num_seats: Count = 0  # sequences
     num_tokens: Count = 0  # of prompts
+
+
+class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node computes with, for people, metrics, and how much a router gives it at once."""
+
+    dtype: str = ""  # of weights and KV blocks
+    device: str = ""
+    features: tuple[str, ...] = ()  # that are switched on
+    model_name: str = ""
+    step: StepLimits = StepLimits()
 
 
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -87,7 +88,6 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
     reaches: tuple[str, ...] = ()
     facts: NodeFacts = NodeFacts()
-    step: StepLimits = StepLimits()
 
 
 class Kept(msgspec.Struct, frozen=True):

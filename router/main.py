@@ -6,11 +6,11 @@ never load torch.
 
 import asyncio
 import gc
-import importlib.metadata
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.http.app import DISTRIBUTION, App, Server
+from baton.protocol.version import VERSION
+from baton.router.http.app import App, Server
 from baton.router.http.connections import AcceptErrors, raise_descriptor_limit
 from baton.router.http.metrics import StatsLine
 from baton.router.http.tracing import Tracer, exporter_to
@@ -79,7 +79,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
 def _tracer(config: ClusterConfig) -> Tracer | None:
     if not config.router.otlp_traces:
         return None
-    version = importlib.metadata.version(DISTRIBUTION)
+    version = VERSION
     return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, version)
 
 

@@ -58,7 +58,7 @@ class LeastLoaded:
 
         Those that are `kept` for other legs count as full.
         """
-        search = _Search(place, math.ceil(self._output_tokens), kept)
+        search = _PairSearch(place, math.ceil(self._output_tokens), kept)
         decodes = search.fitting(registry, "decode", place.num_final_tokens, place.num_choices)
         decode = min(decodes, key=search.decode_rank, default=None)
         if self._mode == "always":
@@ -82,7 +82,7 @@ class LeastLoaded:
         return None if best is None else search.pair(*best)
 
 
-class _Search:
+class _PairSearch:
     """The search of nodes for one leg, whose sequences will probably grow by `growth` tokens."""
 
     def __init__(self, place: Place, growth: int, kept: Collection[NodeId]) -> None:

@@ -91,12 +91,12 @@ class Node:
         A node that has nothing to do takes whatever its pool can hold.
         """
         info = self.info
-        if info is None or not info.step.num_seats or not self.charges:
+        if info is None or not info.facts.step.num_seats or not self.charges:
             return True
         if self.role == "prefill":
-            return self.num_tokens < BACKLOG_STEPS * info.step.num_tokens
+            return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
         # A request with many choices needs one seat to begin.
-        has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.step.num_seats
+        has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.facts.step.num_seats
         return has_seat and self.num_blocks + charge.num_blocks <= SURPLUS * info.num_blocks
 
 

@@ -69,15 +69,6 @@ class SystemdOptions(msgspec.Struct, frozen=True):
     program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
 
 
-class SlurmOptions(msgspec.Struct, frozen=True):
-    """What only `--on slurm` reads; empty takes the default of Slurm."""
-
-    partition: str = ""
-    account: str = ""
-    time: str = ""  # the longest time of the job, as sbatch takes it
-    arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
-
-
 class KubernetesOptions(msgspec.Struct, frozen=True):
     """What only `--on kubernetes` reads."""
 
@@ -85,6 +76,15 @@ class KubernetesOptions(msgspec.Struct, frozen=True):
     image: str = "baton:latest"
     model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
     max_replicas: dict[Name, Replicas] = {}  # pools that may grow while requests wait
+
+
+class SlurmOptions(msgspec.Struct, frozen=True):
+    """What only `--on slurm` reads; empty takes the default of Slurm."""
+
+    partition: str = ""
+    account: str = ""
+    time: str = ""  # the longest time of the job, as sbatch takes it
+    arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -100,8 +100,8 @@ class Description(msgspec.Struct, frozen=True):
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes
     systemd: SystemdOptions = SystemdOptions()
-    slurm: SlurmOptions = SlurmOptions()
     kubernetes: KubernetesOptions = KubernetesOptions()
+    slurm: SlurmOptions = SlurmOptions()
 
     def pools_of(self, role: Role) -> dict[str, Pool]:
         return {name: pool for name, pool in self.pools.items() if pool.role == role}

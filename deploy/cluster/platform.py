@@ -86,22 +86,22 @@ def _systemd(options: PlatformOptions) -> Platform:
     return SystemdPlatform(options)
 
 
-def _slurm(options: PlatformOptions) -> Platform:
-    from baton.deploy.cluster.slurm import SlurmPlatform
-
-    return SlurmPlatform(options)
-
-
 def _kubernetes(options: PlatformOptions) -> Platform:
     from baton.deploy.cluster.kubernetes import KubernetesPlatform
 
     return KubernetesPlatform(options)
 
 
+def _slurm(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.slurm import SlurmPlatform
+
+    return SlurmPlatform(options)
+
+
 # A platform's code is imported when it is chosen.
 PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
     "local": _local,
     "systemd": _systemd,
-    "slurm": _slurm,
     "kubernetes": _kubernetes,
+    "slurm": _slurm,
 }

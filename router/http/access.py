@@ -12,8 +12,9 @@ from baton.router.http.key_file import KeyFile, digest_of
 from baton.runtime.clock import monotonic
 from baton.runtime.log import clip
 
-# These are answered to anybody: they tell no more than whether requests can be served.
-OPEN_PATHS = ("/live", "/health")
+# These are answered to anybody. Probes tell no more than whether requests can be served. The page
+# at `/` holds no data: it asks its reader for a key.
+OPEN_PATHS = ("/", "/live", "/health")
 _SCHEME = "bearer "
 
 

@@ -1,4 +1,4 @@
-"""The HTTP side of the router: routes, errors as JSON, health, metrics, and the listening socket.
+"""The HTTP side of the router: routes, errors as JSON, health, metrics, status, and the socket.
 
 `main` makes an `App` and serves it with a `Server`; tests do the same on a free port. Every error
 is turned into OpenAI's form here, except in a stream that has begun: its handler sends the error.
@@ -7,7 +7,6 @@ is turned into OpenAI's form here, except in a stream that has begun: its handle
 import asyncio
 import contextlib
 import errno
-import importlib.metadata
 import logging
 import secrets
 import time
@@ -19,7 +18,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
-from baton.router.health import ServedModel
+from baton.protocol.version import VERSION
+from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
@@ -28,6 +28,7 @@ from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import RUNNING, RequestLog
 from baton.router.http.sse import SILENCE_S
+from baton.router.http.status import StatusPage, named_nodes
 from baton.router.http.tracing import Tracer
 from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.exposition import CONTENT_TYPE
@@ -38,7 +39,6 @@ BACKLOG = 4096
 ACCEPTS = 16
 # What is answered on the connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
-DISTRIBUTION = "baton"
 # How long the end of the server waits for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
@@ -60,7 +60,7 @@ class App:
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
-        self._baton_version = importlib.metadata.version(DISTRIBUTION)
+        self._baton_version = VERSION
         self._name = config.router.name
         self.metrics = HttpMetrics(
             config.model.shown_name,
@@ -71,7 +71,11 @@ class App:
         self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
         self._engine = engine
-        self._created = int(time.time())
+        began_at = time.time()
+        self._created = int(began_at)
+        self._status: StatusPage | None = None
+        if config.router.page:
+            self._status = StatusPage(self._baton_version, self._name, began_at)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -89,6 +93,9 @@ class App:
                 web.get("/version", self._version),
             ]
         )
+        if self._status is not None:
+            page = web.get("/", self._status.page)
+            self.web.add_routes([page, web.get("/status.json", self._status_document)])
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and wait up to `grace_s` for those under way."""
@@ -127,18 +134,20 @@ class App:
         }
 
     async def _health(self, request: web.Request) -> web.Response:
+        health = self._health_now()
+        body = {
+            "router": self._name,
+            **msgspec.structs.asdict(health),
+            "nodes": named_nodes(health),
+        }
+        return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
+
+    def _health_now(self) -> Health:
         health = self._engine.health()
         if self._handlers.is_draining:
             text = "the router ends: it finishes its requests and takes no new ones"
             health = msgspec.structs.replace(health, status="draining", message=text)
-        body = {"router": self._name, **msgspec.structs.asdict(health)}
-        # Between processes loads and totals travel as arrays, but people want their names.
-        named = msgspec.structs.asdict
-        body["nodes"] = [
-            {**named(node), "load": named(node.load), "totals": named(node.totals)}
-            for node in health.nodes
-        ]
-        return _json(msgspec.json.encode(body), 200 if health.can_serve else 503)
+        return health
 
     async def _live(self, request: web.Request) -> web.Response:
         # This is not readiness: 503 means that only a restart can help.
@@ -147,13 +156,23 @@ class App:
         return _json(msgspec.json.encode({"status": "live"}))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        model: ServedModel | None = None
-        with contextlib.suppress(NodeError):  # no node has been ready yet
-            model = self._engine.get_model_config()
         return web.Response(
-            body=self.metrics.render(self._engine.health(), model),
+            body=self.metrics.render(self._engine.health(), self._model_now()),
             headers={"Content-Type": CONTENT_TYPE},
         )
+
+    async def _status_document(self, request: web.Request) -> web.Response:
+        assert self._status is not None
+        body = self._status.document(
+            time.time(), self._health_now(), self._model_now(), self.metrics
+        )
+        return _json(body, headers={"Cache-Control": "no-store"})
+
+    def _model_now(self) -> ServedModel | None:
+        """Return the model, None as long as no node has been ready."""
+        with contextlib.suppress(NodeError):
+            return self._engine.get_model_config()
+        return None
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json(msgspec.json.encode({"version": self._baton_version}))
@@ -185,6 +204,8 @@ class App:
                 self._idle.set()
             took_s = time.monotonic() - began_s
             self._request_log.answered(request, status, name, took_s)
+            if self._status is not None:
+                self._status.recent.answered(request, status, name, took_s)
             if self._tracer is not None and (running := request.get(RUNNING)) is not None:
                 running.request_id = running.request_id or name
                 self._tracer.record(request.headers, _route(request), status, took_s, running)

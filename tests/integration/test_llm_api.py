@@ -28,7 +28,12 @@ from tests.support.checkpoints import model_folder
 from tests.support.own_children import node_pid
 from tests.support.sources import REPOSITORY
 
-API_PAGE = REPOSITORY / "docs/api.md"
+DOCS = REPOSITORY / "docs"
+# What each example of a page prints, among other things.
+EXAMPLES = {
+    "api.md": ("4071", "42"),
+    "python.md": ("42.", "8153.", "3 choices", "True ready", "context_length_exceeded"),
+}
 START_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 30.0
 PROMPT = list(range(20, 60))
@@ -181,17 +186,20 @@ def test_the_demo_model_needs_no_argument_and_takes_those_of_vllm() -> None:
         assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
 
 
-@pytest.mark.parametrize(("number", "printed"), [(0, "4071"), (1, "42")])
-def test_the_examples_of_the_documentation_run(tmp_path: Path, number: int, printed: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", API_PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page, number) for page, all_ in EXAMPLES.items() for number in range(len(all_))],
+)
+def test_the_examples_of_the_documentation_run(tmp_path: Path, page: str, number: int) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert len(blocks) == len(EXAMPLES[page])
     script = tmp_path / "example.py"
     script.write_text(blocks[number])
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert printed in done.stdout
+    assert EXAMPLES[page][number] in done.stdout
 
 
 def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:

@@ -5,7 +5,7 @@ import msgspec
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import Beat, Load, Ready, Role, StepLimits
+from baton.protocol.messages import Beat, Load, NodeFacts, Ready, Role, StepLimits
 from baton.router.admission import Admission
 from baton.router.placing import MAX_PASSED_S, Placing
 from baton.router.policy import Decision, LeastLoaded
@@ -19,7 +19,9 @@ def cluster(*names: str) -> Registry:
     registry = Registry()
     for name in names:
         role: Role = "prefill" if name.startswith("p") else "decode"
-        info = msgspec.structs.replace(node_info(name, role), step=StepLimits(4, 32))
+        info = msgspec.structs.replace(
+            node_info(name, role), facts=NodeFacts(step=StepLimits(4, 32))
+        )
         registry.hello(0.0, info.node_id, hello_of(info))
         registry.ready(0.0, info.node_id, Ready(info))
     return registry
