@@ -94,7 +94,7 @@ def test_a_node_that_cannot_start_says_why_in_its_last_line(tmp_path: Path) -> N
     nodes.start()
     try:
         ended = next_exits(nodes)[0]
-        assert ended.code == 1
+        assert ended.code == 2
         assert "unheard-of" in ended.tail[-1]
         assert not any("Traceback" in line for line in ended.tail)
     finally:
