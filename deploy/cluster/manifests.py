@@ -17,6 +17,7 @@ from baton.protocol.errors import ConfigError
 Manifest: TypeAlias = dict[str, object]
 
 KEY_FOLDER, KEY_FILE = "/run/baton", "cluster.key"
+SECRET_FOLDER = "/run/secrets/baton"
 MODEL_FOLDER = "/model"
 CACHE_FOLDER = "/var/cache/baton"
 SECRET = "baton-key"
@@ -268,7 +269,7 @@ def _confined(spec: ProcessSpec) -> Manifest:
 
 def _key_copy(description: Description) -> Manifest:
     """Copy the key for the process alone: a Secret's volume is open to the pod's group."""
-    source = f"/secret/{KEY_FILE}"
+    source = f"{SECRET_FOLDER}/{KEY_FILE}"
     return {
         "name": "key",
         "image": description.kubernetes.image,
@@ -280,7 +281,7 @@ def _key_copy(description: Description) -> Manifest:
         },
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
         "volumeMounts": [
-            {"name": "secret", "mountPath": "/secret", "readOnly": True},
+            {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
             {"name": "key", "mountPath": KEY_FOLDER},
         ],
     }

@@ -1,0 +1,165 @@
+"""The containers of rendered manifests, run as processes: commands, environments, keys, probes."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.deploy.cluster.kubernetes import KubernetesPlatform
+from baton.deploy.cluster.platform import PlatformOptions
+from baton.deploy.cluster.processes import plan_of
+from baton.deploy.cluster.reading import read_description
+from baton.runtime.channels.keys import write_key
+from tests.support.cluster import free_port
+from tests.support.deployed import TIMEOUT_S, TOLD, until
+
+Object = dict[str, Any]
+POD_IP = "127.0.0.1"
+# The volumes of a pod, in a view of the file system that ends with the process. Kernels that were
+# compiled before are those of the machine, so that no pod compiles them again.
+VOLUMES = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir -p /run/baton /run/secrets/baton
+cp {folder}/cluster.key /run/secrets/baton/
+mount -t tmpfs tmpfs /var/cache
+mkdir -p /var/cache/baton/baton {compiled}
+mount --bind {compiled} /var/cache/baton/baton
+mount --bind {folder}/hosts /etc/hosts
+{init}
+exec env -i {env} {command}
+"""
+
+
+def described(folder: Path) -> Object:
+    """Write a small cluster and return its description."""
+    write_key(folder / "cluster.key")
+    pools = {
+        role: {"role": role, "http_port": free_port(), "settings": {"cache": {"memory_mib": 64}}}
+        for role in ("prefill", "decode")
+    }
+    content: Object = {
+        "name": "small",
+        "key": "cluster.key",
+        "routers": [{"port": free_port(), "control_port": free_port()}],
+        "pools": pools,
+        "settings": {"router": {"api_keys": ["s3cret"]}, "node": {"drain_s": 5}},
+    }
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(content))
+    (folder / "hosts").write_text(f"{POD_IP} localhost router-0\n")
+    return content
+
+
+def objects(folder: Path) -> list[Object]:
+    platform = KubernetesPlatform(PlatformOptions())
+    description = read_description(folder / "cluster.yaml")
+    plan = plan_of(description, platform.places(description))
+    files = platform.render(plan, folder / "manifests")
+    return [one for path in files for one in yaml.safe_load_all(path.read_text())]
+
+
+def environment(container: Object, name: str, secrets: dict[str, Object]) -> dict[str, str]:
+    """Return the variables as Kubernetes fills them in for the pod `name`."""
+    fields = {"status.podIP": POD_IP, "metadata.name": name}
+    found: dict[str, str] = {}
+    for reference in container.get("envFrom", ()):
+        found |= secrets[reference["secretRef"]["name"]]["stringData"]
+    for one in container["env"]:
+        text = one.get("value", "")
+        if "valueFrom" in one:
+            text = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+        for known, value in found.items():
+            text = text.replace(f"$({known})", value)
+        found[one["name"]] = text
+    return found
+
+
+@contextmanager
+def running(folder: Path, found: list[Object]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Run the first pod of each Deployment and StatefulSet."""
+    secrets = {one["metadata"]["name"]: one for one in found if one["kind"] == "Secret"}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton"
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    try:
+        for one in found:
+            if one["kind"] not in ("Deployment", "StatefulSet"):
+                continue
+            name = one["metadata"]["name"] + ("-0" if one["kind"] == "StatefulSet" else "")
+            pod = one["spec"]["template"]["spec"]
+            (container,), (init,) = pod["containers"], pod["initContainers"]
+            env = own | environment(container, name, secrets)
+            script = VOLUMES.format(
+                folder=shlex.quote(str(folder)),
+                compiled=shlex.quote(str(cache)),
+                init=shlex.join(init["command"]),
+                env=shlex.join(f"{key}={text}" for key, text in env.items()),
+                command=shlex.join([sys.executable, "-m", "baton", *container["args"]]),
+            )
+            with (folder / f"{name}.log").open("wb") as log:
+                processes[name] = subprocess.Popen(
+                    ["unshare", "--mount", "sh", "-c", script],
+                    stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+        yield processes
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait(TIMEOUT_S)
+
+
+def answers(port: int, path: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{POD_IP}:{port}{path}", timeout=10) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def test_the_containers_of_the_manifests_serve_answer_their_probes_and_drain(
+    tmp_path: Path,
+) -> None:
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("views of the file system need root and util-linux' `unshare`")
+    content = described(tmp_path)
+    found = objects(tmp_path)
+
+    def said() -> str:
+        return "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+
+    with running(tmp_path, found) as processes:
+        assert set(processes) == {"router-0", "prefill-0", "decode-0"}
+        for one in found:
+            if one["kind"] in ("Deployment", "StatefulSet"):
+                (container,) = one["spec"]["template"]["spec"]["containers"]
+                ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+                for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    asked = container[kind]["httpGet"]
+                    until(lambda a=asked, p=ports: answers(p[a["port"]], a["path"]), said)
+        (clients,) = [
+            one for one in found if one["kind"] == "Service" and one["metadata"]["name"] == "baton"
+        ]
+        assert clients["spec"]["ports"][0]["targetPort"] == "http"
+        body = json.dumps({"prompt": TOLD, "max_tokens": 8, "temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"http://{POD_IP}:{content['routers'][0]['port']}/v1/completions",
+            body,
+            {"Content-Type": "application/json", "Authorization": "Bearer s3cret"},
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            assert json.load(reply)["choices"][0]["text"] == " 4071."
+        for process in processes.values():
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(TIMEOUT_S) for process in processes.values()] == [0, 0, 0], said()
