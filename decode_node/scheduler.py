@@ -17,7 +17,7 @@ from baton.decode_node.stream import Stream, fork_prompt
 from baton.engine.block_pool import BlockPool
 from baton.engine.by_request import ByRequest
 from baton.engine.choices import Choices
-from baton.engine.outputs import Origin, Outputs
+from baton.engine.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduler import NodeLimits, load_of, problem_of
 from baton.kv_transfer.interfaces import (
@@ -28,8 +28,8 @@ from baton.kv_transfer.interfaces import (
     Released,
 )
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, TransferError
-from baton.protocol.ids import Key
+from baton.protocol.errors import Failure, InvariantBroken, RequestError, TransferError
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Attach,
     CancelDone,
@@ -67,6 +67,11 @@ class DecodeScheduler:
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
         choices = Choices.of(message)
+        if self._is_anothers(origin, message.key.request_id):
+            text = "another router has taken this stream over"
+            failure = RequestError(text, code="stream_in_use", http_status=409).to_failure()
+            self.outputs.say(origin, Failed(message.key, failure))
+            return
         for prompt in self.intake.of(message.key.request_id):
             if prompt.choices.supersede(choices):
                 self.intake.end(prompt)
@@ -76,14 +81,23 @@ class DecodeScheduler:
         self.intake.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
+        # A router that was away may cancel what another router has taken over since.
+        mine = (origin, NO_ROUTER)
         for request_id in dict.fromkeys(key.request_id for key in keys):
             for prompt in self.intake.of(request_id):
-                if prompt.choices.cancel(keys):
+                if prompt.origin in mine and prompt.choices.cancel(keys):
                     self.intake.end(prompt)
         for key in keys:
-            if key in self._running:
-                self._leave(self._running[key])
+            stream = self._running.get(key)
+            if stream is not None and stream.origin in mine:
+                self._leave(stream)
         self.outputs.say(origin, CancelDone(keys))
+
+    def _is_anothers(self, origin: Origin, request_id: RequestId) -> bool:
+        """Return whether a router other than this one has the request."""
+        held = [one.origin for one in self.intake.of(request_id) if not one.is_ended]
+        held += [one.origin for one in self._by_request.of(request_id)]
+        return any(one not in (origin, NO_ROUTER) for one in held)
 
     def forget(self, origin: Origin) -> None:
         self._detached.forget(origin, list(self._running.values()))

@@ -23,7 +23,7 @@ from baton.runtime.log import logger
 DEMO_NAME = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What baton reads of a repository: not the weights in other formats.
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_FILES, _HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Git leaves such a file of some hundred bytes where a large file was not fetched.
 _LFS_POINTER = b"version https://git-lfs"
@@ -39,7 +39,7 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
     if not config.model.path:
         folder, name = CHECKPOINT, DEMO_NAME
     else:
-        folder, name = _folder_of(config.model.path)
+        folder, name = _folder_of(config.model.path, needs_weights=needs_weights)
         decoder = _checked(folder)
         if needs_weights:
             _check_weights(folder)
@@ -49,20 +49,20 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
     return msgspec.structs.replace(config, model=model)
 
 
-def _folder_of(path: str) -> tuple[Path, str]:
+def _folder_of(path: str, *, needs_weights: bool) -> tuple[Path, str]:
     """Return the folder and what the model is called."""
     folder = Path(path).expanduser().absolute()
     if folder.exists():
         return folder, folder.resolve().name
     if _HUB_NAME.fullmatch(path):
-        return _from_hub(path), path
+        return _from_hub(path, needs_weights=needs_weights), path
     raise ConfigError(
         f"model {folder} does not exist: name a Hugging Face folder on this host or a model of the "
         "hub (--model Qwen/Qwen3-0.6B), or leave --model out for the demo model"
     )
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, *, needs_weights: bool) -> Path:
     """Return the folder of the hub's model in the hub's cache, fetched if it is not there."""
     # It takes a quarter of a second to import, which only users of the hub should wait for.
     from huggingface_hub import constants, snapshot_download
@@ -70,7 +70,8 @@ def _from_hub(name: str) -> Path:
 
     hint = f"fetch it with `hf download {name}`, on a host that reaches the hub"
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        patterns = [*_HUB_FILES, *([_HUB_WEIGHTS] if needs_weights else [])]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         cache = constants.HF_HUB_CACHE

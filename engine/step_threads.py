@@ -89,8 +89,8 @@ class StepThreads:
 
     def _execute(self, runner: Runner) -> None:
         while (plan := self._plans.get()) is not None:
-            self._cpus.begin(sum(part.length for part in plan.slices))
             try:
+                self._cpus.begin(sum(part.length for part in plan.slices))
                 result = runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
                 self._hear(_failure(plan.step_id, error))

@@ -6,6 +6,7 @@ for reading: one seal forbids every other writable mapping, another forbids shri
 a reader. Executors and workers create it; it imports neither torch nor the engine.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -13,7 +14,8 @@ import mmap
 import os
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from baton.protocol.errors import ConfigError, TransferError
 
+CGROUPS = Path("/sys/fs/cgroup")
 NONCE_BYTES = 16
 # Linux 5.1; the fcntl module does not name it. Mappings that exist stay writable.
 _F_SEAL_FUTURE_WRITE = 0x0010
@@ -148,7 +151,31 @@ def check_read(
 
 
 def available_bytes() -> int:
-    """Return the memory that can be taken without swapping, as the kernel estimates it."""
+    """Return the memory that can be taken without swapping, as the kernel estimates it.
+
+    A container, a job or a unit may have less than its host: cgroup v2 limits count too.
+    """
+    return min([_available_on_host(), *left_by_cgroups(CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def left_by_cgroups(root: Path, own: Path) -> Iterator[int]:
+    """Yield what the limit of each cgroup around this process leaves."""
+    try:
+        (path,) = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
+    except (OSError, ValueError):
+        path = "/"
+    folder = root / path.strip("/")
+    for one in (folder, *folder.parents):
+        if not one.is_relative_to(root):
+            return
+        with contextlib.suppress(OSError, ValueError):  # without a limit the file says "max"
+            limit = int((one / "memory.max").read_text())
+            stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
+            used = int((one / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            yield max(0, limit - used)
+
+
+def _available_on_host() -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

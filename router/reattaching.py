@@ -16,6 +16,7 @@ from baton.protocol.messages import Attach, Attached, Cancel, NotAttached
 from baton.router.request.events import NodeMessage
 from baton.router.request.search import REJOIN_S, FoundRequest, ReceivedPart, Search, in_use
 from baton.router.stream import RequestStream
+from baton.runtime.log import logger
 
 MAX_SEARCHES = 1_024
 # How many messages of its request a search holds back until all nodes have answered.
@@ -27,6 +28,8 @@ Accept = Callable[[FoundRequest], RequestStream]
 Early = list[tuple[NodeId, NodeMessage]]
 # Begins a request that was found and accepted, then feeds it the messages that came early.
 Adopt = Callable[["Claim", RequestStream, FoundRequest, Early], None]
+
+log = logger("router")
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -130,10 +133,16 @@ class Reattaching:
             if isinstance(verdict, Failure):
                 raise from_failure(verdict)
             stream = searching.accept(verdict)
+            self._adopt(searching.claim, stream, verdict, searching.early)
         except BatonError as error:
             taken.set_exception(error)
             return False
-        self._adopt(searching.claim, stream, verdict, searching.early)
+        except Exception:
+            log.exception("a stream could not be taken up")
+            taken.set_exception(BatonError("the router failed to take this stream up"))
+            return False
+        for node, key in searching.search.outdated:
+            self._ask(node, Cancel((key,), "ended"))
         taken.set_result(stream)
         return True
 

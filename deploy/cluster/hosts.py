@@ -67,7 +67,7 @@ def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
     for spec in specs:
         who = f"{spec.name} on {spec.host}"
         try:
-            _check_model(plan.description)
+            _check_model(plan.description, needs_weights=spec.role != "router")
             for port in spec.ports:
                 hint = f"end what uses it, or change the {port.name} port in the description"
                 check_port(_bound(spec, port.name), port.port, hint)
@@ -98,20 +98,22 @@ def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
 
 
 def on_this_machine(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
-    """Give the processes the GPUs and CPUs that this command may use.
+    """Give the processes the GPUs, CPUs and memory that this command may use.
 
     Nodes that compute on CPUs and set no number of threads share them; `shared` is a file by which
     they lend each other those that they do not need.
     """
-    sharing = [
-        spec
-        for spec in specs
-        if spec.role != "router" and not spec.gpus and not _set(spec, THREADS)
-    ]
-    return tuple(
-        _with_share(spec, len(sharing), shared) if spec in sharing else _with_visible_gpus(spec)
-        for spec in specs
-    )
+    on_cpus = [spec for spec in specs if spec.role != "router" and not spec.gpus]
+    sharing = [spec for spec in on_cpus if not _set(spec, THREADS)]
+    memory = {"BATON_CACHE_SHARED_BY": str(len(on_cpus))}
+    placed = []
+    for spec in specs:
+        if spec not in on_cpus:
+            placed.append(_with_visible_gpus(spec))
+            continue
+        one = _with_share(spec, len(sharing), shared) if spec in sharing else spec
+        placed.append(msgspec.structs.replace(one, env=memory | one.env))
+    return tuple(placed)
 
 
 def _with_visible_gpus(spec: ProcessSpec) -> ProcessSpec:
@@ -139,10 +141,10 @@ def _set(spec: ProcessSpec, setting: str) -> str:
     return values[-1] if values else ""
 
 
-def _check_model(description: Description) -> None:
+def _check_model(description: Description, *, needs_weights: bool) -> None:
     config = ClusterConfig()
     model = msgspec.structs.replace(config.model, path=description.model)
-    with_model(msgspec.structs.replace(config, model=model))
+    with_model(msgspec.structs.replace(config, model=model), needs_weights=needs_weights)
 
 
 def _bound(spec: ProcessSpec, port: str) -> str:

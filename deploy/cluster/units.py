@@ -98,6 +98,8 @@ def _template(
         f"ExecStart={command}",
         f"EnvironmentFile={CONFIGURATION}/{name}/{spec.pool}-%i.env",
         "Environment=PYTHONUNBUFFERED=1 XDG_CACHE_HOME=%C/baton",
+        # Home folders are read-only here, and GPU nodes compile kernels.
+        "Environment=TRITON_CACHE_DIR=%C/baton/triton CUDA_CACHE_PATH=%C/baton/cuda",
         "CacheDirectory=baton",
         "Restart=always",
         "RestartSec=2",

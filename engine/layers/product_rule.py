@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, in], weight [out, in] -> [M, out]
-COUNTS = (1, 2, 8, 16, 64, 128, 256, 512, 1024)
+# Those that decode steps are captured for, and some of mixed steps between them.
+COUNTS = (
+    *(1, 2, 3, 4, 8, 12, 16, 17, 24, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129),
+    *(160, 192, 224, 256, 257, 384, 512, 768, 1024, 1536, 2047),
+)
 LARGEST = 2048
 
 

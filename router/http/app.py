@@ -84,7 +84,7 @@ class App:
             [
                 web.post("/v1/completions", self._handlers.completions),
                 web.post("/v1/chat/completions", self._handlers.chat),
-                web.get("/v1/streams/{id}", self._handlers.stream_again),
+                web.get("/v1/streams/{id}", self._handlers.stream_again, allow_head=False),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.get("/health", self._health),

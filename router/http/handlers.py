@@ -190,7 +190,7 @@ class Handlers:
                 name = f"{work.answer.id}-{index}"
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
-                    log.info("prompt", request=work.answer.id, text=_shown(ready))
+                    log.info("prompt", request=work.request_id, text=_shown(ready))
                 stream = await self._engine.submit(ready, work.params, name, work.kept)
                 stream.token_gaps = self._metrics.token_gaps
                 running.streams.append(stream)
@@ -225,7 +225,8 @@ class Handlers:
             token_ids=ask.token_ids,
             timeline=ask.timeline,
         )
-        name = request_id_of(request) or answer.id
+        # Who holds the id of an answer can take the stream over, so logs and pages do not tell it.
+        name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         kept = None
         if ask.is_streamed and len(prompts) == 1 and not ask.echo:
             owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
@@ -335,7 +336,7 @@ class Handlers:
             running.failed(error)
             relay.fail(error)
         except Exception:
-            log.exception("a streamed answer broke", request=streams[0].request_id)
+            log.exception("a streamed answer broke", request=running.request_id)
             relay.fail(BatonError("the router failed to make this answer"))
         finally:
             relay.stop()

@@ -45,10 +45,12 @@ def kept_of(form: Form, owner: bytes, num_choices: int) -> Kept | None:
 def form_of(data: bytes) -> Form:
     """Read what a node kept; raises `RequestError` if another version of baton wrote it."""
     try:
-        return _decode(data)
-    except (msgspec.MsgspecError, RequestError) as error:
+        form = _decode(data)
+        SamplingParams(**form.sampling)  # type: ignore[arg-type]
+    except (msgspec.MsgspecError, RequestError, TypeError) as error:
         text = "a router of another version began this stream: send the request again"
         raise RequestError(text, code="stream_gone", http_status=404) from error
+    return form
 
 
 def owner_of(authorization: str, *, wants_key: bool) -> bytes:

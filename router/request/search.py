@@ -60,6 +60,8 @@ class Search:
         self._silent: set[NodeId] = set()  # those that were asked and have not answered
         self._first: Attached | None = None
         self._choices: dict[int, FoundChoice] = {}
+        # Sequences of earlier attempts that nodes have given to this router too: it ends them.
+        self.outdated: list[tuple[NodeId, Key]] = []
         self._in_use_until_s = now_s + IN_USE_S
         self._in_use: set[NodeId] = set()  # nodes on which another router has it
 
@@ -89,6 +91,11 @@ class Search:
             known = self._choices.get(held.key.choice)
             if known is None or known.held.key.attempt < held.key.attempt:
                 self._choices[held.key.choice] = FoundChoice(node, held)
+                loser = known
+            else:
+                loser = FoundChoice(node, held)
+            if loser is not None and loser.held.is_running:
+                self.outdated.append((loser.node, loser.held.key))
 
     def lost(self, node: NodeId) -> None:
         """Forget a node. If it comes back, it is asked again."""
@@ -107,7 +114,8 @@ class Search:
                 return _gone()
             numbers = range(self._first.num_choices)
             wanted = [i for i in numbers if not self.received_of(i).has_ended]
-            if all(map(self._is_live, wanted)):
+            # Another node may have a later attempt, so each that was asked is waited for.
+            if not self._silent and all(map(self._is_live, wanted)):
                 return FoundRequest(self._first, self._choices)
         if now_s < self._give_up_s and (self._silent or now_s < self._settled_s):
             return None
@@ -135,7 +143,7 @@ class Search:
         return found is not None and len(found.held.token_ids) >= had
 
     def _is_live(self, choice: int) -> bool:
-        """Return whether no other node can know more of this choice."""
+        """Return whether the choice runs or has ended where it was found."""
         if not self._has_enough(choice):
             return False
         held = self._choices[choice].held

@@ -210,11 +210,11 @@ def test_a_reader_that_left_does_not_cost_the_report(cluster: Cluster, tmp_path:
 
 def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_path: Path) -> None:
     arms = (f"a={cluster.url('')}", f"b={cluster.url('')}#tiny")
-    flags = ("--flags", "a=--dtype bf16 --threads 1", "--flags", "b=dtype: float32")
+    flags = ("--flags", "a=--quantization fp8 --threads 1", "--flags", "b=quantization: none")
     words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)
     done = bench(*words, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING: the arms differ in dtype (a: bf16, b: float32)" in done.stdout
+    assert "WARNING: the arms differ in quantization (a: fp8, b: none)" in done.stdout
     report = read_json(tmp_path / "report" / "report.json")
     assert [run.round for run in report.runs] == [1, 1, 2, 2]
     tokens = {

@@ -136,8 +136,8 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
 ) -> None:
     up = {"node": "decode-1", "role": "decode"}
     for signal_number, text in (
-        (signal.SIGTERM, "node left as planned"),
-        (signal.SIGKILL, "out of service"),
+        (signal.SIGTERM, "has left: it was told to end"),
+        (signal.SIGKILL, "is lost: "),
     ):
         cluster.start_node("decode", 1)
         wait_until(lambda: values(page(cluster), "gauge", **up).get("baton_node_up") == 1)
@@ -150,7 +150,7 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
         shown = values(page(cluster), "gauge", **up)
         assert shown.get("baton_node_up") == (0 if signal_number == signal.SIGKILL else None)
     lines = told_of("decode-1", cluster)
-    assert [line for line in lines if "out of service" in line] == lines[-1:]
+    assert [line for line in lines if "is lost: " in line] == lines[-1:]
 
 
 def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(

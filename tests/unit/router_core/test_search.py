@@ -49,10 +49,13 @@ def code(verdict: object) -> str:
     return verdict.code
 
 
-def test_a_stream_that_runs_is_found_at_once() -> None:
+def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
+    """A node that is silent may have a later attempt."""
     one = search(ReceivedPart(3, True))
     assert one.verdict(0.0) is None
     one.heard(B, attached(held(is_running=True)))
+    assert one.verdict(0.0) is None
+    one.heard(A, NOTHING)
     verdict = one.verdict(0.0)
     assert isinstance(verdict, FoundRequest)
     assert verdict.choices[0].node == B

@@ -2,11 +2,12 @@
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.host_pool import HostPool, PoolShape, left_by_cgroups
 from baton.protocol.errors import ConfigError
 
 
@@ -43,3 +44,17 @@ def test_views_outlive_close_and_close_may_be_repeated() -> None:
 def test_a_pool_larger_than_memory_is_refused_with_what_to_change() -> None:
     with pytest.raises(ConfigError, match="memory_mib"):
         HostPool(num_blocks=1 << 22, block_bytes=1 << 20)
+
+
+def test_the_limits_of_all_cgroups_around_a_process_count(tmp_path: Path) -> None:
+    for folder, limit in (("", "max"), ("job", "1000"), ("job/step", "5000")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text("700\n")
+        (tmp_path / folder / "memory.stat").write_text("anon 500\ninactive_file 200\n")
+    own = tmp_path / "cgroup"
+    own.write_text("1:cpu:/other\n0::/job/step\n")
+    assert list(left_by_cgroups(tmp_path, own)) == [4500, 500]
+    own.write_text("0::/gone\n")
+    assert list(left_by_cgroups(tmp_path, own)) == []
+    assert list(left_by_cgroups(tmp_path / "none", tmp_path / "none")) == []
