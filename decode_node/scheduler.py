@@ -28,8 +28,8 @@ from baton.kv_transfer.interfaces import (
     Released,
 )
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, RequestError, TransferError
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.ids import Key
 from baton.protocol.messages import (
     Attach,
     CancelDone,
@@ -67,11 +67,6 @@ class DecodeScheduler:
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
         choices = Choices.of(message)
-        if self._is_anothers(origin, message.key.request_id):
-            text = "another router has taken this stream over"
-            failure = RequestError(text, code="stream_in_use", http_status=409).to_failure()
-            self.outputs.say(origin, Failed(message.key, failure))
-            return
         for prompt in self.intake.of(message.key.request_id):
             if prompt.choices.supersede(choices):
                 self.intake.end(prompt)
@@ -92,12 +87,6 @@ class DecodeScheduler:
             if stream is not None and stream.origin in mine:
                 self._leave(stream)
         self.outputs.say(origin, CancelDone(keys))
-
-    def _is_anothers(self, origin: Origin, request_id: RequestId) -> bool:
-        """Return whether a router other than this one has the request."""
-        held = [one.origin for one in self.intake.of(request_id) if not one.is_ended]
-        held += [one.origin for one in self._by_request.of(request_id)]
-        return any(one not in (origin, NO_ROUTER) for one in held)
 
     def forget(self, origin: Origin) -> None:
         self._detached.forget(origin, list(self._running.values()))

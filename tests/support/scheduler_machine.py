@@ -120,7 +120,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = sorted(self.asked)
         keys = tuple(known[i] if i < len(known) else key("unknown", i) for i in picks)
         self.listen()
-        self.scheduler.cancel(0, keys)
+        for origin in range(ORIGINS):  # a router cancels what it has asked for
+            own = tuple(of for of in keys if of in self.asked and self.asked[of].origin == origin)
+            self.scheduler.cancel(origin, own)
+        self.scheduler.cancel(0, tuple(of for of in keys if of not in self.asked))
         self.end_asked(keys)
 
     @rule(origin=st.integers(0, ORIGINS - 1))
