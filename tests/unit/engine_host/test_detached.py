@@ -84,6 +84,15 @@ def test_a_stream_runs_on_and_goes_to_the_router_that_attaches(num_choices: int)
     assert drive.pool.num_free == 64
 
 
+def test_a_router_that_comes_back_cannot_cancel_what_another_has_taken_over() -> None:
+    drive = detached(3, stream(local("r", PROMPT, 20)))
+    held = choices_of(attach(drive))
+    drive.scheduler.cancel(OLD, (key("r"),))
+    drive.run()
+    _, rest = tokens_after(drive, 0)
+    assert held[0].token_ids + rest == continuation(PROMPT, 20, 0)
+
+
 def test_what_ends_while_detached_is_kept_without_its_blocks() -> None:
     drive = detached(3, stream(local("r", PROMPT, 20)))
     drive.run()
