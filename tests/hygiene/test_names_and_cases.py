@@ -37,6 +37,7 @@ BOUNDARIES = {
     "router:App._answered",
     "router:Handlers._relay",
     "router:RouterCore._step",
+    "router:Reattaching._end",
     "router:ChatTemplate.render",  # a template can raise whatever Python can
 }
 

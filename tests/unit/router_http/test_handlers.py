@@ -54,7 +54,6 @@ async def test_a_whole_answer_has_text_usage_and_a_request_id(
         "total_tokens": num_prompt + 2,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-    # Logs and pages show it, and who holds an answer's id can take the answer over.
     assert reply.headers["X-Request-Id"].startswith("req-")
     assert engine.closed == []
 
