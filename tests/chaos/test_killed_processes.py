@@ -77,7 +77,8 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
         first = serving(cluster, "decode")
         if by_command:
             command = cluster.command("drain", first)
-            cluster.wait_for_line(f"drain | {first} is draining: 1 sequences")
+            # The stream may have ended by now, since a command takes its time to start.
+            cluster.wait_for_line(f"drain | {first} is draining: ")
         else:
             cluster.children[first].terminate()
         other = cluster.complete(**body(PROMPT, 20))["choices"]
