@@ -8,6 +8,7 @@ may be cached somewhere.
 """
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,9 +23,9 @@ from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.request.events import Place
 
 MAX_RETRY_AFTER_S = 60.0
-# The weight of the newest gap between two legs that leave a line in which others wait.
-PACE_WEIGHT = 0.05
-FASTER_PACE_WEIGHT = 0.25
+# The pace is the mean time of the last moves of a line in which others wait. Of fewer moves a single
+# pause, as of a node that was away, could look like a pace, so nothing is refused for it.
+PACE_MOVES, LEAST_MOVES = 32, 8
 FIRST_PACE_S = 1.0  # until one was seen
 # What the router holds per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
@@ -105,7 +106,8 @@ class Admission:
         self._registry_version = 0
         self.num_changes = 0  # grows whenever another leg may be the next one
         self._moved_s: float | None = None  # when the line last moved; None if it is empty
-        self._pace_s: float | None = None  # the usual time between two legs that leave the line
+        self._gaps_s: deque[float] = deque(maxlen=PACE_MOVES)  # between legs that left the line
+        self._pace_s: float | None = None
 
     @property
     def num_inflight(self) -> int:
@@ -136,7 +138,8 @@ class Admission:
     def _check_wait(self) -> None:
         """Refuse at once what would only wait to be refused."""
         wait_s = (self._pace_s or 0.0) * (self.num_queued + 1)
-        if self._moved_s is not None and wait_s > self._config.max_queued_s:
+        is_known = self._moved_s is not None and len(self._gaps_s) >= LEAST_MOVES
+        if is_known and wait_s > self._config.max_queued_s:
             raise self._full(f"{self.num_queued} requests are waiting already, for {wait_s:.1f} s")
 
     def _full(self, text: str) -> Overloaded:
@@ -202,11 +205,9 @@ class Admission:
         self._inflight.add(key.request_id)
         self.leave(key)
         if self._moved_s is not None:
-            gap_s, self._moved_s = now_s - self._moved_s, now_s
-            pace_s = gap_s if self._pace_s is None else self._pace_s
-            # One slow moment must not refuse those that come when it is over.
-            weight = PACE_WEIGHT if gap_s > pace_s else FASTER_PACE_WEIGHT
-            self._pace_s = pace_s + weight * (gap_s - pace_s)
+            self._gaps_s.append(now_s - self._moved_s)
+            self._moved_s = now_s
+            self._pace_s = sum(self._gaps_s) / len(self._gaps_s)
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
         """Take out the legs that have waited too long; return each with the reason to give."""

@@ -309,6 +309,18 @@ def test_the_line_is_bounded_in_bytes_too() -> None:
     admission.check_room(1, could_place=False)
 
 
+@pytest.mark.parametrize("num_before", [0, 5, 20])
+def test_one_pause_of_the_line_refuses_nobody_after_it(num_before: int) -> None:
+    admission = line(max_queued_s=30)
+    for number in range(num_before + 7):
+        admission.wait(0.0, place(str(number)))
+    admission.rests(0.0)
+    for number in range(num_before):
+        admission.placed(0.1 * (number + 1), place(str(number)).key)
+    admission.placed(20.0, place(str(num_before)).key)
+    admission.check_room(40, could_place=False)
+
+
 def test_the_pace_of_the_line_tells_when_to_try_again_and_who_would_wait_in_vain() -> None:
     admission = line(max_queued_s=30)
     for number in range(12):
