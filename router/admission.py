@@ -23,7 +23,7 @@ from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.request.events import Place
 
 MAX_RETRY_AFTER_S = 60.0
-# The pace is the mean time of the last moves of a line in which others wait. Of fewer moves a single
+# The pace is the mean time of the last moves of a line in which others wait. Of fewer moves one
 # pause, as of a node that was away, could look like a pace, so nothing is refused for it.
 PACE_MOVES, LEAST_MOVES = 32, 8
 FIRST_PACE_S = 1.0  # until one was seen
