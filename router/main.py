@@ -79,8 +79,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
 def _tracer(config: ClusterConfig) -> Tracer | None:
     if not config.router.otlp_traces:
         return None
-    version = VERSION
-    return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, version)
+    return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, VERSION)
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:

@@ -84,12 +84,6 @@ class ClusterPlan(msgspec.Struct, frozen=True):
         return tuple(process for process in self.processes if process.pool == name)
 
     @property
-    def control_endpoints(self) -> tuple[str, ...]:
-        """What nodes dial: one endpoint per router."""
-        node = next(process for process in self.processes if process.role != "router")
-        return tuple(node.env["BATON_NODE_ROUTERS"].split(","))
-
-    @property
     def start_timeout_s(self) -> float:
         """The longest time from the start of a node to its being ready."""
         pools = self.description.pools.values()
