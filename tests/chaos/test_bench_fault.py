@@ -3,7 +3,9 @@
 import random
 import shlex
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,6 +34,7 @@ SEED = 1
 NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 40, 3
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 300
 VICTIM = "decode-0"
+LOOK_EVERY_S = 0.02
 # Fine bins, so that the requests after the fault fill some of them on a fast machine, too.
 JUDGEMENT = Judgement(closed_loop=True, bin_s=0.1)
 
@@ -74,19 +77,28 @@ def run_with(cluster: Cluster, fault: Callable[[float], str]) -> tuple[LoadResul
     target = target_of(cluster)
     run_load(Load(target, planned(SEED + 1, 4, 10), concurrency=2, closed=True))
     starts_s: list[float] = []
+    progress: list[Progress] = []
     injectors: list[FaultInjector] = []
+    load_is_over = threading.Event()
     with ExitStack() as stack:
 
-        def strike(progress: Progress) -> None:
-            if injectors or progress.ended < NUM_BEFORE or not streams(cluster):
-                return
+        def strike() -> None:
+            while not (progress and progress[-1].ended >= NUM_BEFORE and streams(cluster)):
+                if load_is_over.wait(LOOK_EVERY_S):
+                    return
             (start_s,) = starts_s
             spec = parse_fault(fault(monotonic() - start_s + 1.0))
             injectors.append(stack.enter_context(FaultInjector([spec])))
             injectors[0].begin(start_s)
 
         load = Load(target, REQUESTS, concurrency=NUM_CLIENTS, closed=True)
-        result = run_load(load, on_progress=strike, on_start=starts_s.append)
+        with ThreadPoolExecutor(1) as pool:
+            struck = pool.submit(strike)
+            try:
+                result = run_load(load, on_progress=progress.append, on_start=starts_s.append)
+            finally:
+                load_is_over.set()
+            struck.result()
         (done,) = injectors[0].finish()
         assert done.problem == ""
         # After the load, because it warms the prefix caches.
