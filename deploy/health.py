@@ -1,6 +1,7 @@
 """What a router's /health says of its nodes, as those who wait for a cluster need it.
 
-`serve` and `baton up` ask while nodes start. The answer is read without an HTTP library.
+`serve` and `baton up` ask while nodes start, `baton doctor` at any time. The answer is read without
+an HTTP library.
 """
 
 import http.client
@@ -19,6 +20,9 @@ class NodeReply(msgspec.Struct, frozen=True):
     done: int = 0
     total: int = 0
     reason: str = ""  # why it is degraded
+    device: str = ""
+    dtype: str = ""
+    transports: str = ""
 
     @property
     def doing(self) -> str:
@@ -27,11 +31,38 @@ class NodeReply(msgspec.Struct, frozen=True):
         return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
 
 
+class LostReply(msgspec.Struct, frozen=True):
+    node_id: str
+    lost_s: float
+
+
+class PairReply(msgspec.Struct, frozen=True):
+    """A pair of nodes that is avoided, because its handoffs failed."""
+
+    prefill_node: str
+    decode_node: str
+    reason: str
+
+
+class TransferReply(msgspec.Struct, frozen=True):
+    """The handoffs from one node to another since the router started."""
+
+    prefill_node: str
+    decode_node: str
+    num_handoffs: int = 0
+    num_failures: int = 0
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+
+
 class HealthReply(msgspec.Struct, frozen=True):
-    """The part of GET /health that start-up needs."""
+    """The part of GET /health that start-up and `baton doctor` need."""
 
     router: str = ""  # the name of the one that answered
     nodes: tuple[NodeReply, ...] = ()
+    lost: tuple[LostReply, ...] = ()
+    pairs: tuple[PairReply, ...] = ()
+    transfers: tuple[TransferReply, ...] = ()
     can_serve: bool = False  # the answer was 200
 
     @property

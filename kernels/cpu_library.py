@@ -160,6 +160,21 @@ def _folder() -> Path:
     return cache / "baton" / "kernels"
 
 
+def why_not_kept() -> str:
+    """Return why kernels cannot be compiled here, or not kept for later; empty if they can."""
+    try:
+        _fingerprint()
+        folder = _folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(folder)
+        descriptor, name = tempfile.mkstemp(dir=folder)
+        os.close(descriptor)
+        Path(name).unlink()
+    except (KernelsUnavailable, OSError, RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def _read(file: Path) -> CpuLibrary:
     """Raises `OSError` where there is no file, `ValueError` where it cannot be trusted."""
     _check_owner(file.parent)

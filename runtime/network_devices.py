@@ -25,9 +25,9 @@ def devices_for(node: NodeConfig, rdma_ports: Path = RDMA_PORTS) -> str:
 
     An address that does not resolve yet, or that this host cannot reach, counts as loopback.
     """
-    names = (_interface_of(_own_address(endpoint)) for endpoint in _outward(node))
+    names = (_interface_of(own_address(endpoint)) for endpoint in _outward(node))
     interface = next(filter(None, names), "")
-    return ",".join([*_active_ports(rdma_ports), interface]) if interface else ""
+    return ",".join([*active_ports(rdma_ports), interface]) if interface else ""
 
 
 def reaches_out(node: NodeConfig) -> bool:
@@ -40,7 +40,7 @@ def _outward(node: NodeConfig) -> list[Endpoint]:
     return [one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)]
 
 
-def _own_address(endpoint: Endpoint) -> str:
+def own_address(endpoint: Endpoint) -> str:
     """Return the address from which this host would talk to `endpoint`; empty if it cannot."""
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port or 1, type=socket.SOCK_DGRAM)
@@ -64,7 +64,7 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def _active_ports(folder: Path) -> list[str]:
+def active_ports(folder: Path = RDMA_PORTS) -> list[str]:
     """Return the ports that are up, as `device:port`."""
     found = []
     for state in sorted(folder.glob("*/ports/*/state")):

@@ -45,6 +45,8 @@ CLUSTER_HELP = {
     "status": "Show the processes of a cluster that `up` has started.",
     "render": "Write the files by which a platform runs a cluster, and start nothing.",
 }
+DOCTOR = "doctor"
+DOCTOR_HELP = "Find what is wrong with this machine, a cluster's hosts, or the paths between them."
 DRAIN = "drain"
 DRAIN_HELP = "Take a node out of a running cluster and wait until it is gone."
 DRAIN_USAGE = f"""\
@@ -119,6 +121,10 @@ def _run(words: list[str]) -> int:
         from baton.deploy.cluster.commands import main as cluster
 
         return cluster(name, CLUSTER_HELP[name], rest)
+    if name == DOCTOR:
+        from baton.deploy.doctor.commands import main as doctor
+
+        return doctor(DOCTOR, DOCTOR_HELP, rest)
     if name == API_KEY:
         return _api_key(rest)
     if name == CHAT:
@@ -128,7 +134,7 @@ def _run(words: list[str]) -> int:
     if name == DRAIN:
         return _drain(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, *CLUSTER_HELP, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
+        known = ", ".join([*COMMANDS, *CLUSTER_HELP, DOCTOR, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
         raise ConfigError(f"unknown command {name!r}: {known}")
     return _start(name, load(COMMANDS[name], rest))
 
@@ -223,6 +229,7 @@ def _drain(rest: list[str]) -> int:
 def _overview() -> str:
     summaries = {name: command.description for name, command in COMMANDS.items()}
     summaries |= CLUSTER_HELP
+    summaries[DOCTOR] = DOCTOR_HELP
     summaries[CHAT] = CHAT_HELP
     summaries[DRAIN] = DRAIN_HELP
     summaries[BENCH] = BENCH_HELP

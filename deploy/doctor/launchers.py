@@ -1,0 +1,60 @@
+"""The hosts of a description, and how to run a command on each.
+
+`cluster_check` asks. This machine needs nothing, `--via` says how to reach another, and a platform
+that has chosen the hosts of a deployment reaches those that it has started processes on.
+"""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.host_seat import HostSeat, Reaching
+from baton.deploy.cluster.hosts import is_here, places_by_name
+from baton.deploy.cluster.platform import PlatformOptions, platform_named
+from baton.deploy.cluster.processes import plan_of
+from baton.deploy.cluster.running import read_deployment
+from baton.deploy.cluster.systemd import program_of
+from baton.protocol.errors import ConfigError
+
+HOST = "{host}"
+
+Launch = Callable[[str], tuple[str, ...]]
+
+
+def seats_of(description: Description, folder: Path, via: str) -> list[HostSeat]:
+    """Return every host; raises `ConfigError` where a platform is needed that is not up.
+
+    `folder` is the state folder of the deployment, if there is one.
+    """
+    deployment = read_deployment(folder)
+    if deployment is not None:
+        platform = platform_named(deployment.platform, PlatformOptions())
+        if isinstance(platform, Reaching):
+            return platform.seats(folder)
+    return _seats_by_name(description, _launch(via) if via else None)
+
+
+def _seats_by_name(description: Description, launch: Launch | None) -> list[HostSeat]:
+    plan = plan_of(description, places_by_name(description))
+    program = program_of(description)
+    seats = []
+    for host in dict.fromkeys(spec.host for spec in plan.processes):
+        specs = tuple(spec for spec in plan.processes if spec.host == host)
+        if is_here(host):
+            seats.append(HostSeat(host, specs, program, ()))
+        elif launch is not None:
+            seats.append(HostSeat(host, specs, program, launch(host), has_shell=True))
+        else:
+            seats.append(HostSeat(host, specs, program, None))
+    return seats
+
+
+def _launch(template: str) -> Launch:
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        raise ConfigError(f"--via {template}: {error}") from error
+    if not any(HOST in word for word in words):
+        raise ConfigError(f"--via {template}: write {HOST} where the host belongs: 'ssh {HOST}'")
+    return lambda host: tuple(word.replace(HOST, host) for word in words)

@@ -1,0 +1,91 @@
+"""The words of `baton doctor` on one host of a cluster, from the processes that belong there. Pure.
+
+`cluster_check` runs them. What a node is told by its settings, its check is told by flags.
+"""
+
+from collections.abc import Sequence
+
+from baton.deploy.cluster.host_seat import HostSeat
+from baton.deploy.cluster.processes import ProcessSpec
+from baton.deploy.doctor.arguments import SETTINGS
+from baton.runtime.channels.endpoint import bindable
+
+BIND, ROUTERS, HTTP_HOST = "BATON_NODE_BIND", "BATON_NODE_ROUTERS", "BATON_ROUTER_HOST"
+
+
+def look_words(seat: HostSeat, seats: Sequence[HostSeat]) -> list[str]:
+    """Return how to look at a host of `seats`."""
+    words = ["doctor", "--json", *_settings(seat)]
+    for address in _listened(seat):
+        words += ["--port", address]
+    for address in _dialled(seat, seats):
+        words += ["--reach", address]
+    if gpus := sum(spec.gpus for spec in seat.specs):
+        words += ["--gpus", str(gpus)]
+    if seat.nodes and (gpus or sum(bool(one.nodes) for one in seats) > 1):
+        words.append("--nixl")
+    return words
+
+
+def listen_words(seat: HostSeat, timeout_s: float) -> list[str]:
+    """Return how a decode host listens: at an address of its nodes, and a free port."""
+    bind = bindable(next(spec.env[BIND] for spec in seat.nodes if spec.role == "decode"))
+    words = ["doctor", "--listen", f"tcp://{_bracketed(bind.host)}", "--once", "--json"]
+    return [*words, "--timeout", f"{timeout_s:g}", *_settings(seat)]
+
+
+def connect_words(seat: HostSeat, address: str, timeout_s: float) -> list[str]:
+    words = ["doctor", "--connect", address, "--json", "--timeout", f"{timeout_s:g}"]
+    return [*words, *_settings(seat)]
+
+
+def _settings(seat: HostSeat) -> list[str]:
+    """Return the flags for what the processes of a host are told; the memory of all pools."""
+    given: dict[str, str] = {}
+    pool_mib = 0
+    for spec in seat.specs:
+        own = _settings_of(spec)
+        given = own | given
+        pool_mib += int(own.get("cache.memory_mib", 0)) if not spec.gpus else 0
+    given["cache.memory_mib"] = str(pool_mib)
+    words: list[str] = []
+    for name in SETTINGS:
+        if given.get(name, "0") != "0":
+            words += [_flag(name), given[name]]
+    return words
+
+
+def _settings_of(spec: ProcessSpec) -> dict[str, str]:
+    """Return the settings that a process is told and that matter here."""
+    pairs = [word.partition("=") for word in spec.argv]
+    found = {name: value for name, _, value in pairs if name in SETTINGS}
+    return found if spec.role != "router" else {k: v for k, v in found.items() if "cache" not in k}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace(".", "-").replace("_", "-")
+
+
+def _listened(seat: HostSeat) -> list[str]:
+    found = []
+    for spec in seat.specs:
+        for port in spec.ports:
+            host = spec.env.get(HTTP_HOST, spec.host) if port.name == "http" else spec.host
+            found.append(f"{_bracketed(host or '0.0.0.0')}:{port.port}")
+    return found
+
+
+def _dialled(seat: HostSeat, seats: Sequence[HostSeat]) -> list[str]:
+    """Return what the nodes of a host dial: routers, and decode nodes with a port of their own."""
+    found: dict[str, None] = {}
+    for spec in seat.nodes:
+        found |= dict.fromkeys(one.removeprefix("tcp://") for one in spec.env[ROUTERS].split(","))
+    if any(spec.role == "prefill" for spec in seat.nodes):
+        decode = [spec for one in seats for spec in one.nodes if spec.role == "decode"]
+        binds = [bindable(spec.env[BIND]) for spec in decode]
+        found |= {f"{_bracketed(one.host)}:{one.port}": None for one in binds if one.port}
+    return list(found)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

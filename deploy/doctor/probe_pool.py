@@ -1,0 +1,134 @@
+"""A pool of its own with a transfer agent, at one end of a path that is measured.
+
+`owner` lends one, `reader` reads it with another. The agent, the transports and the choice between
+them are those of nodes (`kv_transfer`); a pool that serves is never touched.
+"""
+
+import os
+import secrets
+import select
+from statistics import median
+
+from baton.deploy.doctor.path_messages import PathMeasured, PoolOffered
+from baton.kv_transfer.agent import make_port
+from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentEvent,
+    PeerDown,
+    PeerUp,
+    Read,
+    ReadEnded,
+    RemovePeer,
+)
+from baton.kv_transfer.transports.choice import choose_transport
+from baton.protocol.config import TransferConfig
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
+from baton.runtime.clock import monotonic
+
+NUM_BLOCKS, BLOCK_BYTES = 1024, 64 << 10
+NUM_SINGLE = 50  # reads of one block
+NUM_WHOLE = 5  # reads of all blocks, fewer where they would take longer than
+WHOLE_S = 3.0
+
+
+class ProbePool:
+    """`NUM_BLOCKS` blocks of host memory. Raises `ConfigError` where `config` cannot work."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self.epoch = Epoch(secrets.token_hex(8))
+        self._config = config
+        self._pool = HostPool(NUM_BLOCKS, BLOCK_BYTES)
+        self._agent = make_port(self._pool, self.epoch, config)
+        self._ticket = 0
+
+    @property
+    def address(self) -> RankAddress:
+        return self._agent.address()
+
+    def fill(self) -> tuple[int, ...]:
+        """Write bytes that no other pool has, and return the checksums of the blocks."""
+        self._pool.buffer[:] = os.urandom(self._pool.shape.pool_bytes)
+        return self._pool.checksums(range(NUM_BLOCKS))
+
+    def measure(self, offer: PoolOffered, timeout_s: float) -> PathMeasured:
+        """Read the offered pool some times. What cannot be done is the `failure` of the answer."""
+        try:
+            if (offer.num_blocks, offer.block_bytes) != (NUM_BLOCKS, BLOCK_BYTES):
+                raise TransferError("the other end measures with other blocks: use one release")
+            name = self._connect(offer, monotonic() + timeout_s)
+            return self._read(offer, name, timeout_s)
+        except TransferError as error:
+            return PathMeasured(failure=error.to_failure())
+        finally:
+            self._agent.send(RemovePeer(offer.epoch))
+
+    def close(self) -> None:
+        self._agent.close()
+        self._pool.close()
+
+    def _connect(self, offer: PoolOffered, deadline_s: float) -> str:
+        """Try the transports in the order in which nodes do; return the one that connected."""
+        failed: dict[str, str] = {}
+        while True:
+            name = self._choose(offer, failed)
+            self._agent.send(
+                AddPeer(offer.epoch, name, offer.rank, offer.num_blocks, offer.block_bytes)
+            )
+            event = self._next(deadline_s, f"{name} at {_where(offer)}")
+            if isinstance(event, PeerUp):
+                return name
+            assert isinstance(event, PeerDown)
+            failed[name] = event.failure.message
+
+    def _choose(self, offer: PoolOffered, failed: dict[str, str]) -> str:
+        forced = self._config.transport
+        try:
+            return choose_transport(offer.rank, self.address, forced, failed.keys())
+        except TransferError as error:
+            tried = "".join(f"; {name} was tried: {why}" for name, why in failed.items())
+            raise TransferError(error.message + tried, code=error.code) from error
+
+    def _read(self, offer: PoolOffered, name: str, timeout_s: float) -> PathMeasured:
+        singles = [
+            self._timed(offer, (block,), timeout_s)
+            for block in range(0, NUM_BLOCKS, NUM_BLOCKS // NUM_SINGLE)
+        ]
+        wholes: list[float] = []
+        while len(wholes) < NUM_WHOLE and sum(wholes) < WHOLE_S:
+            wholes.append(self._timed(offer, tuple(range(NUM_BLOCKS)), timeout_s))
+        if self._pool.checksums(range(NUM_BLOCKS)) != offer.checksums:
+            raise TransferError("the bytes that were read are not those of the other end")
+        size = NUM_BLOCKS * BLOCK_BYTES
+        return PathMeasured(name, "", size, median(wholes), median(singles), BLOCK_BYTES)
+
+    def _timed(self, offer: PoolOffered, blocks: tuple[int, ...], timeout_s: float) -> float:
+        """Read some blocks and return how long that took, in seconds."""
+        self._ticket += 1
+        self._agent.send(
+            Read(self._ticket, offer.epoch, blocks, blocks, generations=(0,) * len(blocks))
+        )
+        event = self._next(monotonic() + timeout_s, "a read")
+        if isinstance(event, PeerDown):
+            raise TransferError(event.failure.message)
+        assert isinstance(event, ReadEnded)
+        if event.failure is not None:
+            raise TransferError(event.failure.message, code=event.failure.code)
+        return event.ended_s - event.posted_s
+
+    def _next(self, deadline_s: float, what: str) -> AgentEvent:
+        """Return the agent's next event; raises `TransferError` if none comes in time."""
+        while True:
+            for event in self._agent.poll():
+                return event
+            left_s = deadline_s - monotonic()
+            if left_s <= 0:
+                raise TransferError(f"no answer in time from {what}", code="path_timed_out")
+            select.select([self._agent.fileno()], [], [], left_s)
+
+
+def _where(offer: PoolOffered) -> str:
+    """Return the host of the other end, and the ports at which its UCX may be listening."""
+    return f"{offer.host}, TCP port {' or '.join(map(str, offer.tcp_ports)) or 'unknown'}"
