@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from baton.deploy.cluster.processes import ProcessSpec
+from baton.deploy.cluster.processes import ClusterPlan, ProcessSpec
 
 
 class HostSeat(msgspec.Struct, frozen=True):
@@ -41,5 +41,8 @@ class HostSeat(msgspec.Struct, frozen=True):
 class Reaching(Protocol):
     """A platform that can run a command on the hosts of a deployment that is up."""
 
-    def seats(self, folder: Path) -> list[HostSeat]:
-        """Return the hosts of the deployment in a state folder, those with a process by now."""
+    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
+        """Return the hosts of a deployment that have a process by now.
+
+        `folder` is its state folder.
+        """

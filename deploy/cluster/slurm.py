@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.job_script import ADDRESS, PROCESSES, drain_s, script_of
-from baton.deploy.cluster.keeper import STATUS
+from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.deploy.cluster.running import write_private
@@ -45,7 +46,7 @@ ACTIVE = {
 
 
 class SlurmPlatform:
-    """Implements `Platform`."""
+    """Implements `Platform` and `Reaching`."""
 
     def __init__(self, options: PlatformOptions) -> None:
         self._options = options
@@ -123,6 +124,31 @@ class SlurmPlatform:
         except FileNotFoundError:
             return ()
         return tuple(url_of(address, spec.ports[0].port) for spec in plan.pool(ROUTERS))
+
+    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
+        """Run further steps of the job, beside those that run its processes."""
+        job = _job(folder)
+        words = ("--noheader", f"--jobs={job}", "--format=%i %A")
+        ids = dict(line.split() for line in _run("squeue", *words).splitlines()) if job else {}
+        pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
+        placed: dict[str, list[ProcessSpec]] = {}
+        for spec in plan.processes:
+            path = folder / PROCESSES / spec.name / ORDERS
+            if path.exists():
+                orders = msgspec.json.decode(path.read_bytes(), type=Orders)
+                placed.setdefault(orders.processes[0].host, []).append(orders.processes[0])
+        return [
+            HostSeat(
+                host,
+                tuple(specs),
+                (sys.executable, "-m", "baton"),
+                (
+                    "srun", f"--jobid={ids[f'{job}+{pools.index(specs[0].pool)}']}", "--overlap",
+                    "--nodes=1", "--ntasks=1", f"--nodelist={host}",
+                ),
+            )
+            for host, specs in placed.items()
+        ]  # fmt: skip
 
 
 def _check(description: Description) -> None:

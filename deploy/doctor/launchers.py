@@ -23,15 +23,12 @@ Launch = Callable[[str], tuple[str, ...]]
 
 
 def seats_of(description: Description, folder: Path, via: str) -> list[HostSeat]:
-    """Return every host; raises `ConfigError` where a platform is needed that is not up.
-
-    `folder` is the state folder of the deployment, if there is one.
-    """
+    """Return every host; `folder` is the state folder of the deployment, if there is one."""
     deployment = read_deployment(folder)
     if deployment is not None:
         platform = platform_named(deployment.platform, PlatformOptions())
         if isinstance(platform, Reaching):
-            return platform.seats(folder)
+            return platform.seats(plan_of(description, platform.places(description)), folder)
     return _seats_by_name(description, _launch(via) if via else None)
 
 

@@ -33,10 +33,8 @@ def torch(facts: MachineFacts) -> Finding | None:
         return fault(
             "torch", f"torch does not load ({found.failure}): install baton again in a new folder"
         )
-    return ok("torch", f"{found.torch}, built {f'for CUDA {found.cuda}' if found.cuda else _CPU}")
-
-
-_CPU = "without CUDA"
+    build = f"for CUDA {found.cuda}" if found.cuda else "without CUDA"
+    return ok("torch", f"{found.torch}, built {build}")
 
 
 def cuda(facts: MachineFacts) -> Finding | None:
@@ -71,8 +69,8 @@ def gpus(facts: MachineFacts) -> Finding | None:
     if len(facts.gpus) < facts.wants.gpus:
         return fault(
             "gpus",
-            f"{facts.wants.gpus} GPUs are wanted and nvidia-smi shows {len(facts.gpus)}: install the "
-            "NVIDIA driver, lower gpus or replicas, or name more hosts",
+            f"{facts.wants.gpus} GPUs are wanted and nvidia-smi shows {len(facts.gpus)}: install "
+            "the NVIDIA driver, lower gpus or replicas, or name more hosts",
         )
     if not facts.gpus:
         return ok("gpus", "none")

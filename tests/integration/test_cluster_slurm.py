@@ -71,6 +71,10 @@ def test_a_cluster_is_a_job_that_drains_before_it_ends(queued: Deployed) -> None
     code, said, _ = queued.run("status")
     assert (code, said.count("running")) == (0, 3)
     assert all(f" {host} " in said for host in ("n1", "n2", "n3"))
+    code, said, complained = queued.run("doctor", "cluster.yaml")
+    assert code == 0, said + complained
+    assert all(f"{host}:\n" in said for host in ("n1", "n2", "n3"))
+    assert " reads " in said.partition("paths:")[2]
     before = queued.processes()
     assert set(before) == {"router-0", "prefill-0", "decode-0"}
     before["prefill-0"].kill()

@@ -37,6 +37,16 @@ class Hosts:
             [*self._inside(host), *command], capture_output=True, text=True, check=False
         )
 
+    def launcher(self, path: Path) -> str:
+        """Write a program that hands a host's shell a command, as ssh does; return how to call it.
+
+        `{host}` in it stands for the address of the host.
+        """
+        inside = f"ip netns exec {self._prefix}${{1##*.}}"
+        path.write_text(f'#!/bin/sh\ninside="{inside}"\nshift\nexec $inside sh -c "$*"\n')
+        path.chmod(0o755)
+        return f"{path} {{host}}"
+
     def plug(self, host: int, *, is_in: bool) -> None:
         """Pull a host's cable at the switch, or put it in again."""
         state = "up" if is_in else "down"

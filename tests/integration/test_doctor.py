@@ -1,0 +1,171 @@
+"""`baton doctor` on this machine, between two of its processes, and between network namespaces."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from baton.deploy.demo_model import write_demo_model
+from baton.protocol.version import VERSION
+from baton.runtime.channels.keys import write_key
+from tests.support.cluster import free_port
+from tests.support.hosts import Hosts, hosts
+
+DOCTOR = (sys.executable, "-m", "baton", "doctor")
+# A machine that others use needs long to start an interpreter; nothing here waits for it to pass.
+TIMEOUT_S = 240.0
+SHORT = ("--timeout", "10")
+
+
+def doctor(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*DOCTOR, *words], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+
+
+@contextmanager
+def listening(*words: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Run the end that listens on this machine; yield it and its address."""
+    with subprocess.Popen(
+        [*DOCTOR, "--listen", "127.0.0.1", "--json", *words], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())["address"]
+        finally:
+            process.terminate()
+
+
+def test_this_machine_is_looked_at() -> None:
+    with psutil_listener() as (port, process):
+        taken = f"127.0.0.1:{port}"
+        done = doctor("--json", "--port", taken, "--reach", taken, "--model", "/no/such/model")
+    report = json.loads(done.stdout)
+    facts, levels = report["facts"], {one["check"]: one["level"] for one in report["findings"]}
+    assert done.returncode == 1
+    assert {name for name, level in levels.items() if level == "fault"} == {"model", "ports"}
+    assert facts["version"] == VERSION
+    assert facts["python"] == list(sys.version_info[:3])
+    assert facts["compute"]["torch"]
+    assert facts["memory"]["total_mib"] == pytest.approx(psutil.virtual_memory().total >> 20, abs=1)
+    assert 0 < facts["cpu"]["num_usable"] <= (os.cpu_count() or 1)
+    assert facts["ports"][0]["holder"].endswith(f"pid {process}")
+    assert facts["reach"] == [{"address": taken, "state": "open", "reason": ""}]
+
+
+@contextmanager
+def psutil_listener() -> Iterator[tuple[int, int]]:
+    """A program that listens on a port, and its process id."""
+    code = "import socket; s = socket.create_server(('127.0.0.1', 0))\n"
+    code += "print(s.getsockname()[1], flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline()), process.pid
+        process.kill()
+
+
+def test_two_processes_of_a_host_measure_their_shared_memory() -> None:
+    with listening("--once") as (reader, address):
+        done = doctor("--connect", address)
+        assert reader.wait(TIMEOUT_S) == 0
+    assert done.returncode == 0, done.stdout + done.stderr
+    path, *_ = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"  ok       127.0.0.1 reads 127.0.0.1  \d+\.\d\d GB/s, \d+\.\d\d ms for a block of 64 "
+        r"KiB, by shm: mapped memory",
+        path,
+    )
+
+
+def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path: Path) -> None:
+    nowhere = f"127.0.0.1:{free_port()}"
+    done = doctor("--connect", nowhere, *SHORT)
+    assert done.returncode == 1
+    assert f"no answer from {nowhere} within 10 s while dialling" in done.stdout
+    for name in ("ours.key", "theirs.key"):
+        write_key(tmp_path / name)
+    with listening("--keys", str(tmp_path / "ours.key")) as (_, address):
+        done = doctor("--connect", address, "--keys", str(tmp_path / "theirs.key"))
+    assert done.returncode == 1
+    assert f"{address} refuses this host's key" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--connect", "10.0.0.9:5"), "reaches beyond this host: make a key"),
+        (("cluster.yaml", "--listen", "127.0.0.1"), "give one of FILE, --listen, --connect"),
+        (("--port", "8000"), "8000: write it as HOST:PORT"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], said: str) -> None:
+    done = doctor(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+PREFILL, DECODE = 1, (2, 3)
+DESCRIBED: dict[str, object] = {
+    "name": "three",
+    "model": "demo",
+    "key": "cluster.key",
+    "routers": [{"host": "10.0.0.1"}],
+    "pools": {
+        "prefill": {"role": "prefill", "hosts": ["10.0.0.1"]},
+        "decode": {"role": "decode", "replicas": 2, "hosts": ["10.0.0.2", "10.0.0.3"]},
+    },
+    "settings": {"cache": {"memory_mib": 64}},
+    "env": {"UCX_TLS": "tcp"},
+}
+
+
+def looked_at(on: Hosts, folder: Path, *words: str) -> tuple[int, str]:
+    """Look at the cluster from the prefill node's host; return the exit code and what is said."""
+    via = on.launcher(folder / "on")
+    file = str(folder / "cluster.yaml")
+    done = on.run(PREFILL, *DOCTOR, file, "--via", via, "--state", str(folder / "state"), *words)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path: Path) -> None:
+    write_demo_model(tmp_path / "demo")
+    write_key(tmp_path / "cluster.key")
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(DESCRIBED))
+    with hosts(3) as on:
+        code, said = looked_at(on, tmp_path)
+        assert code == 0, said
+        for host in ("10.0.0.1", "10.0.0.2", "10.0.0.3", "all hosts", "paths"):
+            assert f"{host}:\n" in said
+        rows = re.findall(
+            r"ok +(\S+) reads (\S+)  (\d+\.\d\d) GB/s, \d+\.\d\d ms for a block of 64 KiB, by "
+            r"nixl: (\S+)",
+            said,
+        )
+        assert [(row[0], row[1], row[3]) for row in rows] == [
+            ("10.0.0.2", "10.0.0.1", "tcp/eth0"), ("10.0.0.3", "10.0.0.1", "tcp/eth0"),
+        ]  # fmt: skip
+        assert all(float(row[2]) > 0 for row in rows)
+
+        # UCX dials the prefill host; nodes dial the decode host and the router.
+        new = "ct state new"
+        on.drop(PREFILL, f"ip saddr 10.0.0.3 {new} tcp dport != {{ 5570, 8000 }}")
+        on.drop(DECODE[0], f"ip saddr 10.0.0.1 {new} tcp dport 1-65535")
+        code, said = looked_at(on, tmp_path, *SHORT)
+        assert code == 1
+        blocked, unread = re.findall(r"fault +\S+ reads \S+  (.*)", said)
+        assert re.search(r"no answer from 10.0.0.2:\d+ within 10 s while dialling", blocked)
+        assert re.search(r"no answer in time from nixl at 10.0.0.1, TCP port \d+", unread)
+        assert "open all TCP ports of 10.0.0.1 to 10.0.0.3" in unread
