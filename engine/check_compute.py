@@ -19,7 +19,7 @@ from baton.kernels.cpu_library import why_not_kept
 def compute_facts() -> ComputeFacts:
     no_gpu = why_no_gpu()
     return ComputeFacts(
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         cuda=torch.version.cuda or "",
         driver_cuda=_driver_cuda(),
         no_gpu=no_gpu,

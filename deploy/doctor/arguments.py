@@ -51,7 +51,8 @@ def words_of(name: str, summary: str, arguments: Sequence[str]) -> DoctorWords:
         gpus=_count(given.pop("gpus")),
         pool_mib=config.cache.memory_mib,
         needs_nixl=given.pop("nixl") or config.transfer.transport == "nixl",
-        ports=tuple(given.pop("port") or _router_ports(config)),
+        # On a host of a cluster, the words say which ports count, if any.
+        ports=tuple(given.pop("port") or ([] if given["reach"] else _router_ports(config))),
         reach=tuple(given.pop("reach")),
     )
     for address in (*wants.ports, *wants.reach):
@@ -134,8 +135,8 @@ def _add_hosts(parser: FlagParser) -> None:
         "--port",
         metavar="HOST:PORT",
         action="append",
-        help="an address that must be free to listen on, instead of those of a router; may be "
-        "repeated",
+        help="an address that must be free to listen on (default: those of a router, without "
+        "--reach); may be repeated",
     )
     group.add_argument(
         "--reach",

@@ -22,7 +22,7 @@ API_VERSION = (1, 0)
 PARAM_FEATURES, FEATURE_RMA = 1, 2
 PARAMS_BYTES = 512  # more than the struct has in any version
 LOADED = re.compile(r"\S+/libucp-?\S*\.so\S*")
-RESOURCE = re.compile(r"dev \d+\s+:.*?\b([a-z_0-9]+)/(\S+)")
+RESOURCE = re.compile(r"resource \d+ .* (\S+/\S+)")
 
 
 def nixl_facts(device: str) -> NixlFacts:
@@ -67,7 +67,7 @@ def ucx_lanes() -> list[str]:
 
 def lanes_in(text: str) -> list[str]:
     """Return the lanes in what UCX prints of a context, as `tcp/eth0`."""
-    return list(dict.fromkeys(f"{lane}/{device}" for lane, device in RESOURCE.findall(text)))
+    return list(dict.fromkeys(RESOURCE.findall(text)))
 
 
 if __name__ == "__main__":

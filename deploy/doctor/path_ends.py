@@ -82,7 +82,7 @@ class PathReader:
         """
         until_s = monotonic() + timeout_s
         while not interrupts.requested:
-            select.select([self._listener.fileno(), interrupts], [], [], POLL_S)
+            select.select([self._listener.fileno(), interrupts.fileno()], [], [], POLL_S)
             while (received := self._listener.receive()) is not None:
                 if received.message is None:
                     continue

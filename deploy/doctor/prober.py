@@ -205,7 +205,8 @@ def _holder(port: int) -> str:
     """Return the program that listens on a port of this machine; empty if it cannot be seen."""
     with contextlib.suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+            is_it = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
+            if is_it and one.pid:
                 process = psutil.Process(one.pid)
                 # As `baton serve` or `python -m baton serve`.
                 is_ours = "baton" in (Path(word).name for word in process.cmdline()[:3])

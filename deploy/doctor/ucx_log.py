@@ -4,13 +4,14 @@ Made before NIXL is loaded, because UCX reads its environment then. Only `path_e
 that serves logs nothing of the kind.
 """
 
+import ctypes
 import os
 import re
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-LANES = re.compile(r"\brma(?:_am|_bw)?\(([^)]+)\)")
+ROW = re.compile(r"\d+(?:\.\.\w+)?$")
 
 
 class UcxLog:
@@ -20,11 +21,12 @@ class UcxLog:
         descriptor, name = tempfile.mkstemp(prefix="baton-ucx-")
         os.close(descriptor)
         self._path = Path(name)
-        environment.setdefault("UCX_LOG_LEVEL", "info")
+        environment["UCX_PROTO_INFO"] = "y"
         environment["UCX_LOG_FILE"] = name
 
     def lane(self) -> str:
         """Return the lanes of the last connection, such as `tcp/eth0`; empty if none is logged."""
+        ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library
         return lane_in(self._path.read_text(errors="replace"))
 
     def close(self) -> None:
@@ -32,6 +34,16 @@ class UcxLog:
 
 
 def lane_in(log: str) -> str:
-    """Return the lanes that the last connection in a log of UCX reads by."""
-    found = LANES.findall(log)
-    return found[-1] if found else ""
+    """Return how the last connection in a log of UCX reads many bytes at once.
+
+    UCX prints a table for each operation, with a row for each range of sizes, the largest last.
+    """
+    found = ""
+    is_read = False
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1:
+            is_read = "remote memory read" in cells[0] or (is_read and "cfg#" not in cells[0])
+        elif is_read and len(cells) == 3 and ROW.match(cells[0]):
+            found = cells[2]
+    return found

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from baton.deploy.doctor.check_nixl import lanes_in
 from baton.deploy.doctor.comparison import LookedAt, compared
 from baton.deploy.doctor.facts import (
     UNLIMITED,
@@ -25,6 +26,7 @@ from baton.deploy.doctor.path_messages import PathMeasured
 from baton.deploy.doctor.path_rules import path_findings
 from baton.deploy.doctor.rules import findings_of
 from baton.deploy.doctor.serving import serving_findings
+from baton.deploy.doctor.ucx_log import lane_in
 from baton.deploy.health import HealthReply, LostReply, NodeReply, PairReply, TransferReply
 from baton.engine.compute_facts import ComputeFacts
 from baton.protocol.errors import Failure
@@ -131,8 +133,8 @@ ILL: list[tuple[str, str, dict[str, object], str]] = [
     ),
     ("clock", "fault", {"clock": ClockFacts(1e9, 2e9)}, "before the day on which baton was"),
     ("clock", "warning", {"clock": ClockFacts(2e9, 1e9, is_synchronised=False)}, "chrony"),
-    ("model", "fault", {"model": FileFacts("/m", failure="model /m does not exist")}, "/m does not"),
-    ("key", "fault", {"key": FileFacts("/k", failure="the key /k is open to others")}, "is open to"),
+    ("model", "fault", {"model": FileFacts("/m", failure="/m does not exist")}, "/m does not"),
+    ("key", "fault", {"key": FileFacts("/k", failure="/k is open to others")}, "is open to"),
     (
         "ports",
         "fault",
@@ -267,3 +269,32 @@ def test_lines_stand_below_their_host() -> None:
         "b:",
         "  fault    keys        differ",
     ]
+
+
+# As UCX 1.23 prints them.
+CONTEXT = """\
+#            md 1  :  component 1  tcp
+#
+#      resource 0  :  md 0  dev 0  flags -- self/memory
+#      resource 1  :  md 1  dev 1  flags -- tcp/eth0
+"""
+STAMP = "[1795349308.077716] [vm:21998:0]   "
+TABLES = """\
+| baton-1 intra-node cfg#1                                         |
+| remote memory read by ucp_get*(multi) into host memory from host |
+| Range    |    Description     |               Config             |
+|   0..511 | short              | self/memory                      |
+| 512..inf | software emulation | tcp/lo                           |
++----------+--------------------+----------------------------------+
+| baton-1 intra-node cfg#1                        |
+| active message by ucp_am_send* from host memory |
+| 0..inf | zero-copy          | rc_mlx5/mlx5_0:1  |
+"""
+
+
+def test_what_ucx_prints_is_understood() -> None:
+    assert lanes_in(CONTEXT) == ["self/memory", "tcp/eth0"]
+    lines = "".join(f"{STAMP}{line}\n" for line in TABLES.splitlines())
+    assert lane_in(lines) == "tcp/lo"
+    assert lane_in(lines + lines.replace("tcp/lo", "tcp/eth0")) == "tcp/eth0"
+    assert lane_in("") == ""
