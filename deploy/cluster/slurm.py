@@ -128,8 +128,6 @@ class SlurmPlatform:
     def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
         """Run further steps of the job, beside those that run its processes."""
         job = _job(folder)
-        words = ("--noheader", f"--jobs={job}", "--format=%i %A")
-        ids = dict(line.split() for line in _run("squeue", *words).splitlines()) if job else {}
         pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
         placed: dict[str, list[ProcessSpec]] = {}
         for spec in plan.processes:
@@ -137,18 +135,16 @@ class SlurmPlatform:
             if path.exists():
                 orders = msgspec.json.decode(path.read_bytes(), type=Orders)
                 placed.setdefault(orders.processes[0].host, []).append(orders.processes[0])
-        return [
-            HostSeat(
-                host,
-                tuple(specs),
-                (sys.executable, "-m", "baton"),
-                (
-                    "srun", f"--jobid={ids[f'{job}+{pools.index(specs[0].pool)}']}", "--overlap",
-                    "--nodes=1", "--ntasks=1", f"--nodelist={host}",
-                ),
-            )
-            for host, specs in placed.items()
-        ]  # fmt: skip
+        seats = []
+        for host, specs in placed.items():
+            component = pools.index(specs[0].pool)
+            launcher = (
+                "srun", f"--jobid={job}", f"--het-group={component}", "--overlap", "--nodes=1",
+                "--ntasks=1", f"--nodelist={host}",
+            )  # fmt: skip
+            program = (sys.executable, "-m", "baton")
+            seats.append(HostSeat(host, tuple(specs), program, launcher))
+        return seats
 
 
 def _check(description: Description) -> None:
