@@ -11,7 +11,7 @@ from baton.deploy.cluster.platform import PLATFORMS
 from baton.protocol.errors import ConfigError
 from baton.runtime.flag_parser import FlagParser
 
-LOCAL = "local"
+LOCAL, RAY = "local", "ray"
 DEFAULT_FILE = "cluster.yaml"
 
 
@@ -22,6 +22,7 @@ class Words(msgspec.Struct, frozen=True):
     platform: str = LOCAL
     state: str = ""
     hosts: tuple[str, ...] = ()
+    address: str = ""
     out: str = ""
     timeout_s: float = 0.0  # 0 takes the nodes' own limit
     detach: bool = False
@@ -41,6 +42,8 @@ def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
     words = Words(hosts=hosts, **{name: one for name, one in given.items() if one is not None})
     if words.platform not in PLATFORMS:
         raise ConfigError(f"--on {words.platform}: choose one of {', '.join(PLATFORMS)}")
+    if words.address and words.platform != RAY:
+        raise ConfigError("--address is that of a Ray cluster: add `--on ray`, or leave it out")
     return words
 
 
@@ -66,6 +69,12 @@ def _parser(command: str, summary: str) -> FlagParser:
             metavar="A,B",
             help="hosts of the description whose processes are meant; the default is the hosts "
             "whose address this machine has",
+        )
+        parser.add_argument(
+            "--address",
+            metavar="HOST:PORT",
+            help="with --on ray, the Ray cluster to join (default: RAY_ADDRESS, or else `up` "
+            "starts one on this host, which `down` ends)",
         )
     if command == "render":
         parser.add_argument(

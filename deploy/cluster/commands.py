@@ -131,7 +131,13 @@ def _end(platform: Platform, folder: Path, *, is_hurried: bool) -> None:
 
 
 def _planned(words: Words) -> tuple[Platform, ClusterPlan]:
-    platform = platform_named(words.platform, PlatformOptions(words.hosts, is_tied=words.stays))
+    options = PlatformOptions(
+        words.hosts,
+        is_tied=words.stays,
+        address=words.address,
+        may_wait=words.timeout_s > 0,
+    )
+    platform = platform_named(words.platform, options)
     description = read_description(Path(words.file))
     try:
         return platform, plan_of(description, platform.places(description))

@@ -32,10 +32,12 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class PlatformOptions(msgspec.Struct, frozen=True):
-    """What the command line says to a platform that runs processes on hosts by name."""
+    """What the command line says to a platform."""
 
     hosts: tuple[str, ...] = ()  # whose processes are meant; empty means those of this machine
     is_tied: bool = False  # everything ends with this process, which shows what the others print
+    address: str = ""  # of the Ray cluster to join
+    may_wait: bool = False  # for resources that are not there yet
 
 
 class Platform(Protocol):
@@ -98,10 +100,17 @@ def _slurm(options: PlatformOptions) -> Platform:
     return SlurmPlatform(options)
 
 
+def _ray(options: PlatformOptions) -> Platform:
+    from baton.deploy.cluster.ray import RayPlatform
+
+    return RayPlatform(options)
+
+
 # A platform's code is imported when it is chosen.
 PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
     "local": _local,
     "systemd": _systemd,
     "kubernetes": _kubernetes,
     "slurm": _slurm,
+    "ray": _ray,
 }

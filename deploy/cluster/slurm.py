@@ -17,17 +17,11 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.job_script import ADDRESS, PROCESSES, drain_s, script_of
 from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
+from baton.deploy.cluster.placeholders import FOLDER, OWN_ADDRESS
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.deploy.cluster.running import write_private
-from baton.deploy.cluster.slurm_task import (
-    FOLDER,
-    OWN_ADDRESS,
-    PLAN,
-    ROUTERS_ADDRESS,
-    SlurmPlan,
-    read_plan,
-)
+from baton.deploy.cluster.slurm_task import PLAN, ROUTERS_ADDRESS, SlurmPlan, read_plan
 from baton.deploy.health import url_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.clock import monotonic

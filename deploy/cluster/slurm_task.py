@@ -14,15 +14,15 @@ import msgspec
 
 from baton.deploy.cluster import keeper
 from baton.deploy.cluster.job_script import PROCESSES
+from baton.deploy.cluster.placeholders import FOLDER, OWN_ADDRESS, filled
 from baton.deploy.cluster.processes import ProcessSpec
 from baton.deploy.cluster.running import make_private, write_private
 from baton.protocol.errors import BatonError, ConfigError
 
 PLAN = "plan.json"
-# What stands in the plan for an address or a folder until a task fills it in.
-ROUTERS_ADDRESS, OWN_ADDRESS, FOLDER = "$(ROUTERS_ADDRESS)", "$(OWN_ADDRESS)", "$(FOLDER)"
+# All routers of a job are on one host.
+ROUTERS_ADDRESS = "$(ROUTERS_ADDRESS)"
 GPUS = "CUDA_VISIBLE_DEVICES"
-_SHIFTED = {"peers": "BATON_NODE_BIND", "http": "BATON_NODE_HTTP"}
 
 
 class SlurmPlan(msgspec.Struct, frozen=True):
@@ -48,16 +48,12 @@ def placed(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> P
         OWN_ADDRESS: addresses[host],
         FOLDER: str(folder),
     }
-    env = {name: _filled(text, values) for name, text in spec.env.items()}
     nth = int(environment["SLURM_LOCALID"])
-    if spec.role != "router":
-        for port in spec.ports:
-            name = _SHIFTED[port.name]
-            env[name] = f"{env[name].removesuffix(str(port.port))}{port.port + nth}"
-    if spec.gpus:
-        env[GPUS] = ",".join(_own_gpus(spec, host, nth, environment.get(GPUS, "")))
-    argv = tuple(_filled(word, values) for word in spec.argv)
-    return msgspec.structs.replace(spec, argv=argv, env=env, host=host)
+    spec = filled(spec, host, nth, values)
+    if not spec.gpus:
+        return spec
+    gpus = ",".join(_own_gpus(spec, host, nth, environment.get(GPUS, "")))
+    return msgspec.structs.replace(spec, env={**spec.env, GPUS: gpus})
 
 
 def _own_gpus(spec: ProcessSpec, host: str, nth: int, given: str) -> Sequence[str]:
@@ -71,12 +67,6 @@ def _own_gpus(spec: ProcessSpec, host: str, nth: int, given: str) -> Sequence[st
             "gres.conf, gpus and gpus_per_host"
         )
     return gpus
-
-
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        text = text.replace(name, value)
-    return text
 
 
 def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:

@@ -40,6 +40,7 @@ PACKAGES = {
     "decode_node": {"msgspec"},
     "console": {"msgspec", "aiohttp", "rich"},
     "router": {"msgspec", "zmq", "aiohttp", "jinja2", "opentelemetry", "tokenizers"},
+    "deploy": {"msgspec", "huggingface_hub", "psutil", "ray", "rich", "yaml", "zmq"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
 # Door of `src/baton` -> rooms that it may import. `LLM` starts nodes as processes of their own, so
@@ -71,6 +72,7 @@ WIRING = {
     "engine/kv_cache.py": {"baton.kv_transfer.host_pool"},
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
+RAY_BINDING = "deploy/cluster/ray_binding.py"
 # Training and examining the demo model, which nothing that serves imports.
 WORKSHOP = "tools/demo_model/"
 
@@ -142,6 +144,15 @@ def test_imports_by_name_are_known() -> None:
 def test_the_optional_nixl_is_named_in_one_file() -> None:
     users = [name_of(path) for path in sources() if "nixl_cu" in path.read_text()]
     assert users == [NIXL_BINDING]
+
+
+def test_the_optional_ray_is_imported_in_one_file() -> None:
+    users = [
+        name_of(path)
+        for path in sources()
+        if "ray" in {module.partition(".")[0] for module in imports(path)}
+    ]
+    assert users == [RAY_BINDING]
 
 
 def test_nothing_that_ships_imports_the_workshop_or_transformers() -> None:

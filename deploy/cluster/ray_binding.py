@@ -1,0 +1,245 @@
+"""The part of Ray that baton uses. Only this file imports Ray, an optional extra.
+
+`ray` loads it when a cluster on Ray is started, shown or ended. A cluster is a namespace with a
+placement group, an actor for each process, and its orders in Ray's control store, which holds what
+no argument of an actor may show.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+from ray.experimental import internal_kv
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from baton.deploy.cluster.ray_actor import ActorReport, ProcessActor
+from baton.deploy.cluster.ray_layout import RESTARTS, STRATEGY, Bundle, RayHost, RayOrders
+from baton.protocol.errors import NodeError
+
+GROUP = "processes"  # the name of the placement group in the namespace
+STORE = "baton"
+# The first answer of an actor waits for its process to start, which imports baton.
+ASK_S = 5.0
+CONNECT_S = 5.0
+WATCH_S = 0.2
+
+
+class RayConnection:
+    """This process as a driver of a Ray cluster. Use one at a time."""
+
+    def __init__(self, address: str, namespace: str) -> None:
+        """Connect; raises `NodeError` if Ray does not answer or refuses this host."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self._namespace = namespace
+        self._asked: dict[str, object] = {}  # process -> the answer that is on its way
+        if address != "auto":
+            _check_answers(address)
+        try:
+            with _handlers_kept():
+                ray.init(
+                    address=address,
+                    namespace=namespace,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        except (ConnectionError, RuntimeError, ValueError, AssertionError, RayError) as error:
+            raise NodeError(f"cannot join Ray at {address}: {_first_line(error)}") from error
+        self.address: str = ray.get_runtime_context().gcs_address
+
+    def close(self) -> None:
+        with _handlers_kept():
+            ray.shutdown()
+
+    def hosts(self) -> list[RayHost]:
+        """Return the live nodes of Ray."""
+        return [
+            RayHost(
+                one["NodeID"],
+                one["NodeManagerAddress"],
+                dict(one["Resources"]),
+                dict(one["Labels"]),
+            )
+            for one in ray.nodes()
+            if one["Alive"]
+        ]
+
+    def free(self) -> dict[str, float]:
+        """Return what is free of each resource."""
+        return dict(ray.available_resources())
+
+    def orders(self) -> RayOrders | None:
+        """Return what was ordered in this namespace, by whichever deployment."""
+        return _orders(self._namespace)
+
+    def start(self, orders: RayOrders, bundles: Sequence[Bundle]) -> bool:
+        """Ask for the group and its actors, and return at once.
+
+        Return False, and start nothing, if the namespace has orders already.
+        """
+        content = msgspec.json.encode(orders)
+        if internal_kv._internal_kv_put(self._namespace, content, overwrite=False, namespace=STORE):
+            return False
+        group = placement_group(
+            [bundle.resources for bundle in bundles],
+            strategy=STRATEGY,
+            name=GROUP,
+            lifetime="detached",
+            bundle_label_selector=[bundle.labels for bundle in bundles],
+        )
+        kind = ray.remote(_HostedProcess)
+        for index, bundle in enumerate(bundles):
+            own = dict(bundle.resources)
+            kind.options(
+                name=bundle.process,
+                namespace=self._namespace,
+                lifetime="detached",
+                max_restarts=RESTARTS,
+                num_cpus=own.pop("CPU"),
+                num_gpus=own.pop("GPU", 0),
+                memory=own.pop("memory", None),
+                resources=own,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            ).remote(bundle.process)
+        return True
+
+    def addresses(self) -> list[str]:
+        """Return the host of each process in their order, empty for those that have none yet."""
+        return _addresses()
+
+    def ask(self, processes: Sequence[str]) -> tuple[dict[str, ActorReport], dict[str, str]]:
+        """Return the reports of the actors, and why others are gone; late ones are in neither."""
+        reports: dict[str, ActorReport] = {}
+        gone: dict[str, str] = {}
+        for process in processes:
+            if process not in self._asked:
+                try:
+                    self._asked[process] = self._actor(process).report.remote()
+                except ValueError:
+                    gone[process] = "its actor is gone"
+        asked = {ref: process for process, ref in self._asked.items()}
+        done, _ = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
+        )
+        for ref in done:
+            process = asked[ref]
+            del self._asked[process]
+            try:
+                reports[process] = msgspec.json.decode(ray.get(ref), type=ActorReport)
+            except (ActorDiedError, ActorUnschedulableError) as error:
+                gone[process] = _last_line(error)
+            except RayError:
+                continue  # Ray starts it again
+        return reports, gone
+
+    def end(self, processes: Sequence[str], *, is_hurried: bool) -> None:
+        """Tell actors to end their processes."""
+        for process in processes:
+            with contextlib.suppress(ValueError):
+                self._actor(process).end.remote(is_hurried=is_hurried)
+
+    def remove(self, processes: Sequence[str]) -> None:
+        """Kill the actors and give back what they reserved. What still runs of them ends."""
+        actors = []
+        for process in processes:
+            with contextlib.suppress(ValueError):
+                actors.append(self._actor(process))
+        if actors and any(self.addresses()):
+            discarded = [actor.discard.remote() for actor in actors]
+            ray.wait(discarded, num_returns=len(discarded), timeout=ASK_S)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        group = _group()
+        if group is not None:
+            remove_placement_group(group)
+        internal_kv._internal_kv_del(self._namespace, namespace=STORE)
+
+    def _actor(self, process: str) -> "ray.actor.ActorHandle":
+        return ray.get_actor(process, namespace=self._namespace)
+
+
+class _HostedProcess(ProcessActor):
+    """The actor as Ray makes it: its one argument shows no secret."""
+
+    def __init__(self, process: str) -> None:
+        context = ray.get_runtime_context()
+        orders = _orders(context.namespace)
+        if orders is None:
+            raise NodeError(f"{process} was ended before it started")
+        # Ray may just be looking for a host for another bundle.
+        while not all(addresses := _addresses()):
+            time.sleep(WATCH_S)
+        came_back = bool(context.was_current_actor_reconstructed)
+        super().__init__(process, orders, addresses, came_back=came_back)
+
+
+def _orders(namespace: str) -> RayOrders | None:
+    content = internal_kv._internal_kv_get(namespace, namespace=STORE)
+    return msgspec.json.decode(content, type=RayOrders) if content is not None else None
+
+
+def _group() -> PlacementGroup | None:
+    """Return the placement group of this namespace."""
+    try:
+        return get_placement_group(GROUP)
+    except ValueError:
+        return None
+
+
+def _addresses() -> list[str]:
+    """Return the address of each bundle in their order, empty for those that have no host yet."""
+    group = _group()
+    if group is None:
+        return []
+    hosts = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
+    placed = placement_group_table(group).get("bundles_to_node_id", {})
+    return [hosts.get(node_id, "") for _, node_id in sorted(placed.items())]
+
+
+def _check_answers(address: str) -> None:
+    """Raise `NodeError` if nothing listens there; Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise NodeError(
+            f"Ray does not answer at {address} ({error}): give the HOST:PORT that `ray start "
+            "--head` has printed, from a host that has joined the Ray cluster"
+        ) from error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Keep the signal handlers of the command, which Ray replaces, and its stderr clean."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [(number, signal.getsignal(number)) for number in numbers]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)
