@@ -76,6 +76,7 @@ def kv_layout(
         block_size=cache.block_size,
         block_bytes=block_bytes,
         fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
+        kv_heads=config.num_kv_heads,
     )
 
 

@@ -34,14 +34,13 @@ def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig)
     configured transport cannot work here.
     """
     transports = make_transports(pool, epoch, config)
-    shape = pool.shape if isinstance(pool, HostPool) else pool
     checksums = None
     if config.verify_kv:
         if not isinstance(pool, HostPool):
             raise ConfigError("transfer.verify_kv needs pools in host memory; turn it off on GPUs")
         checksums = pool.checksums
     limits = AgentLimits(read_s=config.lease_s)
-    return TransferAgent(transports, shape.block_bytes, limits, checksums)
+    return TransferAgent(transports, limits, checksums)
 
 
 class TransferAgent:
@@ -50,14 +49,11 @@ class TransferAgent:
     def __init__(
         self,
         transports: Sequence[Transport],
-        block_bytes: int,
         limits: AgentLimits | None = None,
         checksums: Checksums | None = None,
     ) -> None:
         self._transports = tuple(transports)
-        self._turns = AgentTurns(
-            transports, block_bytes, limits or AgentLimits(), boottime, checksums
-        )
+        self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums)
         self._address = RankAddress({t.name: t.address() for t in transports})
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()

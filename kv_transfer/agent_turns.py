@@ -20,6 +20,7 @@ from baton.kv_transfer.interfaces import (
     BlocksSummed,
     CancelRead,
     PeerDown,
+    PeerRank,
     PeerUp,
     Read,
     ReadEnded,
@@ -29,10 +30,10 @@ from baton.kv_transfer.interfaces import (
     Transport,
 )
 from baton.protocol.errors import Cancelled, Failure, TransferError
-from baton.protocol.ids import Epoch
 from baton.runtime.clock import Clock
 
-Checksums = Callable[[Sequence[int]], tuple[int, ...]]
+# Of blocks of the local pool: the bytes from an offset on, so many of each.
+Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
 
 QUIET_POLL_S = 0.25
 MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
@@ -91,7 +92,6 @@ class AgentTurns:
     def __init__(
         self,
         transports: Sequence[Transport],
-        block_bytes: int,
         limits: AgentLimits,
         clock: Clock,
         checksums: Checksums | None = None,
@@ -100,10 +100,8 @@ class AgentTurns:
         self._limits = limits
         self._clock = clock
         self._checksums = checksums
-        self._slice_blocks = max(1, limits.slice_bytes // block_bytes)
-        self._block_bytes = block_bytes
         self._transports = {transport.name: transport for transport in transports}
-        self._peers: dict[Epoch, _ReadablePeer] = {}
+        self._peers: dict[PeerRank, _ReadablePeer] = {}
         self._readings: dict[int, _ReadablePeer] = {}
         self._unquiet: list[_Unquiet] = []
         self._events: list[AgentEvent] = []
@@ -113,14 +111,13 @@ class AgentTurns:
         match command:
             case AddPeer():
                 self._add(now_s, command)
-            case RemovePeer(peer=epoch):
-                if epoch in self._peers:
-                    self._remove(now_s, self._peers[epoch], TransferError("the peer was removed"))
+            case RemovePeer(peer=owner):
+                if owner in self._peers:
+                    self._remove(now_s, self._peers[owner], TransferError("the peer was removed"))
             case Read():
                 self._start(now_s, command)
-            case SumBlocks(ticket=ticket, block_ids=block_ids):
-                assert self._checksums is not None, "only nodes that verify ask for checksums"
-                self._events.append(BlocksSummed(ticket, self._checksums(block_ids)))
+            case SumBlocks():
+                self._events.append(self._summed(command))
             case CancelRead(ticket=ticket):
                 peer = self._readings.get(ticket)
                 for reading in peer.reads if peer else ():
@@ -133,8 +130,8 @@ class AgentTurns:
         """Do what can be done now. Return True when another turn at once is worthwhile."""
         now_s = self._clock()
         for transport in self._transports.values():
-            for epoch in transport.service():
-                self._lose(now_s, epoch, TransferError("the peer's process is gone"))
+            for owner in transport.service():
+                self._lose(now_s, owner, TransferError("the peer's process is gone"))
         moved = False
         for peer in list(self._peers.values()):
             if not peer.up and not peer.removed:
@@ -183,7 +180,9 @@ class AgentTurns:
             address = command.address.metadata.get(command.transport)
             if transport is None or address is None:
                 raise TransferError(f"{command.transport} is not offered by both ranks")
-            transport.add_peer(command.peer, address, command.num_blocks, command.block_bytes)
+            transport.add_peer(
+                command.peer, address, command.num_blocks, command.block_bytes, command.piece
+            )
         except TransferError as error:
             self._events.append(PeerDown(command.peer, error.to_failure()))
             return
@@ -200,11 +199,11 @@ class AgentTurns:
         if peer.up:
             self._events.append(PeerUp(peer.command.peer, peer.transport.name))
 
-    def _lose(self, now_s: float, epoch: Epoch, error: TransferError) -> None:
-        peer = self._peers.get(epoch)
+    def _lose(self, now_s: float, owner: PeerRank, error: TransferError) -> None:
+        peer = self._peers.get(owner)
         if peer is not None and not peer.removed:
             self._remove(now_s, peer, error)
-            self._events.append(PeerDown(epoch, error.to_failure()))
+            self._events.append(PeerDown(owner, error.to_failure()))
 
     def _remove(self, now_s: float, peer: _ReadablePeer, error: TransferError) -> None:
         peer.removed = True
@@ -243,7 +242,9 @@ class AgentTurns:
         now_s = self._clock()
         if reading.posted_s is None:
             reading.posted_s = now_s
-        begin, end = reading.next_block, reading.next_block + self._slice_blocks
+        piece_bytes = peer.command.piece.num_bytes
+        begin = reading.next_block
+        end = begin + max(1, self._limits.slice_bytes // piece_bytes)
         remote = command.remote[begin:end]
         try:
             handle = peer.transport.read(
@@ -253,7 +254,7 @@ class AgentTurns:
             self._fail(now_s, reading, error)
         else:
             reading.next_block = end
-            reading.in_flight[handle] = len(remote) * self._block_bytes
+            reading.in_flight[handle] = len(remote) * piece_bytes
         return True
 
     def _end_slices(self, now_s: float, peer: _ReadablePeer) -> bool:
@@ -293,8 +294,9 @@ class AgentTurns:
 
     def _end(self, peer: _ReadablePeer, reading: _Reading) -> None:
         ended_s = self._clock()
-        if reading.failure is None and self._is_corrupt(reading.command):
-            text = f"blocks of {reading.command.peer} arrived with other bytes than were sent"
+        if reading.failure is None and self._is_corrupt(peer, reading.command):
+            epoch, rank = reading.command.peer
+            text = f"blocks of rank {rank} of {epoch} arrived with other bytes than were sent"
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
         ticket, quiet = reading.command.ticket, not reading.in_flight
@@ -313,7 +315,15 @@ class AgentTurns:
                 self._unquiet.remove(read)
                 self._events.append(ReadQuiet(read.ticket))
 
-    def _is_corrupt(self, command: Read) -> bool:
+    def _is_corrupt(self, peer: _ReadablePeer, command: Read) -> bool:
         if self._checksums is None or not command.checksums:
             return False
-        return self._checksums(command.local) != command.checksums
+        piece = peer.command.piece
+        found = self._checksums(command.local, piece.local_offset, piece.num_bytes)
+        return found != command.checksums
+
+    def _summed(self, command: SumBlocks) -> BlocksSummed:
+        assert self._checksums is not None, "only nodes that verify ask for checksums"
+        offsets = range(0, command.num_pieces * command.piece_bytes, command.piece_bytes)
+        rows = (self._checksums(command.block_ids, at, command.piece_bytes) for at in offsets)
+        return BlocksSummed(command.ticket, tuple(rows))

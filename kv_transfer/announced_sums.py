@@ -1,7 +1,8 @@
 """Announcements that wait for the checksums of their blocks. Used where `transfer.verify_kv` is on.
 
 Held by the offers of a prefill node. Each rank's agent sums up the blocks of a span in its own
-pool; the span leaves when all ranks have answered, and what follows it keeps its place behind it.
+pool, piece by piece as decode will read them; the span leaves when all ranks have answered, and
+what follows it keeps its place behind it.
 """
 
 import itertools
@@ -20,25 +21,28 @@ from baton.protocol.messages import End, Span
 @dataclass(slots=True)
 class _Waiting:
     message: Span | End
-    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of each rank that answered
+    # The rows of each rank that answered.
+    sums: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 class AnnouncedSums:
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, block_bytes: int) -> None:
         self._num_ranks = num_ranks
+        self._block_bytes = block_bytes
         self._tickets = itertools.count(1)
         self._queues: dict[Key, deque[_Waiting]] = {}
         self._asked: dict[int, _Waiting] = {}
 
-    def add(self, message: Span | End, out: Effects) -> None:
+    def add(self, message: Span | End, num_pieces: int, out: Effects) -> None:
         """Ask all ranks for the sums of a span; an End asks for nothing and waits for its turn."""
         waiting = _Waiting(message)
         self._queues.setdefault(message.key, deque()).append(waiting)
         if isinstance(message, Span):
             ticket = next(self._tickets)
             self._asked[ticket] = waiting
+            piece_bytes = self._block_bytes // num_pieces
             for rank in range(self._num_ranks):
-                out.order(rank, SumBlocks(ticket, message.block_ids))
+                out.order(rank, SumBlocks(ticket, message.block_ids, piece_bytes, num_pieces))
 
     def summed(self, rank: int, event: BlocksSummed) -> Key | None:
         """Note an answer, and return the key whose announcements may go on."""
@@ -59,8 +63,8 @@ class AnnouncedSums:
             if isinstance(message, Span):
                 if len(sums) < self._num_ranks:
                     return
-                ordered = tuple(sums[rank] for rank in range(self._num_ranks))
-                message = msgspec.structs.replace(message, checksums=ordered)
+                rows = tuple(row for rank in range(self._num_ranks) for row in sums[rank])
+                message = msgspec.structs.replace(message, checksums=rows)
             queue.popleft()
             yield message
         self._queues.pop(key, None)

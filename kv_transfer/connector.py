@@ -30,7 +30,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.landing.landings import Landings
 from baton.kv_transfer.offers import Offers
-from baton.kv_transfer.peers import CONNECT_S, HELLO_S, Channel, Peer, PeerTable
+from baton.kv_transfer.peers import CONNECT_S, HELLO_S, Channel, Peer, PeerTable, RankLink
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.messages import (
@@ -55,7 +55,9 @@ class NodeConnector:
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._lease_s = transfer.lease_s
         self._peers = PeerTable(node, transfer)
-        sums = AnnouncedSums(len(node.ranks)) if transfer.verify_kv else None
+        sums = None
+        if transfer.verify_kv:
+            sums = AnnouncedSums(len(node.ranks), node.layout.block_bytes)
         self._offers = Offers(self._peers, transfer.lease_s, sums)
         self._landings = Landings(node, self._peers)
 
@@ -146,24 +148,25 @@ class NodeConnector:
         if isinstance(event, BlocksSummed):
             self._offers.summed(now_s, rank, event, out)
             return
-        peer = self._peers.of_epoch(event.peer)
-        if peer is None:
+        peer = self._peers.of_epoch(event.peer.epoch)
+        link = None if peer is None else peer.link(rank, event.peer.rank)
+        if peer is None or link is None:
             return  # that process is already forgotten
         match event:
             case PeerDown(failure=failure):
-                self._rank_down(now_s, peer, rank, failure, out)
+                self._link_down(now_s, peer, link, failure, out)
             case PeerUp():
-                self._peers.rank_up(peer, rank, out)
+                self._peers.link_up(peer, link, out)
                 self._landings.rank_up(now_s, peer.name, event, out)
             case _:
                 assert_never(event)
 
-    def _rank_down(
-        self, now_s: float, peer: Peer, rank: int, failure: Failure, out: Effects
+    def _link_down(
+        self, now_s: float, peer: Peer, link: RankLink, failure: Failure, out: Effects
     ) -> None:
-        if self._peers.fall_back(now_s, peer, rank, out):
+        if self._peers.fall_back(now_s, peer, link, out):
             return
-        self._peers.remove_rank(peer, rank, out)
+        self._peers.remove_link(peer, link, out)
         self._landings.rank_down(now_s, peer.name, failure, out)
 
     # --- time ----------------------------------------------------------------------------------
@@ -178,9 +181,10 @@ class NodeConnector:
         for peer in self._peers.all():
             if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= now_s:
                 self._hang_up(now_s, peer, out)
-            for rank in self._peers.late_ranks(now_s, peer):
-                text = f"rank {rank} could not connect to {peer.name[0]} in {CONNECT_S:g} s"
-                self._rank_down(now_s, peer, rank, TransferError(text).to_failure(), out)
+            for link in peer.late_links(now_s):
+                source, target = f"rank {link.edge.source} of {peer.name[0]}", link.edge.target
+                text = f"rank {target} could not connect to {source} in {CONNECT_S:g} s"
+                self._link_down(now_s, peer, link, TransferError(text).to_failure(), out)
 
     def _hang_up(self, now_s: float, peer: Peer, out: Effects) -> None:
         self._peers.disconnect(peer, out)

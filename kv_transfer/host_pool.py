@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.kv_transfer.interfaces import BlockPiece
 from baton.protocol.errors import ConfigError, TransferError
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -96,10 +97,13 @@ class HostPool:
         offset = self.shape.generations_offset
         return np.frombuffer(self._file, np.uint32, self.shape.num_blocks, offset)
 
-    def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the CRC-32 of each block. Any thread may ask for blocks that are not written."""
-        size = self.shape.block_bytes
-        return tuple(zlib.crc32(self._file[size * b : size * (b + 1)]) for b in block_ids)
+    def checksums(self, block_ids: Sequence[int], offset: int, num_bytes: int) -> tuple[int, ...]:
+        """Return the CRC-32 of those bytes of each block, which are not being written.
+
+        Any thread may ask.
+        """
+        starts = [self.shape.block_bytes * block + offset for block in block_ids]
+        return tuple(zlib.crc32(self._file[start : start + num_bytes]) for start in starts)
 
     @property
     def address(self) -> int:
@@ -148,6 +152,21 @@ def check_read(
         if len(ids) and int(ids.view(np.uint64).max()) >= num_blocks:  # negative ones are huge
             raise TransferError(f"a block id is outside of 0..{num_blocks - 1}")
     return source, target
+
+
+def check_piece(piece: BlockPiece, remote_bytes: int, local_bytes: int) -> None:
+    """Raise `TransferError` unless blocks of both sizes can be cut into such pieces."""
+    size = piece.num_bytes
+    for offset, block_bytes in (
+        (piece.remote_offset, remote_bytes),
+        (piece.local_offset, local_bytes),
+    ):
+        fits = size > 0 and 0 <= offset <= block_bytes - size
+        if not fits or offset % size or block_bytes % size:
+            raise TransferError(
+                f"its blocks have {remote_bytes} bytes, ours {local_bytes}: {size} bytes at "
+                f"{offset} are not one of several equal pieces"
+            )
 
 
 def available_bytes() -> int:

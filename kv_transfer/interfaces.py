@@ -6,7 +6,7 @@ when a read was posted and when it ended. All times are seconds since this host'
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -26,6 +26,25 @@ from baton.protocol.messages import (
 
 PeerName = tuple[NodeId, Epoch]  # one process: the same node id with another epoch is another
 
+
+class PeerRank(NamedTuple):
+    """One rank of a peer's process, so the owner of one pool."""
+
+    epoch: Epoch
+    rank: int = 0
+
+
+class BlockPiece(msgspec.Struct, frozen=True):
+    """The bytes of each block that one rank reads of another: a range of KV heads.
+
+    Both blocks are whole numbers of such pieces, and each offset is a multiple of `num_bytes`.
+    """
+
+    remote_offset: int
+    local_offset: int
+    num_bytes: int
+
+
 CORRUPT_BLOCKS = "corrupt_blocks"  # code of a read whose checksums are not those that were sent
 LEASE_EXPIRED = "lease_expired"  # code of a handoff that decode did not renew in time
 
@@ -37,23 +56,27 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class AddPeer(AgentMessage, frozen=True):
-    """Make a rank's pool readable, in the background. PeerUp or PeerDown follows."""
+    """Make a rank's pool readable, in the background. PeerUp or PeerDown follows.
 
-    peer: Epoch
+    `block_bytes` is the size of its blocks; every read of it copies `piece` of each.
+    """
+
+    peer: PeerRank
     transport: str
     address: RankAddress
     num_blocks: int
     block_bytes: int
+    piece: BlockPiece
 
 
 class RemovePeer(AgentMessage, frozen=True):
     """Forget that pool. Its reads fail and end first."""
 
-    peer: Epoch
+    peer: PeerRank
 
 
 class Read(AgentMessage, frozen=True):
-    """Copy blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
+    """Copy the piece of blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
 
     `generations` are those that prefill announced; a transport that can read the peer's generation
     table (shm) compares them again after the copy. The slots behind the prompt's last token hold
@@ -61,18 +84,20 @@ class Read(AgentMessage, frozen=True):
     """
 
     ticket: int
-    peer: Epoch
+    peer: PeerRank
     remote: tuple[int, ...]
     local: tuple[int, ...]
     generations: tuple[int, ...]
-    checksums: tuple[int, ...] = ()  # that `local` must have afterwards; empty: not checked
+    checksums: tuple[int, ...] = ()  # of the piece in `local` afterwards; empty: not checked
 
 
 class SumBlocks(AgentMessage, frozen=True):
-    """Return the checksums of blocks of the local pool. BlocksSummed follows."""
+    """Return the checksums of each piece of blocks of the local pool. BlocksSummed follows."""
 
     ticket: int
     block_ids: tuple[int, ...]
+    piece_bytes: int
+    num_pieces: int
 
 
 class CancelRead(AgentMessage, frozen=True):
@@ -85,12 +110,12 @@ AgentCommand = AddPeer | RemovePeer | Read | CancelRead | SumBlocks
 
 
 class PeerUp(AgentMessage, frozen=True):
-    peer: Epoch
+    peer: PeerRank
     transport: str
 
 
 class PeerDown(AgentMessage, frozen=True):
-    peer: Epoch
+    peer: PeerRank
     failure: Failure
 
 
@@ -113,8 +138,10 @@ class ReadQuiet(AgentMessage, frozen=True):
 
 
 class BlocksSummed(AgentMessage, frozen=True):
+    """`checksums` has a row for each piece of a block, with a checksum for each block."""
+
     ticket: int
-    checksums: tuple[int, ...]
+    checksums: tuple[tuple[int, ...], ...]
 
 
 AgentEvent = PeerUp | PeerDown | ReadEnded | ReadQuiet | BlocksSummed
@@ -160,21 +187,31 @@ class Transport(Protocol):
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""
         ...
 
-    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
-        """Begin to make that pool readable. Raises `TransferError`."""
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
+        """Begin to make that pool, with blocks of `block_bytes`, readable. Raises `TransferError`.
+
+        Reads of it copy `piece` of each block and leave the rest of the local block alone: another
+        rank's reads write there. Ranks of one process share its epoch, not its address.
+        """
         ...
 
-    def connected(self, peer: Epoch) -> bool:
+    def connected(self, peer: PeerRank) -> bool:
         """Return True once `read` works. Raises `TransferError` when it never will."""
         ...
 
-    def remove_peer(self, peer: Epoch) -> None:
+    def remove_peer(self, peer: PeerRank) -> None:
         """Forget that pool; an unknown one is no error. Its reads have ended or been given up: one
         that could not be cancelled may land until `close`."""
         ...
 
     def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
     ) -> int:
         """Post a read of one slice and return its handle. Raises `TransferError`."""
         ...
@@ -187,7 +224,7 @@ class Transport(Protocol):
         """Readable when `service` has something to do; -1 if it never has."""
         ...
 
-    def service(self) -> list[Epoch]:
+    def service(self) -> list[PeerRank]:
         """Answer peers that connect, and return the peers whose processes are gone."""
         ...
 

@@ -53,10 +53,11 @@ class Offers:
         """Take the scheduler's events of an offer; one that crossed Released is dropped."""
         if event.key not in self._sources:
             return
+        source = self._sources[event.key]
         if self._sums is None or isinstance(event, Withdrawn):
-            self._on(now_s, self._sources[event.key], event, out)
+            self._on(now_s, source, event, out)
         else:
-            self._sums.add(event, out)
+            self._sums.add(event, self._peers.num_pieces(source.peer), out)
             self._announce(now_s, event.key, out)
 
     def summed(self, now_s: float, rank: int, event: BlocksSummed, out: Effects) -> None:

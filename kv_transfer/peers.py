@@ -1,17 +1,25 @@
 """The processes this node moves blocks to or from: their channels and their readable ranks.
 
 Held by the connector only. A peer is a process, so it is named by node id and epoch. Both sides
-introduce themselves with `PeerHello`; a peer that differs in version, model, block layout or number
-of ranks is refused with a typed failure. Rank i reads rank i of a peer; ranks are connected on
-need, in the background.
+introduce themselves with `PeerHello`; a peer that differs in version, model or block layout, or
+whose degree does not fit, is refused with a typed failure. Which rank reads which of a peer's ranks
+is decided by `edges`; they are connected on need, in the background.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.kv_transfer.edges import Edge, edges_between
 from baton.kv_transfer.effects import Effects
-from baton.kv_transfer.interfaces import AddPeer, DialPeer, DropPeer, PeerName, RemovePeer
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    DialPeer,
+    DropPeer,
+    PeerName,
+    PeerRank,
+    RemovePeer,
+)
 from baton.kv_transfer.transports.choice import choose_transport
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
@@ -31,10 +39,20 @@ class Channel(Enum):
     REFUSED = auto()
 
 
-class RankLink(Enum):
+class LinkState(Enum):
     ABSENT = auto()
     ADDING = auto()
     UP = auto()
+
+
+@dataclass(slots=True, eq=False)
+class RankLink:
+    """One of our ranks and the peer's rank that it reads."""
+
+    edge: Edge
+    state: LinkState = LinkState.ABSENT
+    adding_s: float = 0.0
+    transport: str = ""  # the last that was chosen
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +65,7 @@ class Peer:
     refusal: Failure | None = None
     dialled_s: float = 0.0
     heard_s: float = 0.0
-    ranks: list[RankLink] = field(default_factory=list)
-    adding_s: list[float] = field(default_factory=list)
-    transports: list[str] = field(default_factory=list)  # of each rank, the last that was chosen
+    links: list[RankLink] = field(default_factory=list)  # empty until its ranks are to be read
     failed: set[str] = field(default_factory=set)  # transports that did not connect
 
     @property
@@ -61,19 +77,27 @@ class Peer:
         """True if no router lists it and there is something to close."""
         if self.is_listed is None:
             return self.channel is Channel.NONE
-        has_ranks = any(link is not RankLink.ABSENT for link in self.ranks)
-        return not self.is_listed and (self.channel is not Channel.NONE or has_ranks)
+        has_links = any(link.state is not LinkState.ABSENT for link in self.links)
+        return not self.is_listed and (self.channel is not Channel.NONE or has_links)
 
     @property
     def deadline_s(self) -> float | None:
         limits = [
-            at + CONNECT_S
-            for link, at in zip(self.ranks, self.adding_s, strict=True)
-            if link is RankLink.ADDING
+            link.adding_s + CONNECT_S for link in self.links if link.state is LinkState.ADDING
         ]
         if self.channel is Channel.DIALLED:
             limits.append(self.dialled_s + HELLO_S)
         return min(limits, default=None)
+
+    def link(self, target: int, source: int) -> RankLink | None:
+        """Return the link by which our rank `target` reads its rank `source`."""
+        ends = (target, source)
+        return next((one for one in self.links if (one.edge.target, one.edge.source) == ends), None)
+
+    def late_links(self, now_s: float) -> list[RankLink]:
+        """Return the links that should be up by now."""
+        adding = [link for link in self.links if link.state is LinkState.ADDING]
+        return [link for link in adding if link.adding_s + CONNECT_S <= now_s]
 
 
 class PeerTable:
@@ -92,13 +116,7 @@ class PeerTable:
     def get(self, name: PeerName) -> Peer:
         """Return that process, and remember it from now on."""
         if name not in self._peers:
-            num_ranks = len(self._node.ranks)
-            self._peers[name] = Peer(
-                name,
-                ranks=[RankLink.ABSENT] * num_ranks,
-                adding_s=[0.0] * num_ranks,
-                transports=[""] * num_ranks,
-            )
+            self._peers[name] = Peer(name)
         return self._peers[name]
 
     def of_epoch(self, epoch: Epoch) -> Peer | None:
@@ -127,8 +145,8 @@ class PeerTable:
         unlisted = [p for p in unlisted if p.name not in in_use]
         for peer in unlisted:
             self.disconnect(peer, out)
-            for rank in range(len(peer.ranks)):
-                self.remove_rank(peer, rank, out)
+            for link in peer.links:
+                self.remove_link(peer, link, out)
         superseded = [p for p in unlisted if self._current.get(p.name[0]) != p.name]
         kept = [p for p in self._peers.values() if p.is_listed is False and p not in superseded]
         for peer in superseded + [p for p in kept[:-MAX_UNLISTED] if p.name not in in_use]:
@@ -180,60 +198,64 @@ class PeerTable:
 
     # --- ranks ---------------------------------------------------------------------------------
 
-    def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
-        """Begin to connect every rank that is not connected or connecting.
+    def num_pieces(self, name: PeerName) -> int:
+        """Return into how many pieces that decode node's reads cut a block of ours."""
+        info = self._peers[name].info
+        assert info is not None, "a handoff was offered to it"
+        return edges_between(self._node, info)[0].num_pieces
 
-        Raises `TransferError` if one never can be: no transport serves both sides.
+    def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
+        """Begin to connect every link that is not up or connecting.
+
+        The peer is not refused. Raises `TransferError` if one never can be: no transport serves
+        both sides.
         """
         info = peer.info
         if info is None:
             return
-        for rank in range(len(info.ranks)):
-            if peer.ranks[rank] is RankLink.ABSENT:
-                self._add_rank(now_s, peer, info, rank, out)
+        if not peer.links:
+            peer.links = [RankLink(edge) for edge in edges_between(info, self._node)]
+        for link in peer.links:
+            if link.state is LinkState.ABSENT:
+                self._add(now_s, peer, info, link, out)
 
-    def fall_back(self, now_s: float, peer: Peer, rank: int, out: Effects) -> bool:
-        """Connect a rank by another transport if it did not connect by the first; else False."""
-        if peer.ranks[rank] is not RankLink.ADDING or peer.info is None:
+    def fall_back(self, now_s: float, peer: Peer, link: RankLink, out: Effects) -> bool:
+        """Connect a link by another transport if it did not connect by the first; else False."""
+        if link.state is not LinkState.ADDING or peer.info is None:
             return False
-        peer.failed.add(peer.transports[rank])
-        self.remove_rank(peer, rank, out)
+        peer.failed.add(link.transport)
+        self.remove_link(peer, link, out)
         try:
-            self._add_rank(now_s, peer, peer.info, rank, out)
+            self._add(now_s, peer, peer.info, link, out)
         except TransferError:
             peer.failed.clear()  # none has worked, so the next landing begins with the first again
             return False
         return True
 
-    def rank_up(self, peer: Peer, rank: int, out: Effects) -> None:
-        if peer.ranks[rank] is RankLink.ABSENT:  # it was given up in the meantime
-            out.order(rank, RemovePeer(peer.epoch))
+    def link_up(self, peer: Peer, link: RankLink, out: Effects) -> None:
+        if link.state is LinkState.ABSENT:  # it was given up in the meantime
+            out.order(link.edge.target, RemovePeer(_owner(peer, link)))
         else:
-            peer.ranks[rank] = RankLink.UP
+            link.state = LinkState.UP
 
-    def remove_rank(self, peer: Peer, rank: int, out: Effects) -> None:
+    def remove_link(self, peer: Peer, link: RankLink, out: Effects) -> None:
         """Disconnect it; the next landing that needs it connects it afresh."""
-        if peer.ranks[rank] is not RankLink.ABSENT:
-            peer.ranks[rank] = RankLink.ABSENT
-            out.order(rank, RemovePeer(peer.epoch))
-
-    def late_ranks(self, now_s: float, peer: Peer) -> list[int]:
-        """Return the ranks that should have been connected by now."""
-        return [
-            rank
-            for rank, link in enumerate(peer.ranks)
-            if link is RankLink.ADDING and peer.adding_s[rank] + CONNECT_S <= now_s
-        ]
+        if link.state is not LinkState.ABSENT:
+            link.state = LinkState.ABSENT
+            out.order(link.edge.target, RemovePeer(_owner(peer, link)))
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _add_rank(self, now_s: float, peer: Peer, info: NodeInfo, rank: int, out: Effects) -> None:
-        address, ours = info.ranks[rank], self._node.ranks[rank]
+    def _add(self, now_s: float, peer: Peer, info: NodeInfo, link: RankLink, out: Effects) -> None:
+        edge = link.edge
+        address, ours = info.ranks[edge.source], self._node.ranks[edge.target]
         transport = choose_transport(address, ours, self._transfer.transport, peer.failed)
-        peer.ranks[rank], peer.adding_s[rank] = RankLink.ADDING, now_s
-        peer.transports[rank] = transport
-        add = AddPeer(peer.epoch, transport, address, info.num_blocks, info.layout.block_bytes)
-        out.order(rank, add)
+        link.state, link.adding_s, link.transport = LinkState.ADDING, now_s, transport
+        add = AddPeer(
+            _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
+            edge.piece,
+        )  # fmt: skip
+        out.order(edge.target, add)
 
     def _hello(self) -> PeerHello:
         node = self._node
@@ -263,3 +285,7 @@ class PeerTable:
         if (problem := transport_problem(prefill, decode)) is not None:
             return TransferError(problem, code="no_transport").to_failure()
         return None
+
+
+def _owner(peer: Peer, link: RankLink) -> PeerRank:
+    return PeerRank(peer.epoch, link.edge.source)

@@ -34,16 +34,17 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Root of everything that travels; the tag is the class name."""
 
 
-class KVLayout(msgspec.Struct, frozen=True):
+class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """One KV block of one rank's pool: what two pools must agree on to exchange blocks.
 
     A rank's pool is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, so a
-    block is one contiguous region for all layers.
+    block is one contiguous region for all layers, and so is any range of its heads.
     """
 
     block_size: Count  # tokens
-    block_bytes: NumBytes
+    block_bytes: NumBytes  # of one rank, so nodes of other degrees have other numbers
     fingerprint: str  # covers everything that two pools must share
+    kv_heads: Count = 0  # of the model, over all ranks; 0: not known
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -394,7 +395,8 @@ class Span(Message, frozen=True):
     first_block: BlockCount
     block_ids: tuple[BlockId, ...]
     generations: tuple[Generation, ...]
-    # Of each block on each rank, where `transfer.verify_kv` is on.
+    # Where `transfer.verify_kv` is on: a row for each piece in which decode reads a block, by rank
+    # of prefill and then by heads. Each row has a checksum for each block.
     checksums: tuple[tuple[Checksum, ...], ...] = ()
 
 

@@ -13,16 +13,35 @@ def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    return degrees_problem(len(prefill.ranks), len(decode.ranks))
+    """Return why no rank of `decode` could tell which part of whose blocks to read."""
+    num_prefill, num_decode = len(prefill.ranks), len(decode.ranks)
+    if problem := degrees_problem(num_prefill, num_decode):
+        return problem
+    kv_heads = prefill.layout.kv_heads
+    for node in (prefill, decode):
+        if num_prefill != num_decode and not _can_share(node, kv_heads):
+            return (
+                f"{node.node_id} publishes {node.layout.kv_heads} KV heads for its ranks, so reads "
+                "of part of its blocks cannot be named; give both nodes the same tensor_parallel"
+            )
+    ours, theirs = prefill.layout.block_bytes, decode.layout.block_bytes
+    heads = kv_heads or num_prefill
+    if ours * min(num_prefill, heads) != theirs * min(num_decode, heads):
+        return (
+            f"blocks of {prefill.node_id} have {ours} bytes on each of {num_prefill} ranks, blocks "
+            f"of {decode.node_id} {theirs} on each of {num_decode}: they hold different heads"
+        )
+    return None
 
 
 def degrees_problem(num_prefill: int, num_decode: int) -> str | None:
     """Return why these numbers of ranks do not fit; a description of a cluster has no more."""
-    if num_prefill == num_decode:
+    fewer, more = sorted((num_prefill, num_decode))
+    if fewer == more or (fewer and more % fewer == 0):
         return None
     return (
-        f"prefill with {num_prefill} ranks cannot feed decode with {num_decode}: "
-        "reads of part of a block are not supported yet; give both nodes the same tensor_parallel"
+        f"prefill with {num_prefill} ranks cannot feed decode with {num_decode}: choose values of "
+        "tensor_parallel of which one divides the other"
     )
 
 
@@ -34,3 +53,11 @@ def transport_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
         f"{decode.node_id} has {', '.join(decode.reaches)}; nodes on different hosts need NIXL: "
         "pip install -e '.[nixl]' on both"
     )
+
+
+def _can_share(node: NodeInfo, kv_heads: int) -> bool:
+    """Return whether the node's ranks can hold that many KV heads evenly, as it says they do."""
+    num_ranks = len(node.ranks)
+    if node.layout.kv_heads != kv_heads or not kv_heads:
+        return False  # an older node does not say
+    return kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0

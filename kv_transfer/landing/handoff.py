@@ -1,9 +1,10 @@
 """One handoff on the decode side: announced spans are read into its blocks until all are there.
 
 The connector feeds it the scheduler's events, prefill's messages and the ends of reads. It reports
-Landed only with every block read on every rank, with End, and with proof that prefill held the
-blocks while they were read. A landing that fails drains first: it gives its blocks back when no
-read can write to them any more, and names those where this is not certain as quarantined.
+Landed only with every piece of every block read on every rank, with End, and with proof that
+prefill held the blocks while they were read. A landing that fails drains first: it gives its blocks
+back when no read can write to them any more, and names those where this is not certain as
+quarantined.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import assert_never
 
+from baton.kv_transfer.edges import Edge
 from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
@@ -25,13 +27,14 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.landing.lease import ReaderLease
 from baton.kv_transfer.landing.reads import SpanReads
-from baton.kv_transfer.peers import Peer, RankLink
+from baton.kv_transfer.peers import LinkState, Peer
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     Declined,
     Done,
     End,
+    NodeInfo,
     Offered,
     Renew,
     Renewed,
@@ -72,7 +75,7 @@ LandingEvent = Announcement | Withdrawn | Land | Abandon | Broken | PeerUp | Rea
 
 class LandingHandoff:
     def __init__(
-        self, now_s: float, expect: Expect, num_ranks: int, max_blocks: int, take_ticket: TakeTicket
+        self, now_s: float, expect: Expect, max_blocks: int, take_ticket: TakeTicket
     ) -> None:
         self.key = expect.key
         self.prefill_node = expect.prefill_node
@@ -80,7 +83,6 @@ class LandingHandoff:
         self.state = LandingState.EXPECTED
         self.lease: ReaderLease | None = None
         self.failure: Failure | None = None
-        self._num_ranks = num_ranks
         self._max_blocks = max_blocks
         self._take_ticket = take_ticket
         self._since_s = now_s
@@ -270,9 +272,7 @@ class LandingHandoff:
             return "a span does not follow the last one"
         if num_blocks == 0 or num_blocks != len(span.generations):
             return "a span is malformed"
-        if span.checksums and [len(sums) for sums in span.checksums] != (
-            [num_blocks] * self._num_ranks
-        ):
+        if any(len(row) != num_blocks for row in span.checksums):
             return "a span's checksums are not those of its blocks"
         if span.first_block + num_blocks > self._num_blocks:
             return "a span has more blocks than were offered"
@@ -284,26 +284,31 @@ class LandingHandoff:
             text = f"prefill holds {self._num_blocks} blocks, decode wants another number"
             self._fail(now_s, _wrong(text), out)
             return
-        self._reads = SpanReads(land.first_block, land.block_ids, [0] * self._num_ranks)
+        self._reads = SpanReads(land.first_block, land.block_ids)
         self.state = LandingState.LANDING
         self._since_s = self._progress_s = now_s
         self.renewed(now_s)
         out.tell(self.peer, Renew((self.key,)))
 
     def _read(self, now_s: float, peer: Peer | None, out: Effects) -> None:
-        """Post the reads of announced blocks that are missing, on every connected rank."""
+        """Post the reads of announced blocks that are missing, over every link that is up."""
         assert self._reads is not None
         assert peer is not None
-        for rank, num_posted in enumerate(self._reads.num_posted):
-            if peer.info is None or peer.ranks[rank] is not RankLink.UP:
+        if peer.info is None or not peer.links:
+            return
+        reads = self._reads
+        reads.num_posted = reads.num_posted or [0] * len(peer.links)
+        for number, link in enumerate(peer.links):
+            if link.state is not LinkState.UP:
                 continue
-            for span in self._spans[num_posted:]:
-                if not all(0 <= block < peer.info.num_blocks for block in span.block_ids):
-                    self._fail(now_s, _wrong("a span names blocks that prefill does not have"), out)
+            for span in self._spans[reads.num_posted[number] :]:
+                problem = _unreadable(span, peer.info, link.edge)
+                if problem is not None:
+                    self._fail(now_s, _wrong(problem), out)
                     return
-                read = self._reads.post(rank, span, peer.epoch, self._next_ticket)
+                read = reads.post(number, link.edge, span, peer.epoch, self._next_ticket)
                 if read is not None:
-                    out.order(rank, read)
+                    out.order(link.edge.target, read)
 
     def _next_ticket(self) -> int:
         return self._take_ticket(self.key)
@@ -364,3 +369,12 @@ class LandingHandoff:
 
 def _wrong(text: str) -> Failure:
     return TransferError(text).to_failure()
+
+
+def _unreadable(span: Span, prefill: NodeInfo, edge: Edge) -> str | None:
+    """Return why the blocks of a span cannot be read of the node that announced it."""
+    if not all(0 <= block < prefill.num_blocks for block in span.block_ids):
+        return "a span names blocks that prefill does not have"
+    if span.checksums and len(span.checksums) != len(prefill.ranks) * edge.num_pieces:
+        return "a span has checksums of other pieces than are read"
+    return None

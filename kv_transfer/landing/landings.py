@@ -71,7 +71,7 @@ class Landings:
                 self._decline(parked.peer, key, failure, out)
             return
         landing = self._landings[key] = LandingHandoff(
-            now_s, expect, len(self._node.ranks), self._node.num_blocks, self._take_ticket
+            now_s, expect, self._node.num_blocks, self._take_ticket
         )
         self._next_s[key] = landing.deadline_s
         self._make_readable(now_s, landing, out)

@@ -1,24 +1,27 @@
 """The reads of one landing: which blocks of which span go where, and how each read ended.
 
-Held by a landing machine, which decides when to post. Only blocks that decode lacks are read. A
-local block is free again when its read has ended quiet, and quarantined when that is not certain.
+Held by a landing machine, which decides when to post. Only blocks that decode lacks are read, once
+over every edge. A local block is free again when its reads have ended quiet, and quarantined when
+that is not certain of one of them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.kv_transfer.interfaces import Read, ReadEnded
+from baton.kv_transfer.edges import Edge
+from baton.kv_transfer.interfaces import PeerRank, Read, ReadEnded
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import Span
 
 
 @dataclass(slots=True)
 class SpanReads:
-    """`num_posted[rank]` counts the spans that were posted (or need no read) on that rank."""
+    """`num_posted` counts, by edge, the spans that were posted or need no read."""
 
     first_block: int
     block_ids: tuple[int, ...]
-    num_posted: list[int]
+    num_posted: list[int] = field(default_factory=list)  # empty until the edges are known
+    # By ticket: our rank and its blocks.
     outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     quarantined: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by ticket
     posted_s: list[float] = field(default_factory=list)
@@ -26,10 +29,13 @@ class SpanReads:
     num_bytes: int = 0
 
     def post(
-        self, rank: int, span: Span, peer: Epoch, take_ticket: Callable[[], int]
+        self, number: int, edge: Edge, span: Span, peer: Epoch, take_ticket: Callable[[], int]
     ) -> Read | None:
-        """Return the read of the blocks of `span` that are missing here; None when none are."""
-        self.num_posted[rank] += 1
+        """Return the read of the blocks of `span` that are missing here; None when none are.
+
+        `number` is that of the edge among those of the peer.
+        """
+        self.num_posted[number] += 1
         skip = max(0, self.first_block - span.first_block)
         remote = span.block_ids[skip:]
         if not remote:
@@ -37,9 +43,10 @@ class SpanReads:
         start = span.first_block + skip - self.first_block
         local = self.block_ids[start : start + len(remote)]
         ticket = take_ticket()
-        self.outstanding[ticket] = (rank, local)
-        checksums = span.checksums[rank][skip:] if span.checksums else ()
-        return Read(ticket, peer, remote, local, span.generations[skip:], checksums)
+        self.outstanding[ticket] = (edge.target, local)
+        checksums = span.checksums[edge.sums_row][skip:] if span.checksums else ()
+        owner = PeerRank(peer, edge.source)
+        return Read(ticket, owner, remote, local, span.generations[skip:], checksums)
 
     def ended(self, event: ReadEnded) -> None:
         _, local = self.outstanding.pop(event.ticket)
@@ -57,6 +64,8 @@ class SpanReads:
         self.outstanding.clear()
 
     def have_all(self, num_spans: int) -> bool:
+        if not self.num_posted:
+            return num_spans == 0
         return not self.outstanding and all(posted == num_spans for posted in self.num_posted)
 
     def transfer_s(self) -> float:

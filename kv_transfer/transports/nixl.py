@@ -1,10 +1,10 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-Only an agent's thread calls it. The whole pool of a peer is prepared as one descriptor list, and
-reads name blocks in it by index. Giving up a read that is in flight does not stop it: measured, all
-of its bytes landed after its handle was released and its peer removed. So only a read that has
-ended, or that failed because its connection broke, counts as quiet. A read of a frozen peer never
-ends; the agent keeps the deadlines.
+Only an agent's thread calls it. Of each peer one descriptor list is prepared, with the piece of
+every block that is read there, and reads name blocks in it by index. Giving up a read that is in
+flight does not stop it: measured, all of its bytes landed after its handle was released and its
+peer removed. So only a read that has ended, or that failed because its connection broke, counts as
+quiet. A read of a frozen peer never ends; the agent keeps the deadlines.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import check_read
-from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.host_pool import check_piece, check_read
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
 from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
 from baton.protocol.bounds import BlockCount, NumBytes
 from baton.protocol.errors import ConfigError, TransferError
@@ -58,10 +58,12 @@ class NixlTransport:
         )
         self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # a warm-up must not touch the pool
         try:
-            self._pool, self._sink = self._register()
+            self._sink = self._register()
         except self._errors.at_start as error:
             raise ConfigError(f"nixl cannot register the pool: {error}") from error
-        self._peers: dict[Epoch, _PreparedPeer] = {}
+        # Our side of reads: the prepared pieces of all our blocks, by offset and length.
+        self._targets: dict[tuple[int, int], Releasable] = {}
+        self._peers: dict[PeerRank, _PreparedPeer] = {}
         # Removed with reads in flight: forgotten when the last of them has ended.
         self._leaving: list[_PreparedPeer] = []
         # Agents that were removed while their connection was well, with their metadata. Adding one
@@ -69,20 +71,16 @@ class NixlTransport:
         self._parked: dict[str, bytes] = {}
         self._reads: dict[int, _Flight] = {}
         self._next_handle = 0
-        self._gone: list[Epoch] = []
+        self._gone: list[PeerRank] = []
 
-    def _register(self) -> tuple[Releasable, Releasable]:
-        """Register the pool and the scratch; return their prepared descriptors."""
+    def _register(self) -> Releasable:
+        """Register the pool and the scratch; return the scratch's prepared descriptor."""
         memory, scratch = self._memory, int(self._scratch.ctypes.data)
         kind, device = _segment(memory.device)
         size = memory.num_blocks * memory.block_bytes
         self._agent.register_memory([(memory.address, size, device, "")], kind)
         self._agent.register_memory([(scratch, WARM_UP_BYTES, 0, "")], "DRAM")
-        sink = _row(scratch, WARM_UP_BYTES, 0)
-        return (
-            self._agent.prep_xfer_dlist("", _rows(memory), kind),
-            self._agent.prep_xfer_dlist("", sink, "DRAM"),
-        )
+        return self._agent.prep_xfer_dlist("", _row(scratch, WARM_UP_BYTES, 0), "DRAM")
 
     def address(self) -> bytes:
         memory = self._memory
@@ -91,27 +89,28 @@ class NixlTransport:
             memory.num_blocks, memory.block_bytes, self._agent.get_agent_metadata(),
         ).encode()  # fmt: skip
 
-    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
         where = NixlAddress.decode(address)
-        announced = (peer, num_blocks, block_bytes)
+        announced = (peer.epoch, num_blocks, block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
             raise TransferError("the address is not that peer's")
-        if block_bytes != self._memory.block_bytes:
-            mine = self._memory.block_bytes
-            raise TransferError(f"its blocks have {block_bytes} bytes, ours {mine}")
+        check_piece(piece, block_bytes, self._memory.block_bytes)
         self.remove_peer(peer)
-        busy = next((known for known in self._leaving if known.where == where), None)
+        same = (where, piece)
+        busy = next((one for one in self._leaving if (one.where, one.piece) == same), None)
         if busy is not None:
             self._leaving.remove(busy)
             self._peers[peer] = busy
             return
         try:
-            self._peers[peer] = self._prepare(where)
+            self._peers[peer] = self._prepare(where, piece)
         except self._errors.all as error:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
-    def _prepare(self, where: "NixlAddress") -> "_PreparedPeer":
-        """Load the metadata, prepare the whole pool and post the transfer that connects."""
+    def _prepare(self, where: "NixlAddress", piece: BlockPiece) -> "_PreparedPeer":
+        """Load the metadata, prepare the pieces of the pool and post the transfer that connects."""
         parked = self._parked.pop(where.agent, None)
         added = where.agent
         if parked != where.metadata:
@@ -126,23 +125,33 @@ class NixlTransport:
                 where.pool_address, where.num_blocks, where.block_bytes, where.device
             )
             kind, device = _segment(where.device)
-            pool = self._agent.prep_xfer_dlist(added, _rows(memory), kind)
+            rows = _rows(memory, piece.remote_offset, piece.num_bytes)
+            pieces = self._agent.prep_xfer_dlist(added, rows, kind)
             first = _row(where.pool_address, min(WARM_UP_BYTES, where.block_bytes), device)
             source = self._agent.prep_xfer_dlist(added, first, kind)
             zero = np.zeros(1, np.int32)
             handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
-            peer = _PreparedPeer(where, pool, source)
+            peer = _PreparedPeer(where, piece, pieces, self._target(piece), source)
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
             undo.pop_all()
         return peer
 
-    def connected(self, peer: Epoch) -> bool:
+    def _target(self, piece: BlockPiece) -> Releasable:
+        """Return where reads of that piece go; peers of one shape share it."""
+        place = (piece.local_offset, piece.num_bytes)
+        if place not in self._targets:
+            kind, _ = _segment(self._memory.device)
+            rows = _rows(self._memory, *place)
+            self._targets[place] = self._agent.prep_xfer_dlist("", rows, kind)
+        return self._targets[place]
+
+    def connected(self, peer: PeerRank) -> bool:
         found = self._peer(peer)
         if found.warm_up is not None and self._has_ended(found.warm_up):
             found.warm_up = None
         return found.warm_up is None
 
-    def remove_peer(self, peer: Epoch) -> None:
+    def remove_peer(self, peer: PeerRank) -> None:
         found = self._peers.pop(peer, None)
         if found is not None:
             found.give_up_s = monotonic() + WARM_UP_S
@@ -150,7 +159,11 @@ class NixlTransport:
             self._forget_quiet_ones()
 
     def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
     ) -> int:
         found = self._peer(peer)
         mine = self._memory.num_blocks
@@ -158,7 +171,7 @@ class NixlTransport:
         order = np.argsort(target, kind="stable")  # NIXL makes one request of neighbours
         into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
         try:
-            handle = self._agent.make_prepped_xfer("READ", self._pool, into, found.pool, out_of)
+            handle = self._agent.make_prepped_xfer("READ", found.target, into, found.pieces, out_of)
             state = self._agent.transfer(handle)
         except self._errors.all as error:
             raise self._failed(found, error) from error
@@ -189,7 +202,7 @@ class NixlTransport:
     def fileno(self) -> int:
         return -1
 
-    def service(self) -> list[Epoch]:
+    def service(self) -> list[PeerRank]:
         self._forget_quiet_ones()
         gone, self._gone = self._gone, []
         return gone
@@ -209,15 +222,17 @@ class NixlTransport:
         for part in parts:
             with contextlib.suppress(*self._errors.all):
                 part.release()
-        self._pool.release()
+        for target in self._targets.values():
+            target.release()
+        self._targets.clear()
         self._sink.release()
         self._reads.clear()
         self._peers.clear()
         self._leaving.clear()
         # NIXL ends an agent when its last reference goes: nothing may keep one in a traceback.
-        del self._agent, self._pool, self._sink
+        del self._agent, self._sink
 
-    def _peer(self, peer: Epoch) -> "_PreparedPeer":
+    def _peer(self, peer: PeerRank) -> "_PreparedPeer":
         found = self._peers.get(peer)
         if found is None:
             raise TransferError("unknown peer")
@@ -315,7 +330,9 @@ def _digest(body: bytes) -> bytes:
 @dataclass(slots=True, eq=False)
 class _PreparedPeer:
     where: NixlAddress
-    pool: Releasable
+    piece: BlockPiece
+    pieces: Releasable  # of all of its blocks
+    target: Releasable  # the same pieces of ours; the transport's own
     source: Releasable  # of the warm-up
     warm_up: "_Flight | None" = None
     num_in_flight: int = 0
@@ -325,7 +342,7 @@ class _PreparedPeer:
     def release(self) -> None:
         if self.warm_up is not None:
             self.warm_up.release()
-        self.pool.release()
+        self.pieces.release()
         self.source.release()
 
 
@@ -351,12 +368,13 @@ def _segment(device: str) -> tuple[str, int]:
     return ("VRAM" if kind == "cuda" else "DRAM"), int(index or 0)
 
 
-def _rows(memory: PoolMemory) -> NDArray[np.uint64]:
-    """Return one descriptor per block: [num_blocks, 3] of address, length, device."""
+def _rows(memory: PoolMemory, offset: int, num_bytes: int) -> NDArray[np.uint64]:
+    """Return one descriptor per block for those bytes of it: [num_blocks, 3] of address, length,
+    device."""
     rows = np.empty((memory.num_blocks, 3), np.uint64)
     offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(memory.block_bytes)
-    rows[:, 0] = offsets + np.uint64(memory.address)
-    rows[:, 1] = memory.block_bytes
+    rows[:, 0] = offsets + np.uint64(memory.address + offset)
+    rows[:, 1] = num_bytes
     rows[:, 2] = _segment(memory.device)[1]
     return rows
 

@@ -21,7 +21,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape, check_read
+from baton.kv_transfer.host_pool import (
+    NONCE_BYTES,
+    HostPool,
+    PoolShape,
+    check_piece,
+    check_read,
+)
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank
 from baton.kv_transfer.transports.fence import make_fence
 from baton.kv_transfer.transports.pool_lender import PoolLender, is_trusted, unix_socket
 from baton.protocol.errors import TransferError
@@ -40,13 +47,12 @@ class ShmTransport:
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
         self._fence = make_fence()
         self._pool = pool
-        self._blocks = block_view(pool.buffer, pool.shape)
         self._epoch = epoch
         self._ended: set[int] = set()
         self._next_handle = 0
-        self._peers: dict[Epoch, _MappedPeer] = {}
-        self._links: dict[int, Epoch] = {}
-        self._gone: list[Epoch] = []
+        self._peers: dict[PeerRank, _MappedPeer] = {}
+        self._links: dict[int, PeerRank] = {}
+        self._gone: list[PeerRank] = []
         self._poller = select.epoll()
         self._lender = PoolLender(pool)
         self._poller.register(self._lender, select.EPOLLIN)
@@ -56,15 +62,15 @@ class ShmTransport:
         name, nonce = self._lender.name, self._pool.nonce
         return ShmAddress(host, name, nonce, self._epoch, network).encode()
 
-    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
         where = ShmAddress.decode(address)
         if where.host != this_place()[0]:
             raise TransferError("the pool is on another host")
-        if where.epoch != peer or len(where.nonce) != NONCE_BYTES:
+        if where.epoch != peer.epoch or len(where.nonce) != NONCE_BYTES:
             raise TransferError("the address is not that peer's")
-        if block_bytes != self._pool.shape.block_bytes:
-            mine = self._pool.shape.block_bytes
-            raise TransferError(f"its blocks have {block_bytes} bytes, ours {mine}")
+        check_piece(piece, block_bytes, self._pool.shape.block_bytes)
         self.remove_peer(peer)
         link = unix_socket()
         try:
@@ -75,14 +81,15 @@ class ShmTransport:
         except (OSError, ValueError) as error:
             link.close()
             raise TransferError(f"cannot reach the owner of the pool: {error}") from error
-        self._peers[peer] = _MappedPeer(link, where.nonce, PoolShape(num_blocks, block_bytes))
+        shape = PoolShape(num_blocks, block_bytes)
+        self._peers[peer] = _MappedPeer(link, where.nonce, shape, piece)
         self._links[link.fileno()] = peer
         self._poller.register(link, select.EPOLLIN)
 
-    def connected(self, peer: Epoch) -> bool:
+    def connected(self, peer: PeerRank) -> bool:
         return self._peer(peer).mapping is not None
 
-    def remove_peer(self, peer: Epoch) -> None:
+    def remove_peer(self, peer: PeerRank) -> None:
         found = self._peers.pop(peer, None)
         if found is not None:
             self._drop_link(found)
@@ -90,17 +97,27 @@ class ShmTransport:
                 found.mapping.close()
 
     def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
     ) -> int:
-        mapping = self._peer(peer).mapping
+        found = self._peer(peer)
+        mapping, piece = found.mapping, found.piece
         if mapping is None:
             raise TransferError("the pool is not mapped yet")
-        mine = self._pool.shape.num_blocks
-        source, target = check_read(remote, mapping.shape.num_blocks, local, mine)
+        mine = self._pool.shape
+        source, target = check_read(remote, mapping.shape.num_blocks, local, mine.num_blocks)
         expected = np.asarray(generations, np.int64)
         if len(expected) != len(source):
             raise TransferError("a read needs a generation for each remote block")
-        copy_blocks(self._blocks, target, mapping.blocks, source)
+        copy_blocks(
+            piece_view(self._pool.buffer, mine, piece),
+            piece_numbers(target, mine, piece.local_offset, piece),
+            piece_view(mapping.file, mapping.shape, piece),
+            piece_numbers(source, mapping.shape, piece.remote_offset, piece),
+        )
         # After the copy: a generation is bumped before the first store of a block's next owner, so
         # equal numbers mean that nothing of the next owner was copied.
         self._fence()
@@ -120,7 +137,7 @@ class ShmTransport:
     def fileno(self) -> int:
         return self._poller.fileno()
 
-    def service(self) -> list[Epoch]:
+    def service(self) -> list[PeerRank]:
         for descriptor, _ in self._poller.poll(0):
             if descriptor == self._lender.fileno():
                 self._lender.service()
@@ -137,7 +154,7 @@ class ShmTransport:
 
     # --- the reader's side ----------------------------------------------------------------------
 
-    def _peer(self, peer: Epoch) -> "_MappedPeer":
+    def _peer(self, peer: PeerRank) -> "_MappedPeer":
         found = self._peers.get(peer)
         if found is None:
             raise TransferError("unknown peer")
@@ -147,8 +164,8 @@ class ShmTransport:
 
     def _hear_owner(self, descriptor: int) -> None:
         """Take the pool that the owner sent, or notice that its process ended."""
-        epoch = self._links[descriptor]
-        peer = self._peers[epoch]
+        owner = self._links[descriptor]
+        peer = self._peers[owner]
         assert peer.link is not None
         try:
             said, descriptors, _, _ = socket.recv_fds(peer.link, 16, 1)
@@ -164,7 +181,7 @@ class ShmTransport:
         except TransferError as error:
             peer.failure = error.message
             self._drop_link(peer)
-            self._gone.append(epoch)
+            self._gone.append(owner)
         finally:
             for received in descriptors:
                 os.close(received)
@@ -209,6 +226,7 @@ class _MappedPeer:
     link: socket.socket | None
     nonce: bytes
     shape: PoolShape
+    piece: BlockPiece
     mapping: "_Mapping | None" = None
     failure: str = ""
 
@@ -225,26 +243,35 @@ class _Mapping:
             # Unless it is sealed, a shrinking file would be SIGBUS in the middle of a copy.
             if not seals & fcntl.F_SEAL_SHRINK:
                 raise TransferError("the pool is not sealed against shrinking")
-            self._file = mmap.mmap(descriptor, shape.file_bytes, prot=mmap.PROT_READ)
+            self.file = mmap.mmap(descriptor, shape.file_bytes, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the pool: {error}") from error
         begin = shape.nonce_offset
-        if self._file[begin : begin + NONCE_BYTES] != nonce:
-            self._file.close()
+        if self.file[begin : begin + NONCE_BYTES] != nonce:
+            self.file.close()
             raise TransferError("the pool's nonce is not in the mapping: not the same memory")
         self.generations = np.frombuffer(
-            self._file, np.uint32, shape.num_blocks, shape.generations_offset
+            self.file, np.uint32, shape.num_blocks, shape.generations_offset
         )
-        self.blocks = block_view(self._file, shape)
 
     def close(self) -> None:
-        del self.generations, self.blocks  # a view would keep the file open
-        self._file.close()
+        del self.generations  # a view would keep the file open
+        self.file.close()
 
 
-def block_view(buffer: mmap.mmap | memoryview, shape: PoolShape) -> NDArray[np.void]:
-    """Return the blocks of a pool, each as one opaque element."""
-    return np.ndarray(shape.num_blocks, np.dtype((np.void, shape.block_bytes)), buffer)
+def piece_view(
+    buffer: mmap.mmap | memoryview, shape: PoolShape, piece: BlockPiece
+) -> NDArray[np.void]:
+    """Return the pieces of a pool in order, each as one opaque element."""
+    num_pieces = shape.pool_bytes // piece.num_bytes
+    return np.ndarray(num_pieces, np.dtype((np.void, piece.num_bytes)), buffer)
+
+
+def piece_numbers(
+    blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockPiece
+) -> NDArray[np.int64]:
+    """Return which element of `piece_view` lies at `offset` in each of `blocks`."""
+    return blocks * (shape.block_bytes // piece.num_bytes) + offset // piece.num_bytes
 
 
 def copy_blocks(
@@ -253,7 +280,7 @@ def copy_blocks(
     source_pool: NDArray[np.void],
     source: NDArray[np.int64],
 ) -> None:
-    """Copy block `source[i]` to `target[i]`; ids are in range, no target occurs twice.
+    """Copy element `source[i]` to `target[i]`; ids are in range, no target occurs twice.
 
     Neighbours in both pools are one copy. Where that joins little, a run of neighbours in one pool
     is one gather or one scatter. Each call releases the GIL, and a busy thread may then keep it: so

@@ -19,6 +19,7 @@ from baton.protocol.config import (
     ModelConfig,
     NodeConfig,
     RouterConfig,
+    TransferConfig,
 )
 from tests.support.checkpoints import model_folder
 from tests.support.cluster import Cluster
@@ -164,3 +165,20 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
     for reader in readers:
         reader.join()
         assert reader.tokens == expected(len(reader.tokens))
+
+
+def test_a_stream_of_a_killed_node_goes_on_where_the_ranks_are_others(tmp_path: Path) -> None:
+    ranks = {"prefill-0": 2, "decode-0": 1, "decode-1": 4}
+    config = msgspec.structs.replace(settings(decode=2), transfer=TransferConfig(verify_kv=True))
+    with Cluster(tmp_path, config, ranks=ranks) as cluster:
+        reader = Reader(cluster)
+        reader.wait_for_more(20)
+        first = serving(cluster, "decode")
+        cluster.kill(first)
+        reader.wait_for_more(20)
+        other = "decode-1" if first == "decode-0" else "decode-0"
+        reads = [read.failure for read in cluster.reads(other)]
+    reader.join()
+    assert reader.tokens == expected(len(reader.tokens))
+    assert reads
+    assert not any(reads)

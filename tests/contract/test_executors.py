@@ -15,7 +15,16 @@ from baton.engine.local_executor import InProcessExecutor
 from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.weights import fingerprint
 from baton.engine.worker_executor import WorkerExecutor
-from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded, TransferPort
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentEvent,
+    BlockPiece,
+    PeerRank,
+    PeerUp,
+    Read,
+    ReadEnded,
+    TransferPort,
+)
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -336,14 +345,15 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
         )
         assert Steps(source).result().tokens[0] == (expected.token_ids[0],)
         for rank, port in enumerate(reader.ports):
-            address = info.ranks[rank]
-            port.send(AddPeer(SOURCE, "shm", address, info.num_blocks, info.layout.block_bytes))
+            owner, block_bytes = PeerRank(SOURCE, rank), info.layout.block_bytes
+            whole = BlockPiece(0, 0, block_bytes)
+            port.send(AddPeer(owner, "shm", info.ranks[rank], info.num_blocks, block_bytes, whole))
             assert isinstance(event_of(port), PeerUp)
-            port.send(Read(1, SOURCE, remote, local, generations))
+            port.send(Read(1, owner, remote, local, generations))
             ended = event_of(port)
             assert isinstance(ended, ReadEnded)
             assert (ended.failure, ended.quiet) == (None, True)
-            assert ended.num_bytes == len(remote) * info.layout.block_bytes
+            assert ended.num_bytes == len(remote) * block_bytes
         steps, key = Steps(reader), new_key()
         got = steps.tokens(decode_slice(key, local, len(PROMPT), expected.token_ids[0]))
         got += steps.tokens(decode_slice(key, local, len(PROMPT) + 1))

@@ -27,11 +27,11 @@ def started(name: str, stack: ExitStack) -> TransferPeer:
 
 def connect(reader: TransferPeer, owner: TransferPeer) -> None:
     reader.send(reader.add(owner))
-    assert reader.wait(1) == [PeerUp(owner.options.epoch, "shm")]
+    assert reader.wait(1) == [PeerUp(owner.name, "shm")]
 
 
 def copy(reader: TransferPeer, owner: TransferPeer, block: int) -> None:
-    reader.send(Read(block, owner.options.epoch, (block,), (block,), (0,)))
+    reader.send(Read(block, owner.name, (block,), (block,), (0,)))
     (end,) = reader.wait(1)
     assert isinstance(end, ReadEnded)
     assert end.failure is None

@@ -11,9 +11,10 @@ import pytest
 
 from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.interfaces import (
-    AddPeer,
+    BlockPiece,
     CancelRead,
     PeerDown,
+    PeerRank,
     PeerUp,
     Read,
     ReadEnded,
@@ -55,10 +56,17 @@ class Peers:
         transport: TransportChoice = "nixl" if self.mode.startswith("nixl") else "shm"
         faults = UNRULY if self.mode == "faulty" else None
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
-        options = PeerOptions(epoch, transport, NUM_BLOCKS, block_bytes, limits, faults)
+        return self._start(PeerOptions(epoch, transport, NUM_BLOCKS, block_bytes, limits, faults))
+
+    def _start(self, options: PeerOptions) -> TransferPeer:
         peer = TransferPeer(options, {"UCX_TLS": "tcp"} if self.mode == "nixl-tcp" else {})
         self._stack.callback(peer.close)
         return peer
+
+    def ranks(self, block_bytes: int) -> list[TransferPeer]:
+        """Two ranks of one process lifetime."""
+        first = self.start(block_bytes=block_bytes)
+        return [first, self._start(msgspec.structs.replace(first.options, rank=1))]
 
     def pair(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
         """A reader, and an owner that it is connected to."""
@@ -85,16 +93,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[TransferPeer]]:
     found.close()
 
 
-def connect(reader: TransferPeer, owner: TransferPeer) -> None:
-    reader.send(reader.add(owner))
+def connect(reader: TransferPeer, owner: TransferPeer, piece: BlockPiece | None = None) -> None:
+    reader.send(reader.add(owner, piece))
     (event,) = reader.wait(1)
-    assert event == PeerUp(owner.options.epoch, *owner.address.metadata)
+    assert event == PeerUp(owner.name, *owner.address.metadata)
 
 
 def read(owner: TransferPeer, remote: range | list[int], local: range | list[int]) -> Read:
-    return Read(
-        next(_tickets), owner.options.epoch, tuple(remote), tuple(local), (0,) * len(remote)
-    )
+    return Read(next(_tickets), owner.name, tuple(remote), tuple(local), (0,) * len(remote))
 
 
 def run(reader: TransferPeer, *reads: Read) -> list[ReadEnded]:
@@ -184,7 +190,7 @@ def test_a_peer_may_be_removed_and_added_again(pair: list[TransferPeer]) -> None
     reader, owner = pair
     owner.ask(fill=7)
     for block in range(3):
-        reader.send(RemovePeer(owner.options.epoch))
+        reader.send(RemovePeer(owner.name))
         connect(reader, owner)
         (end,) = run(reader, read(owner, [block], [block]))
         assert end.failure is None
@@ -196,7 +202,7 @@ def test_descriptors_come_back_and_dev_shm_stays_empty(pair: list[TransferPeer])
     shared = sorted(os.listdir("/dev/shm"))
     files = [peer.ask().open_files for peer in pair]
     for _ in range(5):
-        reader.send(RemovePeer(owner.options.epoch))
+        reader.send(RemovePeer(owner.name))
         connect(reader, owner)
     (end,) = run(reader, read(owner, [1], [1]))
     assert end.failure is None
@@ -209,17 +215,18 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
     reader, owner = pair
     good = reader.add(owner)
     (name, data), dice = next(iter(owner.address.metadata.items())), random.Random(0)
-    other = Epoch("someone-else")
+    other = PeerRank(Epoch("someone-else"))
     damaged = [b"", data[:-1], data[: len(data) // 2], data + b"x", dice.randbytes(300)]
     if name == "shm":
-        where = msgspec.structs.replace(ShmAddress.decode(data), epoch=other)
+        where = msgspec.structs.replace(ShmAddress.decode(data), epoch=other.epoch)
         damaged.append(msgspec.structs.replace(where, nonce=bytes(16)).encode())
         damaged.append(msgspec.structs.replace(where, host="elsewhere").encode())
     for _ in range(8):
         wrong = bytearray(data)
         wrong[dice.randrange(8, 16)] ^= 1 << dice.randrange(8)
         damaged.append(bytes(wrong))
-    bad = [AddPeer(other, name, RankAddress({name: d}), NUM_BLOCKS, 64 << 10) for d in damaged]
+    addresses = [RankAddress({name: data}) for data in damaged]
+    bad = [msgspec.structs.replace(good, peer=other, address=address) for address in addresses]
     bad.append(msgspec.structs.replace(good, peer=other))
     bad.append(msgspec.structs.replace(good, peer=other, block_bytes=4096))
     bad.append(msgspec.structs.replace(good, peer=other, transport="pigeon"))
@@ -240,6 +247,41 @@ def test_a_pool_of_other_blocks_is_refused(peers: Peers) -> None:
     (event,) = reader.wait(1)
     assert isinstance(event, PeerDown)
     assert "4096" in event.failure.message
+
+
+def test_pieces_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) -> None:
+    half, remote, local = 32 << 10, [5, 6, 7, 20, 9, 8, 40], [10, 11, 12, 13, 30, 29, 0]
+    sources, parts = peers.ranks(half), peers.ranks(half)
+    whole = peers.start(block_bytes=2 * half)
+    for number, source in enumerate(sources):
+        source.ask(fill=20 + number)
+        connect(whole, source, BlockPiece(0, number * half, half))
+    for end in run(whole, *(read(source, remote, local) for source in sources)):
+        assert (end.failure, end.num_bytes) == (None, len(remote) * half)
+    for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
+        connect(part, whole, BlockPiece(number * half, 0, half))
+        (end,) = run(part, read(whole, local, remote))
+        assert (end.failure, end.num_bytes) == (None, len(remote) * half)
+        assert part.digests(tuple(remote)) == source.digests(tuple(remote))
+
+
+def test_a_piece_that_is_not_one_of_equal_parts_of_a_block_is_refused(
+    pair: list[TransferPeer],
+) -> None:
+    reader, owner = pair
+    good = reader.add(owner)
+    size = good.block_bytes
+    for piece in (
+        BlockPiece(size, 0, size),
+        BlockPiece(0, -size, size),
+        BlockPiece(size // 4, 0, size // 2),
+        BlockPiece(0, 0, size // 3),
+        BlockPiece(0, 0, 0),
+    ):
+        other = PeerRank(owner.name.epoch, 1)
+        reader.send(msgspec.structs.replace(good, peer=other, piece=piece))
+        (event,) = reader.wait(1)
+        assert isinstance(event, PeerDown), piece
 
 
 def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) -> None:

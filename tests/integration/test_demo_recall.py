@@ -13,7 +13,7 @@ import pytest
 from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.interfaces import BlockPiece, Transport
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,
@@ -110,7 +110,7 @@ def test_a_block_damaged_in_transit_costs_facts(
     reads: list[tuple[int, ...]] = []
 
     def blanking(inner: Transport, pool: HostPool) -> Transport:
-        def landed(local: tuple[int, ...]) -> None:
+        def landed(local: tuple[int, ...], _: BlockPiece) -> None:
             reads.append(local)
             if len(reads) == 2:  # that of the second chunk
                 start = local[len(local) // 2] * pool.shape.block_bytes

@@ -58,16 +58,26 @@ def answered(cluster: Cluster, length: int, salt: int = 0) -> list[int]:
     return answer["choices"][0]["token_ids"]  # type: ignore[index,no-any-return]
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "transport", "ranks"),
+    [
+        *((family, name, (1, 1)) for family in FAMILIES for name in ("shm", "nixl")),
+        ("qwen3", "nixl", (1, 2)),
+        ("llama", "nixl", (2, 1)),
+    ],
+)
 def test_processes_say_what_transformers_says(
-    family: str, transport: TransportChoice, tmp_path: Path
+    family: str, transport: TransportChoice, ranks: tuple[int, int], tmp_path: Path
 ) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     lengths = (1, 15, 16, 17, 300, 4_100)
     config = settings(family, transport)
-    with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(len(lengths)) as pool:
+    degrees = dict(zip(("prefill-0", "decode-0"), ranks, strict=True))
+    with (
+        Cluster(tmp_path, config, ranks=degrees) as cluster,
+        ThreadPoolExecutor(len(lengths)) as pool,
+    ):
         answers = list(pool.map(lambda n: answered(cluster, n), lengths))
     for length, tokens in zip(lengths, answers, strict=True):
         count_ties(oracle(family).greedy(prompt(length), NUM_TOKENS), tokens)

@@ -12,7 +12,14 @@ import msgspec
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    TransferConfig,
+)
+from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import FAMILIES, model_folder
@@ -27,13 +34,17 @@ LONG = 4_100
 
 
 @cache
-def oracle(family: str) -> Oracle:
-    return Oracle(model_folder(family))
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
 
 
 @cache
-def expected(family: str, length: int, salt: int = 0) -> Expected:
-    return oracle(family).greedy(prompt(length, salt), NUM_TOKENS)
+def expected_of(folder: Path, length: int) -> Expected:
+    return oracle(folder).greedy(prompt(length), NUM_TOKENS)
+
+
+def expected(family: str, length: int) -> Expected:
+    return expected_of(model_folder(family), length)
 
 
 def settings(family: str, **cache: bool) -> ClusterConfig:
@@ -134,16 +145,41 @@ def test_choices_and_seeds_come_out_the_same_split_and_colocated(
     assert split.num_bytes_read("decode-0") == 3 * split.block_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_on_each_side_say_what_one_says(family: str, tmp_path: Path) -> None:
-    config = settings(family)
-    ranks = msgspec.structs.replace(config.engine, tensor_parallel=2)
-    cluster = NodeThreads(tmp_path, never_local(msgspec.structs.replace(config, engine=ranks)))
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode", "kv_heads", "verify"),
+    [
+        *((family, 2, 2, 2, False) for family in FAMILIES),
+        ("llama", 1, 2, 2, True),
+        ("qwen3", 2, 1, 2, True),
+        ("qwen2", 2, 4, 4, False),
+        ("mistral", 4, 2, 4, True),
+        ("qwen3", 2, 4, 2, True),  # two ranks of decode read the same head
+        ("llama", 4, 2, 2, False),  # two ranks of prefill hold it
+    ],
+)
+def test_any_degrees_on_both_sides_say_what_one_rank_says(
+    family: str, prefill: int, decode: int, kv_heads: int, verify: bool, tmp_path: Path
+) -> None:
+    folder = model_folder(family, num_kv_heads=kv_heads)
+    config = msgspec.structs.replace(
+        settings(family, prefix=False),
+        model=ModelConfig(path=str(folder)),
+        transfer=TransferConfig(verify_kv=verify),
+    )
+    ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
+    cluster = NodeThreads(tmp_path, never_local(config), ranks=ranks)
+    lengths = LENGTHS if prefill == decode else LENGTHS[2:]
 
     async def some(llm: AsyncLLM) -> list[RequestOutput]:
-        return await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS))
+        return await asyncio.gather(*(greedy(llm, prompt(n)) for n in lengths))
 
     outputs = cluster.run(some)
-    for length, output in zip(LENGTHS, outputs, strict=True):
-        count_ties(expected(family, length), output.outputs[0].token_ids)
+    for length, output in zip(lengths, outputs, strict=True):
+        want = expected_of(folder, length)
+        count_ties(want, output.outputs[0].token_ids)
     assert cluster.prompt_tokens_computed("decode-0") == 0
+    # Every rank of decode gets its heads once, also those that another rank gets too.
+    num_bytes = sum(-(-n // BLOCK) for n in lengths) * cluster.block_bytes
+    num_bytes *= max(1, decode // kv_heads)
+    assert cluster.num_bytes_read("decode-0") == num_bytes
+    assert sum(output.metrics.transfer_bytes for output in outputs) == num_bytes

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import urllib.response
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -31,8 +31,8 @@ START_TIMEOUT_S = 90.0
 class Cluster:
     """`config.prefill` + `config.decode` nodes and a router; a context manager.
 
-    `env` is for the nodes. They meet over ipc, or over the ports of this host. `lines` holds
-    everything that any of them printed.
+    `env` is for the nodes, `ranks` the degree of single ones. They meet over ipc, or over the ports
+    of this host. `lines` holds everything that any of them printed.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Cluster:
         config: ClusterConfig,
         env: tuple[tuple[str, str], ...] = (),
         over: Literal["ipc", "tcp"] = "ipc",
+        ranks: Mapping[str, int] | None = None,
     ) -> None:
         self.folder = folder
         self.lines: list[str] = []
@@ -48,6 +49,7 @@ class Cluster:
         self.port = 0
         self._env = env
         self._over = over
+        self._ranks = ranks or {}
         control = f"ipc://{folder}/control" if over == "ipc" else f"tcp://127.0.0.1:{free_port()}"
         self.config = msgspec.structs.replace(
             config,
@@ -83,7 +85,9 @@ class Cluster:
         name = f"{role}-{index}"
         bind = f"ipc://{self.folder}/peers-{name}" if self._over == "ipc" else "tcp://127.0.0.1"
         node = msgspec.structs.replace(self.config.node, id=name, bind=bind)
-        self.start(name, msgspec.structs.replace(self.config, node=node), role)
+        degree = self._ranks.get(name, self.config.engine.tensor_parallel)
+        engine = msgspec.structs.replace(self.config.engine, tensor_parallel=degree)
+        self.start(name, msgspec.structs.replace(self.config, node=node, engine=engine), role)
 
     def start(self, name: str, config: ClusterConfig, command: str = "") -> None:
         settings = self.folder / f"{name}.yaml"

@@ -28,6 +28,7 @@ from baton.protocol.messages import (
 )
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 64
+HEAD_BYTES = 16  # of one KV head in a block of a node whose number of heads is known
 FAILURE = Failure("test", "the test wants it so")
 P, D = NodeId("p"), NodeId("d")
 
@@ -40,12 +41,25 @@ def rank_address(epoch: str, host: str = "host") -> RankAddress:
     return RankAddress({"shm": ShmAddress(host, f"@{epoch}", b"n" * 16, Epoch(epoch)).encode()})
 
 
-def node(name: str, role: Role, *, num_ranks: int = 1, **fields: object) -> NodeInfo:
-    """Return what a node publishes; `fields` replace parts of it."""
+def heads_of(kv_heads: int, num_ranks: int, rank: int) -> list[int]:
+    """Return the KV heads of one rank; with fewer heads than ranks, neighbours hold the same."""
+    if kv_heads < num_ranks:
+        return [rank * kv_heads // num_ranks]
+    held = kv_heads // num_ranks
+    return list(range(rank * held, (rank + 1) * held))
+
+
+def node(
+    name: str, role: Role, *, num_ranks: int = 1, kv_heads: int = 0, **fields: object
+) -> NodeInfo:
+    """Return what a node publishes; `fields` replace parts of it. Without `kv_heads` it is one of
+    an older version, each of whose ranks has blocks of `BLOCK_BYTES`."""
     epoch = f"{name}-1"
+    held = len(heads_of(kv_heads, max(1, num_ranks), 0))
+    block_bytes = held * HEAD_BYTES if kv_heads else BLOCK_BYTES
     info = NodeInfo(
         NodeId(name), Epoch(epoch), role, f"ipc://{name}" if role == "decode" else "", 64,
-        KVLayout(BLOCK_SIZE, BLOCK_BYTES, "layout"), (rank_address(epoch),) * num_ranks,
+        KVLayout(BLOCK_SIZE, block_bytes, "layout", kv_heads), (rank_address(epoch),) * num_ranks,
         "model", 4096, 100,
     )  # fmt: skip
     return msgspec.structs.replace(info, **fields)

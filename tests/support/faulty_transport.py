@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank, Transport
 from baton.protocol.errors import TransferError
-from baton.protocol.ids import Epoch
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -27,19 +26,21 @@ class Faults(msgspec.Struct, frozen=True):
 
 
 NO_FAULTS = Faults()
-Landed = Callable[[tuple[int, ...]], None]
+Landed = Callable[[tuple[int, ...], BlockPiece], None]
 
 
 @dataclass(slots=True)
 class _Read:
     inner: set[int]  # handles of the wrapped transport that have not ended
     local: tuple[int, ...]
+    piece: BlockPiece
     tests_left: int = 0
     failure: TransferError | None = None
 
 
 class FaultyTransport:
-    """`inner` with `faults`. `landed` gets the local blocks of a read before its end is told."""
+    """`inner` with `faults`. `landed` gets the local blocks of a read, and which piece of them it
+    brought, before its end is told."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class FaultyTransport:
         self._faults = faults
         self._random = random.Random(seed)
         self._landed = landed
+        self._pieces: dict[PeerRank, BlockPiece] = {}
         self._reads: dict[int, _Read] = {}
         self._next_handle = 0
         self._stalled_tests = 0
@@ -60,23 +62,31 @@ class FaultyTransport:
     def address(self) -> bytes:
         return self._inner.address()
 
-    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
-        self._inner.add_peer(peer, address, num_blocks, block_bytes)
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
+        self._inner.add_peer(peer, address, num_blocks, block_bytes, piece)
+        self._pieces[peer] = piece
 
-    def connected(self, peer: Epoch) -> bool:
+    def connected(self, peer: PeerRank) -> bool:
         return self._inner.connected(peer)
 
-    def remove_peer(self, peer: Epoch) -> None:
+    def remove_peer(self, peer: PeerRank) -> None:
         self._inner.remove_peer(peer)
 
     def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
     ) -> int:
         # Every chance is drawn for every read, so that one fault does not shift the others.
         faults = self._faults
         names = ("delay", "duplicate", "stall")
         drawn = {name for name in names if self._random.random() < getattr(faults, name)}
-        read = _Read({self._inner.read(peer, remote, local, generations)}, tuple(local))
+        handle = self._inner.read(peer, remote, local, generations)
+        read = _Read({handle}, tuple(local), self._pieces[peer])
         if "duplicate" in drawn:
             with contextlib.suppress(TransferError):
                 read.inner.add(self._inner.read(peer, remote, local, generations))
@@ -99,7 +109,7 @@ class FaultyTransport:
         if read.failure is not None:
             raise read.failure
         if self._landed is not None:
-            self._landed(read.local)
+            self._landed(read.local, read.piece)
         return True
 
     def _inner_has_ended(self, read: _Read) -> bool:
@@ -128,7 +138,7 @@ class FaultyTransport:
     def fileno(self) -> int:
         return self._inner.fileno()
 
-    def service(self) -> list[Epoch]:
+    def service(self) -> list[PeerRank]:
         return self._inner.service()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class NodeThread:
 class NodeThreads:
     """`config.prefill` and `config.decode` nodes behind one `AsyncLLM`, in `folder`.
 
-    `prefix` overrides `cache.prefix` for a role.
+    `prefix` overrides `cache.prefix` for a role, and `ranks` its `engine.tensor_parallel`.
     """
 
     def __init__(
@@ -70,10 +70,12 @@ class NodeThreads:
         folder: Path,
         config: ClusterConfig,
         prefix: Mapping[Role, bool] | None = None,
+        ranks: Mapping[Role, int] | None = None,
     ) -> None:
         self.folder = folder
         self.block_bytes = block_bytes(Path(config.model.path), config.cache.block_size)
         self._prefix = prefix or {}
+        self._ranks = ranks or {}
         control = f"ipc://{folder}/control"
         self.config = msgspec.structs.replace(
             config,
@@ -113,7 +115,9 @@ class NodeThreads:
         cache = msgspec.structs.replace(
             self.config.cache, prefix=self._prefix.get(role, self.config.cache.prefix)
         )
-        config = msgspec.structs.replace(self.config, node=node, cache=cache)
+        degree = self._ranks.get(role, self.config.engine.tensor_parallel)
+        engine = msgspec.structs.replace(self.config.engine, tensor_parallel=degree)
+        config = msgspec.structs.replace(self.config, node=node, cache=cache, engine=engine)
         return NodeThread(config, role)
 
     def records(self, name: str) -> list[Record]:

@@ -7,13 +7,14 @@ and at the end here. The same random source gives the same schedule.
 from dataclasses import dataclass
 from random import Random
 
-from baton.kv_transfer.interfaces import Landed, Released
+from baton.kv_transfer.interfaces import Landed, PeerRank, Released
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Epoch
 from tests.support.connectors import FAILURE, key, node, rank_address
 from tests.support.transfer_world import Process, Prompt, Reading, Session, World
 
 LEASE_S = 3.0
+DEGREES = ((1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
 MAX_SETTLING_STEPS = 40_000  # ten minutes of renewals, if decode never has blocks
 
 
@@ -37,7 +38,9 @@ class Nemesis:
         self.rng = rng
         self.malice = malice
         self.world = World(TransferConfig(lease_s=LEASE_S))
-        self.num_ranks = rng.choice((1, 1, 2))
+        self.kv_heads = rng.choice((2, 4))
+        # Of prefill and of decode nodes.
+        self.degrees = dict(zip("pd", rng.choice(DEGREES), strict=True))
         self.num_started = 0
         self.attempts: dict[str, int] = {}
         for name in ("p0", "d0", *rng.choice(((), ("p1",), ("d1",)))):
@@ -47,10 +50,10 @@ class Nemesis:
 
     def _start(self, name: str, life: int) -> None:
         role = "prefill" if name[0] == "p" else "decode"
-        epoch = f"{name}-{life}"
+        epoch, num_ranks = f"{name}-{life}", self.degrees[name[0]]
         info = node(
-            name, role, num_ranks=self.num_ranks, epoch=Epoch(epoch),
-            num_blocks=12, ranks=(rank_address(epoch),) * self.num_ranks,
+            name, role, num_ranks=num_ranks, kv_heads=self.kv_heads, epoch=Epoch(epoch),
+            num_blocks=12, ranks=(rank_address(epoch),) * num_ranks,
         )  # fmt: skip
         self.world.start(info, self.rng.uniform(-500, 500))
 
@@ -108,7 +111,7 @@ class Nemesis:
         elif session.down:
             self.world.deliver_down(session)
 
-    def _rank_work(self, process: Process) -> list[tuple[int, Epoch] | Reading]:
+    def _rank_work(self, process: Process) -> list[tuple[int, PeerRank] | Reading]:
         """Ranks to connect and reads to go on with."""
         adding = [link for link, state in process.links.items() if state == "adding"]
         return [*adding, *(r for r in process.readings.values() if not r.is_frozen)]

@@ -22,7 +22,7 @@ import numpy as np
 from baton.kv_transfer.agent import TransferAgent
 from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent
+from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, BlockPiece, PeerRank
 from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
@@ -43,6 +43,7 @@ class PeerOptions(msgspec.Struct, frozen=True):
     block_bytes: int = 64 << 10
     limits: AgentLimits = AgentLimits()
     faults: Faults | None = None
+    rank: int = 0  # of those with the same epoch
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -92,6 +93,10 @@ class TransferPeer:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def name(self) -> PeerRank:
+        return PeerRank(self.options.epoch, self.options.rank)
+
     def ask(self, **request: object) -> Answer:
         self._link.send(msgspec.msgpack.encode(Request(**request)))  # type: ignore[arg-type]
         return self._receive()
@@ -116,11 +121,14 @@ class TransferPeer:
     def digests(self, blocks: tuple[int, ...]) -> tuple[bytes, ...]:
         return self.ask(digests=blocks).digests
 
-    def add(self, other: "TransferPeer") -> AddPeer:
-        """The command that makes `other` readable from here."""
+    def add(self, other: "TransferPeer", piece: BlockPiece | None = None) -> AddPeer:
+        """The command that makes `other`, or that piece of its blocks, readable from here."""
         (name,) = other.address.metadata
         shape = other.options
-        return AddPeer(shape.epoch, name, other.address, shape.num_blocks, shape.block_bytes)
+        return AddPeer(
+            other.name, name, other.address, shape.num_blocks, shape.block_bytes,
+            piece or BlockPiece(0, 0, self.options.block_bytes),
+        )  # fmt: skip
 
     def kill(self) -> None:
         self._process.kill()
@@ -151,7 +159,7 @@ class _Child:
         transports = make_transports(self._pool, options.epoch, config)
         if options.faults is not None:
             transports = [FaultyTransport(inner, options.faults) for inner in transports]
-        self._agent = TransferAgent(transports, options.block_bytes, options.limits)
+        self._agent = TransferAgent(transports, options.limits)
 
     def serve(self, link: socket.socket) -> None:
         link.send(msgspec.msgpack.encode(self._answer(Request())))

@@ -13,6 +13,7 @@ from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     Abandon,
     AddPeer,
+    BlockPiece,
     BlocksQuiet,
     CancelRead,
     ConnectorCommand,
@@ -30,6 +31,7 @@ from baton.kv_transfer.interfaces import (
     PeerDown,
     PeerLost,
     PeerName,
+    PeerRank,
     PeersChanged,
     PeerUp,
     Read,
@@ -43,7 +45,7 @@ from baton.kv_transfer.interfaces import (
 from baton.protocol.codec import to_decode_codec, to_prefill_codec
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     End,
     FirstToken,
@@ -53,12 +55,12 @@ from baton.protocol.messages import (
     Span,
     Withdrawn,
 )
-from tests.support.connectors import BLOCK_BYTES, BLOCK_SIZE, FAILURE
+from tests.support.connectors import BLOCK_SIZE, FAILURE, heads_of
 
 TO_DECODE, TO_PREFILL = to_decode_codec(), to_prefill_codec()
 GARBAGE = ("garbage",)
 
-Bytes = tuple[object, ...]  # what stands in a block: (key, index in the prompt, rank)
+Bytes = tuple[object, ...]  # what a block has of one KV head: (key, index in the prompt, head)
 
 
 @dataclass(eq=False)
@@ -76,6 +78,7 @@ class Session:
 class Reading:
     command: Read
     rank: int
+    piece: BlockPiece
     owner: "Prompt"
     posted_s: float
     copied: int = 0
@@ -114,13 +117,29 @@ class Process:
         self.reports: list[ConnectorReport] = []
         self.free = list(range(info.num_blocks))
         self.owner: dict[int, Prompt | str] = {}
-        self.content: dict[tuple[int, int], Bytes] = {}  # (rank, block)
-        self.links: dict[tuple[int, Epoch], str] = {}  # (rank, peer) -> adding, up
+        self.content: dict[tuple[int, int], list[Bytes]] = {}  # (rank, block), by head
+        self.links: dict[tuple[int, PeerRank], str] = {}  # (rank, peer) -> adding, up
+        self.pieces: dict[tuple[int, PeerRank], BlockPiece] = {}
         self.readings: dict[int, Reading] = {}
 
     @property
     def ranks(self) -> range:
         return range(len(self.info.ranks))
+
+    def heads(self, rank: int) -> list[int]:
+        """The KV heads of that rank; an older node does not say, and its ranks count as heads."""
+        num_ranks = len(self.info.ranks)
+        return heads_of(self.info.layout.kv_heads or num_ranks, num_ranks, rank)
+
+    def held(self, rank: int, block: int) -> list[Bytes]:
+        """What that block has there."""
+        return self.content.setdefault((rank, block), [GARBAGE] * len(self.heads(rank)))
+
+    def heads_in(self, rank: int, offset: int, num_bytes: int) -> slice:
+        """Which of a block's heads lie in those bytes."""
+        head_bytes = self.info.layout.block_bytes // len(self.heads(rank))
+        assert offset % head_bytes == num_bytes % head_bytes == 0
+        return slice(offset // head_bytes, (offset + num_bytes) // head_bytes)
 
     def take(self, prompt: Prompt, count: int) -> list[int]:
         taken, self.free = self.free[:count], self.free[count:]
@@ -134,7 +153,7 @@ class Process:
         for block in blocks:
             self.owner[block] = "quarantined" if block in quarantined else "free"
             for rank in self.ranks:
-                self.content[rank, block] = GARBAGE
+                self.content[rank, block] = [GARBAGE] * len(self.heads(rank))
         self.free = [b for b in blocks if b not in quarantined] + self.free
 
 
@@ -194,7 +213,8 @@ class World:
         blocks = tuple(prompt.blocks[first : first + count])
         for index, block in enumerate(blocks, first):
             for rank in process.ranks:
-                process.content[rank, block] = (prompt.key, index, rank)
+                held = [(prompt.key, index, head) for head in process.heads(rank)]
+                process.content[rank, block] = list(held)
         prompt.num_announced += len(blocks)
         process.inbox.append(Span(prompt.key, first, blocks, (1,) * len(blocks)))
 
@@ -238,9 +258,11 @@ class World:
             case Landed(tokens=tokens, num_bytes=num_bytes):
                 for rank in process.ranks:
                     for index, block in enumerate(prompt.blocks, prompt.first_block):
-                        assert process.content[rank, block] == (prompt.key, index, rank)
+                        held = [(prompt.key, index, head) for head in process.heads(rank)]
+                        assert process.content[rank, block] == held
                 assert tokens == (FirstToken(prompt.num_blocks),)
-                assert num_bytes == len(prompt.blocks) * BLOCK_BYTES * len(process.ranks)
+                block_bytes = process.info.layout.block_bytes
+                assert num_bytes == len(prompt.blocks) * block_bytes * len(process.ranks)
                 assert not self._reads_of(process, prompt), "landed, and still being read"
                 process.give_back(prompt.blocks)
             case LandingEnded(quarantined=quarantined):
@@ -306,9 +328,10 @@ class World:
 
     def _order(self, process: Process, rank: int, order: object) -> None:
         match order:
-            case AddPeer(peer=peer):
+            case AddPeer(peer=peer, piece=piece):
                 assert (rank, peer) not in process.links, "added twice"
                 process.links[rank, peer] = "adding"
+                process.pieces[rank, peer] = piece
             case RemovePeer(peer=peer):
                 process.links.pop((rank, peer), None)
                 for reading in list(process.readings.values()):
@@ -319,7 +342,8 @@ class World:
                 assert len(owners) == 1, "a read into blocks of several owners"
                 owner = next(iter(owners.values()))
                 assert isinstance(owner, Prompt), "a read into a free block"
-                reading = Reading(order, rank, owner, self.local_s(process))
+                piece = process.pieces[rank, order.peer]
+                reading = Reading(order, rank, piece, owner, self.local_s(process))
                 process.readings[ticket] = reading
                 if process.links.get((rank, order.peer)) != "up":
                     self.end_read(process, reading, FAILURE)
@@ -327,14 +351,14 @@ class World:
                 if ticket in process.readings:
                     process.readings[ticket].is_cancelled = True
 
-    def connect(self, process: Process, rank: int, peer: Epoch) -> None:
-        if any(p.info.epoch == peer for p in self.processes.values()):
+    def connect(self, process: Process, rank: int, peer: PeerRank) -> None:
+        if any(p.info.epoch == peer.epoch for p in self.processes.values()):
             process.links[rank, peer] = "up"
             process.inbox.append(FromRank(rank, PeerUp(peer, "shm")))
         else:
             self.disconnect(process, rank, peer)
 
-    def disconnect(self, process: Process, rank: int, peer: Epoch) -> None:
+    def disconnect(self, process: Process, rank: int, peer: PeerRank) -> None:
         del process.links[rank, peer]
         process.inbox.append(FromRank(rank, PeerDown(peer, FAILURE)))
         for reading in list(process.readings.values()):
@@ -347,9 +371,13 @@ class World:
         at, reading.copied = reading.copied % len(source), reading.copied + 1
         owner = process.owner[target[at]]
         assert owner is reading.owner or owner == "quarantined", "a write into another's block"
-        peer = next(p for p in self.everybody.values() if p.info.epoch == reading.command.peer)
-        found = peer.content.get((reading.rank, source[at]), GARBAGE)  # memory outlives a process
-        process.content[reading.rank, target[at]] = found
+        epoch, rank = reading.command.peer
+        peer = next(p for p in self.everybody.values() if p.info.epoch == epoch)
+        piece = reading.piece
+        theirs = peer.heads_in(rank, piece.remote_offset, piece.num_bytes)
+        ours = process.heads_in(reading.rank, piece.local_offset, piece.num_bytes)
+        # Memory outlives a process.
+        process.held(reading.rank, target[at])[ours] = peer.held(rank, source[at])[theirs]
 
     def end_read(
         self, process: Process, reading: Reading, failure: Failure | None, *, quiet: bool = True
@@ -357,7 +385,7 @@ class World:
         while failure is None and reading.copied < len(reading.command.remote):
             self.copy_block(process, reading)
         del process.readings[reading.command.ticket]
-        num_bytes = 0 if failure else len(reading.command.local) * BLOCK_BYTES
+        num_bytes = 0 if failure else len(reading.command.local) * reading.piece.num_bytes
         now_s = self.local_s(process)
         ended = ReadEnded(
             reading.command.ticket, reading.posted_s, now_s, num_bytes, failure, quiet

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.host_pool import HostPool, PoolShape
-from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentEvent,
+    BlockPiece,
+    PeerRank,
+    PeerUp,
+    Read,
+    ReadEnded,
+)
 from baton.kv_transfer.transports.nixl import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import make_agent
 from baton.protocol.config import TransferConfig, TransportChoice
@@ -65,7 +73,10 @@ class PortReader:
         self._name = name
         self._port: TransferAgent = make_port(pool, READER, TransferConfig(transport=name))
         shape = pool.shape
-        self._port.send(AddPeer(OWNER, name, owner, shape.num_blocks, shape.block_bytes))
+        whole = BlockPiece(0, 0, shape.block_bytes)
+        self._port.send(
+            AddPeer(PeerRank(OWNER), name, owner, shape.num_blocks, shape.block_bytes, whole)
+        )
         self._generations = (0,) * shape.num_blocks
         event = self._event()
         if not isinstance(event, PeerUp):
@@ -74,7 +85,7 @@ class PortReader:
 
     def __call__(self, remote: Ids, local: Ids) -> None:
         ids = tuple(remote.tolist()), tuple(local.tolist())
-        self._port.send(Read(0, OWNER, *ids, self._generations[: len(remote)]))
+        self._port.send(Read(0, PeerRank(OWNER), *ids, self._generations[: len(remote)]))
         event = self._event()
         if not isinstance(event, ReadEnded) or event.failure is not None:
             raise NodeError(f"a read over {self._name} failed: {event}")

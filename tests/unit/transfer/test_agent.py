@@ -10,8 +10,10 @@ from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
+    BlockPiece,
     CancelRead,
     PeerDown,
+    PeerRank,
     PeerUp,
     Read,
     ReadEnded,
@@ -24,7 +26,8 @@ from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.virtual_clock import VirtualClock
 
-A, B = Epoch("a"), Epoch("b")
+A, B = PeerRank(Epoch("a")), PeerRank(Epoch("a"), 1)
+WHOLE = BlockPiece(0, 0, 100)
 LIMITS = AgentLimits(slice_bytes=400, read_s=30, quiet_s=5)
 
 
@@ -35,33 +38,39 @@ class ScriptedTransport:
     connect_s = 10.0
 
     def __init__(self) -> None:
-        self.up: set[Epoch] = {A, B}
-        self.gone: list[Epoch] = []
-        self.posted: list[tuple[Epoch, tuple[int, ...], tuple[int, ...]]] = []
+        self.up: set[PeerRank] = {A, B}
+        self.gone: list[PeerRank] = []
+        self.posted: list[tuple[PeerRank, tuple[int, ...], tuple[int, ...]]] = []
         self.ended: set[int] = set()
         self.failed: set[int] = set()
         self.cancels = True
         self.broken = False
-        self.added: list[Epoch] = []
-        self.removed: list[Epoch] = []
+        self.added: list[PeerRank] = []
+        self.removed: list[PeerRank] = []
         self.closed = False
 
     def address(self) -> bytes:
         return b"here"
 
-    def add_peer(self, peer: Epoch, address: bytes, num_blocks: int, block_bytes: int) -> None:
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
         if address != b"there":
             raise TransferError("bad address")
         self.added.append(peer)
 
-    def connected(self, peer: Epoch) -> bool:
+    def connected(self, peer: PeerRank) -> bool:
         return peer in self.up
 
-    def remove_peer(self, peer: Epoch) -> None:
+    def remove_peer(self, peer: PeerRank) -> None:
         self.removed.append(peer)
 
     def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
     ) -> int:
         self.posted.append((peer, tuple(remote), tuple(local)))
         return len(self.posted)
@@ -77,7 +86,7 @@ class ScriptedTransport:
     def fileno(self) -> int:
         return -1
 
-    def service(self) -> list[Epoch]:
+    def service(self) -> list[PeerRank]:
         if self.broken:
             raise AssertionError("a bug")
         gone, self.gone = self.gone, []
@@ -90,10 +99,10 @@ class ScriptedTransport:
 class Driven:
     """`AgentTurns` with blocks of 100 bytes, so that a slice has four."""
 
-    def __init__(self, *peers: Epoch) -> None:
+    def __init__(self, *peers: PeerRank) -> None:
         self.transport = ScriptedTransport()
         self.clock = VirtualClock(100.0)
-        self.turns = AgentTurns([self.transport], 100, LIMITS, self.clock)
+        self.turns = AgentTurns([self.transport], LIMITS, self.clock)
         for peer in peers:
             self.turns.hear(add(peer))
         assert self.settle() == [PeerUp(peer, "scripted") for peer in peers]
@@ -109,11 +118,11 @@ class Driven:
         return self.settle()
 
 
-def add(peer: Epoch, address: bytes = b"there") -> AddPeer:
-    return AddPeer(peer, "scripted", RankAddress({"scripted": address}), 100, 100)
+def add(peer: PeerRank, address: bytes = b"there") -> AddPeer:
+    return AddPeer(peer, "scripted", RankAddress({"scripted": address}), 100, 100, WHOLE)
 
 
-def read(ticket: int, num_blocks: int, peer: Epoch = A) -> Read:
+def read(ticket: int, num_blocks: int, peer: PeerRank = A) -> Read:
     remote = tuple(range(num_blocks))
     return Read(ticket, peer, remote, tuple(50 + block for block in remote), (0,) * num_blocks)
 
@@ -267,7 +276,7 @@ def test_a_transport_says_how_long_a_connection_may_take() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [add(A, b"nonsense"), AddPeer(A, "pigeon", RankAddress({}), 1, 1)]
+    "command", [add(A, b"nonsense"), AddPeer(A, "pigeon", RankAddress({}), 1, 1, WHOLE)]
 )
 def test_a_peer_that_cannot_be_added_is_down(command: AddPeer) -> None:
     driven = Driven()

@@ -11,6 +11,7 @@ from baton.kv_transfer.interfaces import (
     FromRank,
     Land,
     LandingEnded,
+    PeerRank,
     PeerUp,
     Read,
     Released,
@@ -46,7 +47,7 @@ from tests.support.connectors import (
 
 SPAN = Span(key(), 0, (1, 2), (0, 0))
 END = End(key(), (FirstToken(1),))
-UP = FromRank(0, PeerUp(PREFILL.epoch, "shm"))
+UP = FromRank(0, PeerUp(PeerRank(PREFILL.epoch), "shm"))
 
 
 def decode(*messages: ToDecode) -> NodeConnector:

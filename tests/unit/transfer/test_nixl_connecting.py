@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
 from baton.kv_transfer.transports import nixl
 from baton.kv_transfer.transports.nixl import NixlAddress, NixlTransport
 from baton.protocol.ids import Epoch
 
-OWNER, READER = Epoch("owner"), Epoch("reader")
+OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
 NUM_BLOCKS, BLOCK_BYTES = 4, 4096
+WHOLE = BlockPiece(0, 0, BLOCK_BYTES)
 
 
 class ScriptedNixl:
@@ -55,16 +56,16 @@ def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
     monkeypatch.setattr(nixl, "make_agent", lambda *_, **__: (agent, errors))
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
     address = NixlAddress(
-        OWNER, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
+        OWNER.epoch, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
     )
     for _ in range(3):
-        transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES)
+        transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
         assert not transport.connected(OWNER)
         transport.remove_peer(OWNER)
         transport.service()
     assert (agent.agents, agent.num_removed) == (["owner-agent"], 0)
     agent.state = "DONE"
-    transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES)
+    transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
     assert transport.connected(OWNER)
     assert agent.agents == ["owner-agent"]
     transport.close()

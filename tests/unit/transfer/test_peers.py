@@ -1,10 +1,13 @@
 """Who may exchange blocks with whom, and when channels and ranks are opened and closed."""
 
 import msgspec
+import pytest
 
 from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.edges import edges_between
 from baton.kv_transfer.interfaces import (
     AddPeer,
+    BlockPiece,
     BlocksQuiet,
     BlocksSummed,
     CancelRead,
@@ -17,6 +20,7 @@ from baton.kv_transfer.interfaces import (
     LandingEnded,
     PeerDown,
     PeerLost,
+    PeerRank,
     PeersChanged,
     PeerUp,
     Read,
@@ -39,13 +43,17 @@ from baton.protocol.messages import (
     Span,
     Withdrawn,
 )
+from baton.protocol.pairs import degree_problem
 from tests.support.connectors import (
+    BLOCK_BYTES,
     DECODE,
     FAILURE,
+    HEAD_BYTES,
     PREFILL,
     D,
     P,
     decode,
+    heads_of,
     heard,
     hello,
     key,
@@ -57,8 +65,13 @@ from tests.support.connectors import (
     told,
 )
 
+POOL, WHOLE = PeerRank(PREFILL.epoch), BlockPiece(0, 0, BLOCK_BYTES)
 SPAN = Span(key(), 0, (5,), (0,))
 END = End(key(), (FirstToken(7),))
+
+
+def up(target: int, source: int) -> FromRank:
+    return FromRank(target, PeerUp(PeerRank(PREFILL.epoch, source), "shm"))
 
 
 def codes(step: ConnectorStep) -> list[str | None]:
@@ -75,20 +88,65 @@ def test_another_model_or_layout_or_degree_is_refused_before_dialling() -> None:
     for other in (
         node("d", "decode", model="other"),
         node("d", "decode", layout=KVLayout(4, 64, "other")),
-        node("d", "decode", num_ranks=2),
+        node("d", "decode", num_ranks=2),  # of a version that does not publish its KV heads
     ):
         step = prefill(decode=other).step(0.0, [offer()])
         assert codes(step) == ["peer_mismatch"]
         assert step.commands == []
 
 
-def test_nodes_of_other_degrees_are_told_what_to_set() -> None:
-    [released] = prefill(decode=node("d", "decode", num_ranks=2)).step(0.0, [offer()]).reports
-    assert isinstance(released, Released)
-    assert released.failure is not None
-    text = "prefill with 1 ranks cannot feed decode with 2"
-    assert released.failure.message.startswith(text)
-    assert released.failure.message.endswith("give both nodes the same tensor_parallel")
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "decode", "problem"),
+    [
+        (1, 2, {}, None),
+        (4, 2, {}, None),
+        (2, 3, {}, "tensor_parallel of which one divides the other"),
+        (1, 0, {}, "tensor_parallel of which one divides the other"),
+        (1, 2, {"kv_heads": 0}, "give both nodes the same tensor_parallel"),
+        (1, 2, {"kv_heads": 2}, "give both nodes the same tensor_parallel"),
+        (2, 6, {}, "give both nodes the same tensor_parallel"),
+        (1, 2, {"block_bytes": 64}, "they hold different heads"),
+    ],
+)
+def test_degrees_fit_if_one_divides_the_other_and_else_the_reason_says_what_to_set(
+    num_prefill: int, num_decode: int, decode: dict[str, int], problem: str | None
+) -> None:
+    nodes = [
+        node("p", "prefill", num_ranks=num_prefill, kv_heads=4),
+        node("d", "decode", num_ranks=num_decode, kv_heads=4),
+    ]
+    layout = msgspec.structs.replace(nodes[1].layout, **decode)
+    found = degree_problem(nodes[0], msgspec.structs.replace(nodes[1], layout=layout))
+    assert (found is None) == (problem is None)
+    assert problem is None or (found or "").endswith(problem)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4, 8])
+@pytest.mark.parametrize(
+    "degrees", [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (8, 2), (4, 8)]
+)
+def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(
+    kv_heads: int, degrees: tuple[int, int]
+) -> None:
+    num_prefill, num_decode = degrees
+    prefill = node("p", "prefill", num_ranks=num_prefill, kv_heads=kv_heads)
+    decode = node("d", "decode", num_ranks=num_decode, kv_heads=kv_heads)
+    read: dict[int, list[int]] = {rank: [] for rank in range(num_decode)}
+    for edge in edges_between(prefill, decode):
+        first, piece = edge.piece.remote_offset // HEAD_BYTES, edge.piece
+        num_heads = piece.num_bytes // HEAD_BYTES
+        heads = heads_of(kv_heads, num_prefill, edge.source)[first : first + num_heads]
+        assert piece.local_offset == len(read[edge.target]) * HEAD_BYTES
+        read[edge.target] += heads
+        assert edge.sums_row == edge.source * edge.num_pieces + first // num_heads
+    assert read == {rank: heads_of(kv_heads, num_decode, rank) for rank in range(num_decode)}
+
+
+def test_ranks_that_hold_the_same_head_share_its_readers() -> None:
+    prefill = node("p", "prefill", num_ranks=4, kv_heads=2)
+    for num_decode, sources in ((2, [0, 2]), (8, [0, 0, 1, 1, 2, 2, 3, 3])):
+        decode = node("d", "decode", num_ranks=num_decode, kv_heads=2)
+        assert [edge.source for edge in edges_between(prefill, decode)] == sources
 
 
 def test_a_mismatch_found_in_the_greeting_ends_what_was_offered_and_is_not_dialled_again() -> None:
@@ -156,10 +214,10 @@ def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is(
 
 def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
-    connector.step(0.0, [FromRank(0, PeerUp(PREFILL.epoch, "shm")), Land(key(), 0, (20, 21))])
-    step = connector.step(1.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE))])
+    connector.step(0.0, [FromRank(0, PeerUp(POOL, "shm")), Land(key(), 0, (20, 21))])
+    step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
     assert step.reports == [LandingEnded(key(), FAILURE)]
-    assert ToRank(0, RemovePeer(PREFILL.epoch)) in step.commands
+    assert ToRank(0, RemovePeer(POOL)) in step.commands
     step = connector.step(2.0, [Expect(key("other"), P)])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
 
@@ -172,26 +230,26 @@ def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_landing_goes_on(
     connector.step(0.0, [PeersChanged((source,)), *heard(PREFILL, hello(PREFILL))])
     connector.step(0.0, [Expect(key(), P), *heard(PREFILL, offered(), SPAN)])
     connector.step(0.0, [Land(key(), 0, (20, 21))])
-    step = connector.step(1.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE))])
+    step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
     assert step.reports == []
     assert [c.command for c in step.commands if isinstance(c, ToRank)] == [
-        RemovePeer(PREFILL.epoch),
-        AddPeer(PREFILL.epoch, "nixl", far, 64, 64),
+        RemovePeer(POOL),
+        AddPeer(POOL, "nixl", far, 64, 64, WHOLE),
     ]
-    step = connector.step(2.0, [FromRank(0, PeerUp(PREFILL.epoch, "nixl"))])
-    assert ToRank(0, Read(1, PREFILL.epoch, (5,), (20,), (0,))) in step.commands
+    step = connector.step(2.0, [FromRank(0, PeerUp(POOL, "nixl"))])
+    assert ToRank(0, Read(1, POOL, (5,), (20,), (0,))) in step.commands
     # The pair keeps what worked; when that breaks, it does not go back to what never did.
-    step = connector.step(3.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE)), Expect(key("b"), P)])
-    assert ToRank(0, AddPeer(PREFILL.epoch, "nixl", far, 64, 64)) in step.commands
+    step = connector.step(3.0, [FromRank(0, PeerDown(POOL, FAILURE)), Expect(key("b"), P)])
+    assert ToRank(0, AddPeer(POOL, "nixl", far, 64, 64, WHOLE)) in step.commands
 
 
 def test_a_rank_that_no_transport_reaches_ends_its_landings_and_is_tried_afresh() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     connector.step(0.0, [Land(key(), 0, (20, 21))])
-    step = connector.step(1.0, [FromRank(0, PeerDown(PREFILL.epoch, FAILURE))])
+    step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
     assert step.reports == [LandingEnded(key(), FAILURE)]
     step = connector.step(2.0, [Expect(key("b"), P)])
-    assert ToRank(0, AddPeer(PREFILL.epoch, "shm", PREFILL.ranks[0], 64, 64)) in step.commands
+    assert ToRank(0, AddPeer(POOL, "shm", PREFILL.ranks[0], 64, 64, WHOLE)) in step.commands
 
 
 def test_nodes_that_can_never_reach_each_other_do_not_dial() -> None:
@@ -208,7 +266,7 @@ def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -
     step = connector.step(2.0, [*heard(PREFILL, Withdrawn(key(), FAILURE))])
     assert step.commands[-2:] == [
         DropPeer(P, PREFILL.epoch),
-        ToRank(0, RemovePeer(PREFILL.epoch)),
+        ToRank(0, RemovePeer(POOL)),
     ]
 
 
@@ -236,11 +294,11 @@ def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their
     step = source.step(0.0, [*spans, END])
     assert said(step) == []
     assert [(c.rank, c.command) for c in step.commands if isinstance(c, ToRank)] == [
-        (rank, SumBlocks(ticket, (4 + ticket,))) for ticket in (1, 2) for rank in (0, 1)
+        (rank, SumBlocks(ticket, (4 + ticket,), 64, 1)) for ticket in (1, 2) for rank in (0, 1)
     ]
-    late = [FromRank(rank, BlocksSummed(2, (20 + rank,))) for rank in (0, 1)]
-    assert said(source.step(1.0, [*late, FromRank(1, BlocksSummed(1, (11,)))])) == []
-    assert said(source.step(2.0, [FromRank(0, BlocksSummed(1, (10,)))])) == [
+    late = [FromRank(rank, BlocksSummed(2, ((20 + rank,),))) for rank in (0, 1)]
+    assert said(source.step(1.0, [*late, FromRank(1, BlocksSummed(1, ((11,),)))])) == []
+    assert said(source.step(2.0, [FromRank(0, BlocksSummed(1, ((10,),)))])) == [
         msgspec.structs.replace(spans[0], checksums=((10,), (11,))),
         msgspec.structs.replace(spans[1], checksums=((20,), (21,))),
         END,
@@ -248,7 +306,7 @@ def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their
     target = NodeConnector(decode_info, TransferConfig(verify_kv=True))
     peer = node("p", "prefill", **two_ranks)  # type: ignore[arg-type]
     target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
-    target.step(0.0, [FromRank(rank, PeerUp(PREFILL.epoch, "shm")) for rank in (0, 1)])
+    target.step(0.0, [up(rank, rank) for rank in (0, 1)])
     target.step(0.0, [*heard(PREFILL, offered()), Land(key(), 0, (20, 21))])
     summed = msgspec.structs.replace(spans[0], checksums=((10,), (11,)))
     step = target.step(0.0, [*heard(PREFILL, summed)])
@@ -259,11 +317,47 @@ def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
 
 
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "asked", "rows"),
+    [(1, 2, (32, 2), {0: ((10,), (11,))}), (2, 1, (32, 1), {0: ((10,),), 1: ((11,),)})],
+)
+def test_checksums_are_of_the_pieces_that_the_ranks_of_decode_read(
+    num_prefill: int,
+    num_decode: int,
+    asked: tuple[int, int],
+    rows: dict[int, tuple[tuple[int], ...]],
+) -> None:
+    peer = node("p", "prefill", num_ranks=num_prefill, kv_heads=4)
+    info = node("d", "decode", num_ranks=num_decode, kv_heads=4)
+    source = NodeConnector(peer, TransferConfig(verify_kv=True))
+    source.step(0.0, [PeersChanged((info,)), offer(), *heard(DECODE, hello(info))])
+    step = source.step(0.0, [SPAN])
+    assert step.commands == [ToRank(rank, SumBlocks(1, (5,), *asked)) for rank in rows]
+    answers = [FromRank(rank, BlocksSummed(1, sums)) for rank, sums in rows.items()]
+    [summed] = said(source.step(1.0, answers))
+    assert summed == msgspec.structs.replace(SPAN, checksums=((10,), (11,)))
+
+    target = NodeConnector(info, TransferConfig(verify_kv=True))
+    target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
+    edges = edges_between(peer, info)
+    target.step(0.0, [up(edge.target, edge.source) for edge in edges])
+    target.step(0.0, [*heard(PREFILL, offered()), Land(key(), 0, (20, 21))])
+    commands = target.step(0.0, [*heard(PREFILL, summed)]).commands
+    reads = [c.command for c in commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
+    assert [(read.peer.rank, read.checksums) for read in reads] == [
+        (edges[0].source, (10,)),
+        (edges[1].source, (11,)),
+    ]
+    wrong = Span(key(), 1, (6,), (0,), ((20,), (21,), (22,)))
+    step = target.step(0.0, [*heard(PREFILL, wrong)])
+    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
+
+
 def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank() -> None:
     info, peer = (node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill")))  # type: ignore[arg-type]
     connector = NodeConnector(info, TransferConfig())
     connector.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
-    connector.step(0.0, [FromRank(rank, PeerUp(PREFILL.epoch, "shm")) for rank in (0, 1)])
+    connector.step(0.0, [up(rank, rank) for rank in (0, 1)])
     connector.step(0.0, [*heard(PREFILL, offered(), SPAN), Land(key(), 0, (20, 21))])
     ends = [
         FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiet=False)) for rank in (0, 1)

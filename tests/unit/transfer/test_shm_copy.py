@@ -1,5 +1,6 @@
 """Copying blocks between pools: every shape of read is the same mapping."""
 
+import random
 from contextlib import ExitStack, closing
 
 import numpy as np
@@ -9,27 +10,33 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank
 from baton.kv_transfer.transports import shm
-from baton.kv_transfer.transports.shm import ShmTransport, block_view, copy_blocks
+from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, piece_numbers, piece_view
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 6
+WHOLE = BlockPiece(0, 0, BLOCK_BYTES)
+OWNER = PeerRank(Epoch("owner"))
 
 
-def check(remote: list[int], local: list[int]) -> None:
-    shape = PoolShape(NUM_BLOCKS, BLOCK_BYTES)
-    source = bytes(range(NUM_BLOCKS * BLOCK_BYTES))
-    target = bytearray(b"\xff" * shape.pool_bytes)
+def check(remote: list[int], local: list[int], piece: BlockPiece = WHOLE) -> None:
+    """Copy that piece of blocks; the larger of the two offsets is in the last piece of a block."""
+    theirs = PoolShape(NUM_BLOCKS, piece.remote_offset + piece.num_bytes)
+    ours = PoolShape(NUM_BLOCKS, piece.local_offset + piece.num_bytes)
+    source = random.Random(1).randbytes(theirs.pool_bytes)
+    target = bytearray(b"\xff" * ours.pool_bytes)
     expected = bytearray(target)
     for frm, to in zip(remote, local, strict=True):
-        block = source[frm * BLOCK_BYTES : (frm + 1) * BLOCK_BYTES]
-        expected[to * BLOCK_BYTES : (to + 1) * BLOCK_BYTES] = block
+        begin = frm * theirs.block_bytes + piece.remote_offset
+        place = to * ours.block_bytes + piece.local_offset
+        expected[place : place + piece.num_bytes] = source[begin : begin + piece.num_bytes]
     copy_blocks(
-        block_view(memoryview(target), shape),
-        np.array(local, np.int64),
-        block_view(memoryview(source), shape),
-        np.array(remote, np.int64),
+        piece_view(memoryview(target), ours, piece),
+        piece_numbers(np.array(local, np.int64), ours, piece.local_offset, piece),
+        piece_view(memoryview(source), theirs, piece),
+        piece_numbers(np.array(remote, np.int64), theirs, piece.remote_offset, piece),
     )
     assert target == expected
 
@@ -60,7 +67,10 @@ def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
     runs = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=count, max_size=count)
     remote = data.draw(st.one_of(ids.map(lambda p: p[:count]), runs.map(sorted)))
     local = data.draw(st.one_of(ids.map(lambda p: p[:count]), st.just(list(range(count)))))
-    check(list(remote), list(local))
+    offsets = st.sampled_from((0, BLOCK_BYTES, 3 * BLOCK_BYTES))
+    check(
+        list(remote), list(local), BlockPiece(data.draw(offsets), data.draw(offsets), BLOCK_BYTES)
+    )
 
 
 def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
@@ -72,8 +82,8 @@ def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
         )
         owner = stack.enter_context(closing(ShmTransport(source, Epoch("owner"))))
         reader = stack.enter_context(closing(ShmTransport(target, Epoch("reader"))))
-        reader.add_peer(Epoch("owner"), owner.address(), NUM_BLOCKS, BLOCK_BYTES)
-        while not reader.connected(Epoch("owner")):
+        reader.add_peer(OWNER, owner.address(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+        while not reader.connected(OWNER):
             owner.service()
             reader.service()
 
@@ -82,8 +92,8 @@ def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
             source.generations[3] += 1
 
         blocks = range(5)
-        reader.read(Epoch("owner"), blocks, blocks, [0] * 5)
+        reader.read(OWNER, blocks, blocks, [0] * 5)
         monkeypatch.setattr(shm, "copy_blocks", copy_while_it_changes)
         with pytest.raises(TransferError) as failed:
-            reader.read(Epoch("owner"), blocks, blocks, [0] * 5)
+            reader.read(OWNER, blocks, blocks, [0] * 5)
         assert failed.value.code == "stale_block"
