@@ -72,19 +72,6 @@ def tensor_parallel(description: Description, pool: Pool) -> int:
     return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel
 
 
-def pairing_problem(description: Description) -> str | None:
-    """Return why prefill and decode nodes of this baton could not work together, or None.
-
-    A later one may let other degrees exchange blocks, so this is no error of the file.
-    """
-    for name, pool in description.pools_of("prefill").items():
-        for other, partner in description.pools_of("decode").items():
-            ours, theirs = (tensor_parallel(description, one) for one in (pool, partner))
-            if (problem := degrees_problem(ours, theirs)) is not None:
-                return f"pools.{name} and pools.{other}: {problem}"
-    return None
-
-
 def placed_hosts(pool: Pool) -> list[str]:
     """Return the host of each node, empty where the platform chooses."""
     return [pool.hosts[i % len(pool.hosts)] if pool.hosts else "" for i in range(pool.replicas)]
@@ -192,7 +179,7 @@ def _split_problems(description: Description) -> Iterator[str]:
     for name, pool in prefill.items():
         for other, partner in decode.items():
             ours, theirs = (tensor_parallel(description, one) for one in (pool, partner))
-            if ours % theirs and theirs % ours:
+            if degrees_problem(ours, theirs) is not None:
                 yield (
                     f"pools.{name}.gpus is {ours} and pools.{other}.gpus is {theirs}: of the two "
                     "tensor-parallel degrees one must divide the other; change one"
