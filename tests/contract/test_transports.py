@@ -396,7 +396,7 @@ def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
         assert stale.failure.code == "stale_block"
         assert stale.quiet
         assert fresh.failure is None
-        now = Read(next(_tickets), owner.options.epoch, (5,), (1,), (1,))
+        now = Read(next(_tickets), owner.name, (5,), (1,), (1,))
         assert run(reader, now)[0].failure is None
     finally:
         peers.close()

@@ -314,7 +314,7 @@ def test_only_what_has_no_descriptor_is_polled() -> None:
 def test_the_thread_answers_commands_and_closes_its_transports() -> None:
     transport = ScriptedTransport()
     transport.ended = {1}
-    agent = TransferAgent([transport], 100, LIMITS)
+    agent = TransferAgent([transport], LIMITS)
     assert agent.address() == RankAddress({"scripted": b"here"})
     agent.send(add(A))
     agent.send(read(1, 4))
@@ -332,7 +332,7 @@ def test_the_thread_answers_commands_and_closes_its_transports() -> None:
 
 def test_a_bug_in_the_thread_is_raised_in_the_node() -> None:
     transport = ScriptedTransport()
-    agent = TransferAgent([transport], 100, LIMITS)
+    agent = TransferAgent([transport], LIMITS)
     transport.broken = True
     agent.send(RemovePeer(A))
     assert select.select([agent.fileno()], [], [], 10.0)[0]
