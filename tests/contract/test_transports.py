@@ -271,13 +271,8 @@ def test_a_piece_that_is_not_one_of_equal_parts_of_a_block_is_refused(
     reader, owner = pair
     good = reader.add(owner)
     size = good.block_bytes
-    for piece in (
-        BlockPiece(size, 0, size),
-        BlockPiece(0, -size, size),
-        BlockPiece(size // 4, 0, size // 2),
-        BlockPiece(0, 0, size // 3),
-        BlockPiece(0, 0, 0),
-    ):
+    wrong = [(size, 0, size), (0, -size, size), (0, 0, size // 3), (0, 0, 0)]
+    for piece in [BlockPiece(size // 4, 0, size // 2), *(BlockPiece(*one) for one in wrong)]:
         other = PeerRank(owner.name.epoch, 1)
         reader.send(msgspec.structs.replace(good, peer=other, piece=piece))
         (event,) = reader.wait(1)

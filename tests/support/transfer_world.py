@@ -128,15 +128,15 @@ class Process:
 
     def heads(self, rank: int) -> list[int]:
         """The KV heads of that rank; an older node does not say, and its ranks count as heads."""
-        num_ranks = len(self.info.ranks)
-        return heads_of(self.info.layout.kv_heads or num_ranks, num_ranks, rank)
+        return heads_of(self.info.layout.kv_heads or len(self.ranks), len(self.ranks), rank)
+
+    def computed(self, prompt: Prompt, index: int, rank: int) -> list[Bytes]:
+        return [(prompt.key, index, head) for head in self.heads(rank)]
 
     def held(self, rank: int, block: int) -> list[Bytes]:
-        """What that block has there."""
         return self.content.setdefault((rank, block), [GARBAGE] * len(self.heads(rank)))
 
     def heads_in(self, rank: int, offset: int, num_bytes: int) -> slice:
-        """Which of a block's heads lie in those bytes."""
         head_bytes = self.info.layout.block_bytes // len(self.heads(rank))
         assert offset % head_bytes == num_bytes % head_bytes == 0
         return slice(offset // head_bytes, (offset + num_bytes) // head_bytes)
@@ -195,8 +195,8 @@ class World:
         for report in step.reports:
             process.reports.append(report)
             self._report(process, report)
-        waiting = [p for p in process.prompts.values() if p.is_offered]
-        assert step.wake_at_s is not None or not waiting, "a state without a deadline"
+        is_waiting = any(p.is_offered for p in process.prompts.values())
+        assert step.wake_at_s is not None or not is_waiting, "a state without a deadline"
 
     # --- the schedulers ------------------------------------------------------------------------
 
@@ -213,8 +213,7 @@ class World:
         blocks = tuple(prompt.blocks[first : first + count])
         for index, block in enumerate(blocks, first):
             for rank in process.ranks:
-                held = [(prompt.key, index, head) for head in process.heads(rank)]
-                process.content[rank, block] = list(held)
+                process.content[rank, block] = process.computed(prompt, index, rank)
         prompt.num_announced += len(blocks)
         process.inbox.append(Span(prompt.key, first, blocks, (1,) * len(blocks)))
 
@@ -258,11 +257,10 @@ class World:
             case Landed(tokens=tokens, num_bytes=num_bytes):
                 for rank in process.ranks:
                     for index, block in enumerate(prompt.blocks, prompt.first_block):
-                        held = [(prompt.key, index, head) for head in process.heads(rank)]
-                        assert process.content[rank, block] == held
+                        assert process.content[rank, block] == process.computed(prompt, index, rank)
                 assert tokens == (FirstToken(prompt.num_blocks),)
-                block_bytes = process.info.layout.block_bytes
-                assert num_bytes == len(prompt.blocks) * block_bytes * len(process.ranks)
+                num_reads = len(prompt.blocks) * len(process.ranks)
+                assert num_bytes == num_reads * process.info.layout.block_bytes
                 assert not self._reads_of(process, prompt), "landed, and still being read"
                 process.give_back(prompt.blocks)
             case LandingEnded(quarantined=quarantined):
@@ -373,11 +371,10 @@ class World:
         assert owner is reading.owner or owner == "quarantined", "a write into another's block"
         epoch, rank = reading.command.peer
         peer = next(p for p in self.everybody.values() if p.info.epoch == epoch)
-        piece = reading.piece
-        theirs = peer.heads_in(rank, piece.remote_offset, piece.num_bytes)
-        ours = process.heads_in(reading.rank, piece.local_offset, piece.num_bytes)
-        # Memory outlives a process.
-        process.held(reading.rank, target[at])[ours] = peer.held(rank, source[at])[theirs]
+        theirs = peer.heads_in(rank, reading.piece.remote_offset, reading.piece.num_bytes)
+        ours = process.heads_in(reading.rank, reading.piece.local_offset, reading.piece.num_bytes)
+        found = peer.held(rank, source[at])[theirs]  # memory outlives a process
+        process.held(reading.rank, target[at])[ours] = found
 
     def end_read(
         self, process: Process, reading: Reading, failure: Failure | None, *, quiet: bool = True

@@ -1,5 +1,6 @@
 """Which nodes are in service, by what they say and by what they do not say."""
 
+import msgspec
 import pytest
 
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
@@ -7,13 +8,15 @@ from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Beat,
     Hello,
+    KVLayout,
     Load,
     NodeInfo,
+    RankAddress,
     Ready,
     Role,
     Starting,
 )
-from baton.router.changes import Differs, Entered, Left, Refuse
+from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.registry import LOST_KEPT_S, SILENCE_S, Charge, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
@@ -196,6 +199,26 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     told = {health.node_id: health for health in registry.nodes_health(1.0)}
     assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")
     assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
+
+
+def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line() -> None:
+    registry = Registry()
+    layout = KVLayout(16, 1024, "layout", kv_heads=6)
+
+    def ready(name: str, role: Role, num_ranks: int) -> list[Change]:
+        split = msgspec.structs.replace(layout, block_bytes=layout.block_bytes * 6 // num_ranks)
+        info = msgspec.structs.replace(
+            node_info(name, role), layout=split, ranks=(RankAddress({}),) * num_ranks
+        )
+        registry.hello(0.0, info.node_id, hello_of(info))
+        _, *rest = registry.ready(0.0, info.node_id, Ready(info))
+        return rest
+
+    assert ready("d1", "decode", 1) == ready("d2", "decode", 2) == ready("p6", "prefill", 6) == []
+    (unpaired,) = ready("p3", "prefill", 3)
+    assert isinstance(unpaired, Unpaired)
+    assert (unpaired.node, unpaired.other) == ("p3", "d2")
+    assert "prefill with 3 ranks cannot feed decode with 2" in unpaired.reason
 
 
 def test_peers_are_those_of_the_other_role_in_service() -> None:
