@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.cluster.host_seat import HostSeat
-from baton.deploy.cluster.reading import pairing_problem, read_description
+from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import state_folder
 from baton.deploy.doctor.arguments import DoctorWords
 from baton.deploy.doctor.comparison import LookedAt, compared
@@ -24,7 +24,6 @@ from baton.deploy.doctor.findings import Finding, fault, warning
 from baton.deploy.doctor.launchers import seats_of
 from baton.deploy.doctor.machine_report import MachineReport
 from baton.deploy.doctor.orders import connect_words, listen_words, look_words
-from baton.protocol.errors import ConfigError
 
 PATHS = "paths"
 MAX_AT_ONCE = 8
@@ -35,8 +34,6 @@ EXTRA_S = 60.0
 def check_cluster(words: DoctorWords) -> Iterator[Finding]:
     """Yield what is found, host by host and then path by path. Raises `ConfigError`."""
     description = read_description(Path(words.file))
-    if (problem := pairing_problem(description)) is not None:
-        raise ConfigError(f"{words.file}: {problem}")
     seats = seats_of(description, state_folder(description.name, words.state), words.via)
     reached = [seat for seat in seats if seat.launcher is not None]
     with ThreadPoolExecutor(MAX_AT_ONCE) as threads:

@@ -15,7 +15,9 @@ from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
+    BlockPiece,
     PeerDown,
+    PeerRank,
     PeerUp,
     Read,
     ReadEnded,
@@ -32,6 +34,7 @@ NUM_BLOCKS, BLOCK_BYTES = 1024, 64 << 10
 NUM_SINGLE = 50  # reads of one block
 NUM_WHOLE = 5  # reads of all blocks, fewer where they would take longer than
 WHOLE_S = 3.0
+WHOLE_BLOCK = BlockPiece(0, 0, BLOCK_BYTES)
 
 
 class ProbePool:
@@ -51,7 +54,7 @@ class ProbePool:
     def fill(self) -> tuple[int, ...]:
         """Write bytes that no other pool has, and return the checksums of the blocks."""
         self._pool.buffer[:] = os.urandom(self._pool.shape.pool_bytes)
-        return self._pool.checksums(range(NUM_BLOCKS))
+        return self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES)
 
     def measure(self, offer: PoolOffered, timeout_s: float) -> PathMeasured:
         """Read the offered pool some times. What cannot be done is the `failure` of the answer."""
@@ -63,7 +66,7 @@ class ProbePool:
         except TransferError as error:
             return PathMeasured(failure=error.to_failure())
         finally:
-            self._agent.send(RemovePeer(offer.epoch))
+            self._agent.send(RemovePeer(PeerRank(offer.epoch)))
 
     def close(self) -> None:
         self._agent.close()
@@ -74,9 +77,9 @@ class ProbePool:
         failed: dict[str, str] = {}
         while True:
             name = self._choose(offer, failed)
-            self._agent.send(
-                AddPeer(offer.epoch, name, offer.rank, offer.num_blocks, offer.block_bytes)
-            )
+            owner, size = PeerRank(offer.epoch), offer.block_bytes
+            add = AddPeer(owner, name, offer.rank, offer.num_blocks, size, WHOLE_BLOCK)
+            self._agent.send(add)
             event = self._next(deadline_s, f"{name} at {_where(offer)}")
             if isinstance(event, PeerUp):
                 return name
@@ -99,7 +102,7 @@ class ProbePool:
         wholes: list[float] = []
         while len(wholes) < NUM_WHOLE and sum(wholes) < WHOLE_S:
             wholes.append(self._timed(offer, tuple(range(NUM_BLOCKS)), timeout_s))
-        if self._pool.checksums(range(NUM_BLOCKS)) != offer.checksums:
+        if self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES) != offer.checksums:
             raise TransferError("the bytes that were read are not those of the other end")
         size = NUM_BLOCKS * BLOCK_BYTES
         return PathMeasured(name, "", size, median(wholes), median(singles), BLOCK_BYTES)
@@ -108,7 +111,7 @@ class ProbePool:
         """Read some blocks and return how long that took, in seconds."""
         self._ticket += 1
         self._agent.send(
-            Read(self._ticket, offer.epoch, blocks, blocks, generations=(0,) * len(blocks))
+            Read(self._ticket, PeerRank(offer.epoch), blocks, blocks, (0,) * len(blocks))
         )
         event = self._next(monotonic() + timeout_s, "a read")
         if isinstance(event, PeerDown):
