@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from baton.decode_node.ended import Ended, EndedChoices
 from baton.decode_node.intake import Intake, PendingPrompt
+from baton.decode_node.owners import Owners
 from baton.decode_node.stream import Stream
 from baton.engine.by_request import ByRequest
 from baton.engine.outputs import NO_ROUTER, Origin, Outputs
@@ -27,6 +28,7 @@ class Detached:
     ) -> None:
         """`streams` are those that run; `leave` ends one of them."""
         self.ended = EndedChoices(keep_s)
+        self.owners = Owners()
         self._keep_s = keep_s
         self._intake = intake
         self._streams = streams
@@ -43,13 +45,13 @@ class Detached:
         for prompt in list(self._intake.pending.values()):
             if prompt.origin == origin and not prompt.is_ended:
                 if self._detaches(prompt.key.request_id, prompt.message.kept):
-                    prompt.origin = NO_ROUTER
+                    prompt.detach()
                 else:
                     self._intake.end(prompt, _lost_router())
         for stream in streams:
             if stream.origin == origin:
                 if self._detaches(stream.sequence.key.request_id, stream.kept):
-                    stream.origin = NO_ROUTER
+                    stream.detach()
                 else:
                     self._leave(stream)
 
@@ -67,11 +69,13 @@ class Detached:
             self._outputs.say(origin, NotAttached(request_id, is_in_use=True))
             return
         self._until_s.pop(request_id, None)
-        for prompt in prompts:
-            # Its router begins it again where it likes: a prompt has no tokens that it lacks.
+        for prompt in [one for one in prompts if one.reserved_s is None]:
+            # Its client has no token of it, and prefill may have given it up: its router begins it
+            # again where it likes.
             self.keep_prompt(now_s, prompt)
             self._intake.end(prompt, _lost_router())
-        self._outputs.say(origin, self._give(request_id, kept, origin, streams))
+            prompts.remove(prompt)
+        self._outputs.say(origin, self._give(request_id, kept, origin, prompts, streams))
 
     def keep_stream(self, stream: Stream, reason: FinishReason | None) -> None:
         """Keep the tokens of a sequence that ends, with the reason if it is finished."""
@@ -121,18 +125,32 @@ class Detached:
         return found[0] if found else None
 
     def _give(
-        self, request_id: RequestId, kept: Kept, origin: Origin, streams: list[Stream]
+        self,
+        request_id: RequestId,
+        kept: Kept,
+        origin: Origin,
+        prompts: list[PendingPrompt],
+        streams: list[Stream],
     ) -> Attached:
         ended = self.ended.of(request_id)
         held = {one.key.choice: one.held for one in ended}
+        landing: list[int] = []
+        for one in prompts:
+            given = {choice.key.choice: choice for choice in one.attach(origin)}
+            held.update(given)
+            landing += () if one.is_local else given
         held.update({one.sequence.key.choice: one.attach(origin) for one in streams})
-        if streams:
-            sequence = streams[0].sequence
+        if streams or prompts:
+            sequence = streams[0].sequence if streams else prompts[0].sequence
             prompt, sampling = sequence.token_ids[: sequence.num_prompt_tokens], sequence.sampling
         else:
             prompt, sampling = ended[0].prompt_token_ids, ended[0].sampling
         choices = tuple(held.values())
-        return Attached(request_id, kept.form, kept.num_choices, prompt, sampling, choices)
+        attempts = [choice.key.attempt for choice in choices]
+        return Attached(
+            request_id, kept.form, kept.num_choices, prompt, sampling, choices,
+            self.owners.pass_on(request_id, attempts), tuple(landing),
+        )  # fmt: skip
 
 
 def _lost_router() -> Failure:

@@ -13,7 +13,7 @@ from itertools import islice
 from baton.engine.block_pool import BlockPool
 from baton.engine.by_request import ByRequest
 from baton.engine.choices import Choices
-from baton.engine.outputs import Origin, Outputs
+from baton.engine.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.reservation import reserve
 from baton.engine.scheduler import NodeLimits
 from baton.engine.sequence import Sequence
@@ -21,7 +21,7 @@ from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Accepted, Decode, Failed, Offered
+from baton.protocol.messages import Accepted, Decode, Failed, HeldChoice, Offered
 
 MAX_PASSED_S = 1.0
 # How many requests behind the head are looked at in one step, however many wait.
@@ -41,6 +41,8 @@ class PendingPrompt:
     reserved_s: float | None = None  # when it got its blocks
     num_cached_tokens: int = 0
     tails: list[int] = field(default_factory=list)
+    left_by: Origin = NO_ROUTER  # the router that is gone, while no other one has the prompt
+    is_adopted: bool = False  # its router has taken it over, with a leg for each choice
     is_ended: bool = False  # cancelled or refused; blocks follow when no step or read needs them
 
     @property
@@ -48,8 +50,25 @@ class PendingPrompt:
         return self.message.key
 
     @property
+    def keys(self) -> list[Key]:
+        """Return the keys of the legs that its router has of it."""
+        if not self.is_adopted:
+            return [self.key]
+        return [self.key.of_choice(choice) for choice in sorted(self.choices.live)]
+
+    @property
     def is_local(self) -> bool:
         return self.message.prefill_node is None
+
+    def detach(self) -> None:
+        """Go on without a router."""
+        self.origin, self.left_by = NO_ROUTER, self.origin
+
+    def attach(self, origin: Origin) -> list[HeldChoice]:
+        """Give its choices to another router, which hears of each by itself."""
+        self.origin, self.left_by, self.is_adopted = origin, NO_ROUTER, True
+        output = self.message.token_ids[self.message.num_prompt_tokens :]
+        return [HeldChoice(key, output, is_running=True) for key in self.keys]
 
 
 class Intake:
@@ -121,14 +140,14 @@ class Intake:
         return [prompt for prompt in self._seated.values() if prompt.is_local]
 
     def refuse(self, prompt: PendingPrompt, failure: Failure) -> None:
-        self.outputs.say(prompt.origin, Failed(prompt.key, failure))
+        self._say_failed(prompt, failure)
         self.end(prompt, failure)
 
     def fail(self, prompt: PendingPrompt, failure: Failure) -> None:
         """End a prompt that has landed but cannot go on."""
         prompt.is_ended = True
         self._seated.pop(prompt.key, None)
-        self.outputs.say(prompt.origin, Failed(prompt.key, failure))
+        self._say_failed(prompt, failure)
         self.release_if_idle(prompt)
 
     def end(self, prompt: PendingPrompt, failure: Failure | None = None) -> None:
@@ -153,9 +172,13 @@ class Intake:
         self.pool.quarantine(report.quarantined)
         self.pool.release([block for block in blocks if block not in set(report.quarantined)])
         if not prompt.is_ended:
-            self.outputs.say(prompt.origin, Failed(report.key, report.failure))
+            self._say_failed(prompt, report.failure)
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _say_failed(self, prompt: PendingPrompt, failure: Failure) -> None:
+        for key in prompt.keys:
+            self.outputs.say(prompt.origin, Failed(key, failure))
 
     def _enqueue(self, now_s: float, prompt: PendingPrompt) -> None:
         prompt.queued_s = now_s

@@ -19,7 +19,7 @@ from baton.engine.by_request import ByRequest
 from baton.engine.choices import Choices
 from baton.engine.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import NodeLimits, load_of, problem_of
+from baton.engine.scheduler import NodeLimits, load_of, problem_of, taken_over
 from baton.kv_transfer.interfaces import (
     BlocksQuiet,
     ConnectorReport,
@@ -41,6 +41,7 @@ from baton.protocol.messages import (
     Offered,
     Prefill,
     StageTimes,
+    TokenEntry,
 )
 
 
@@ -66,25 +67,22 @@ class DecodeScheduler:
             error = problem or MalformedMessage("a decode node was sent a Prefill")
             self.outputs.say(origin, Failed(message.key, error.to_failure()))
             return
-        choices = Choices.of(message)
-        for prompt in self.intake.of(message.key.request_id):
-            if prompt.choices.supersede(choices):
-                self.intake.end(prompt)
-        for stream in self._by_request.of(message.key.request_id):
-            if any(stream.sequence.key.is_superseded_by(key) for key in choices.keys):
-                self._leave(stream)
+        if not self._detached.owners.hear(message.key):
+            self.outputs.say(origin, Failed(message.key, taken_over()))
+            return
+        self._supersede(origin, Choices.of(message))
         self.intake.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
         # A router that was away may cancel what another router has taken over since.
-        mine = (origin, NO_ROUTER)
         for request_id in dict.fromkeys(key.request_id for key in keys):
             for prompt in self.intake.of(request_id):
-                if prompt.origin in mine and prompt.choices.cancel(keys):
+                is_mine = origin in (prompt.origin, prompt.left_by)
+                if is_mine and prompt.choices.cancel(keys):
                     self.intake.end(prompt)
         for key in keys:
             stream = self._running.get(key)
-            if stream is not None and stream.origin in mine:
+            if stream is not None and origin in (stream.origin, stream.left_by):
                 self._leave(stream)
         self.outputs.say(origin, CancelDone(keys))
 
@@ -154,6 +152,25 @@ class DecodeScheduler:
             return True
         pending = self.intake.of(choices.key.request_id)
         return any(prompt.choices.overlaps(choices) for prompt in pending)
+
+    def _supersede(self, origin: Origin, newer: Choices) -> None:
+        """End lower attempts. A router that a request is taken from is told, and loses all of it.
+
+        Its client would otherwise wait for tokens that never come.
+        """
+        mine = (origin, NO_ROUTER)
+        for prompt in self.intake.of(newer.key.request_id):
+            if prompt.origin not in mine and not prompt.is_ended:
+                self.intake.refuse(prompt, taken_over())
+            elif prompt.choices.supersede(newer):
+                self.intake.end(prompt)
+        for stream in self._by_request.of(newer.key.request_id):
+            key = stream.sequence.key
+            if stream.origin not in mine:
+                self.outputs.say(stream.origin, Failed(key, taken_over()))
+                self._leave(stream)
+            elif any(key.is_superseded_by(other) for other in newer.keys):
+                self._leave(stream)
 
     def _decode_slices(self, num_seats: int) -> list[Slice]:
         slices: list[Slice] = []
@@ -282,6 +299,7 @@ class DecodeScheduler:
         for choice, first in zip(prompt.choices.every, firsts, strict=True):
             if choice not in live:
                 self._detached.keep_first(now_s, prompt, choice, first)
+                self._tell_first(prompt, choice, first)
         fork = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
         self._copies.extend(fork.copies)
         streams: list[Stream] = []
@@ -298,6 +316,13 @@ class DecodeScheduler:
             self._num_running[prompt.key] += 1
             streams.append(stream)
         return streams
+
+    def _tell_first(self, prompt: PendingPrompt, choice: int, first: FirstToken) -> None:
+        """Tell a router that took the prompt over what prefill told the router before it."""
+        if prompt.is_adopted and choice in prompt.choices.live:
+            key, position = prompt.key.of_choice(choice), prompt.sequence.num_tokens
+            entry = TokenEntry(key, position, [first.token_id], first.finish_reason)
+            self.outputs.emit(prompt.origin, entry)
 
     def _drop_copies(self, copies: tuple[tuple[int, int], ...]) -> None:
         for source, target in copies:

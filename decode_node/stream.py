@@ -7,7 +7,7 @@ last block is copied for each choice but the first, because a shared block is ne
 from dataclasses import dataclass
 
 from baton.engine.block_pool import BlockPool
-from baton.engine.outputs import Origin
+from baton.engine.outputs import NO_ROUTER, Origin
 from baton.engine.sequence import Sequence
 from baton.protocol.ids import Key
 from baton.protocol.messages import FinishReason, HeldChoice, Kept, StageTimes, TokenEntry
@@ -23,6 +23,7 @@ class Stream:
     joined_s: float
     times: StageTimes | None  # until they are sent with the first entry
     kept: Kept | None = None  # for another router, if this one goes
+    left_by: Origin = NO_ROUTER  # the router that is gone, while no other one has the stream
     is_ended: bool = False
 
     @property
@@ -43,9 +44,13 @@ class Stream:
         self.times = None
         return entry
 
+    def detach(self) -> None:
+        """Go on without a router."""
+        self.origin, self.left_by = NO_ROUTER, self.origin
+
     def attach(self, origin: Origin) -> HeldChoice:
         """Send all further tokens to another router, and return those so far."""
-        sequence, self.origin = self.sequence, origin
+        sequence, self.origin, self.left_by = self.sequence, origin, NO_ROUTER
         self.next_position = sequence.num_tokens
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         return HeldChoice(sequence.key, output, is_running=True)

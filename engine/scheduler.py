@@ -16,7 +16,7 @@ from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import ConnectorReport
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import BatonError, RequestError
+from baton.protocol.errors import BatonError, Failure, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Attach, Decode, Load, Prefill
 from baton.protocol.sampling import MAX_CHOICES
@@ -60,6 +60,12 @@ def problem_of(
     if is_in_use(Choices.of(message)):
         return MalformedMessage(f"{message.key} is in use")
     return None
+
+
+def taken_over() -> Failure:
+    """Return what a router is told when another one has taken its request over."""
+    text = "another router has taken this stream over: go on with the header Last-Event-ID"
+    return RequestError(text, code="stream_taken_over", http_status=409).to_failure()
 
 
 def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:

@@ -12,7 +12,7 @@ from baton.engine.choices import Choices
 from baton.engine.outputs import Origin, Outputs
 from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.reservation import reserve
-from baton.engine.scheduler import NodeLimits, load_of, problem_of
+from baton.engine.scheduler import NodeLimits, load_of, problem_of, taken_over
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, Released
 from baton.prefill_node.handoff import Handoff
 from baton.protocol.codec import MalformedMessage
@@ -55,7 +55,11 @@ class PrefillScheduler:
             return
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
-            if lower.choices.supersede(handoff.choices):
+            if lower.origin != origin and lower.sequence.key.attempt < message.key.attempt:
+                # Another router loses all of the request, and would not hear of it otherwise.
+                self.outputs.say(lower.origin, Failed(lower.sequence.key, taken_over()))
+                self._end(lower, taken_over())
+            elif lower.choices.supersede(handoff.choices):
                 self._end(lower, Cancelled("a newer attempt took its place").to_failure())
         if self.pool.blocks_for(handoff.num_tokens) > self.pool.num_blocks:
             never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
@@ -74,9 +78,9 @@ class PrefillScheduler:
     def forget(self, origin: Origin) -> None:
         # For the router, which decode may still reach, this is a lost node and not a cancel.
         lost = NodeError("the prefill node lost the channel to its router").to_failure()
-        known = [*self._waiting.values(), *self._computing.values(), *self._holding.values()]
-        for handoff in known:
-            if handoff.origin == origin and not handoff.is_ended:
+        # A client may have the first token of a computed prompt, so decode must get its blocks.
+        for handoff in [*self._waiting.values(), *self._computing.values()]:
+            if handoff.origin == origin:
                 self._end(handoff, lost)
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:

@@ -14,6 +14,9 @@ RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
 # Random per process start. The same node id with another epoch is another process.
 Epoch = NewType("Epoch", str)
+# A router that takes a request over counts its attempts from the next multiple of this, so all
+# attempts of the routers that had the request before are lower.
+ATTEMPTS_PER_ROUTER = 1 << 16
 
 
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -26,6 +29,11 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     request_id: RequestId
     choice: Count = 0
     attempt: Count = 0
+
+    @property
+    def nth_attempt(self) -> int:
+        """Return how many attempts the router of this one had counted before it."""
+        return self.attempt % ATTEMPTS_PER_ROUTER
 
     def of_choice(self, choice: int) -> "Key":
         return Key(self.request_id, choice, self.attempt)

@@ -339,6 +339,9 @@ class Attached(Message, frozen=True):
     prompt_token_ids: list[Count]
     sampling: Sampling
     choices: tuple[HeldChoice, ...]
+    first_attempt: Count = 0  # of the router that asked; the node refuses lower ones from now on
+    # Choices whose prompt is on its way from prefill: their client may have their next token.
+    landing: tuple[Count, ...] = ()
 
 
 class NotAttached(Message, frozen=True):

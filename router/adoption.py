@@ -26,6 +26,7 @@ def adopted(
             continue
         node = registry.node(one.node) if one.held.is_running else None
         is_stopped = stream.replay(index, one.held.token_ids[: received.num_tokens])
+        stream.expect_again(index, max(0, received.num_tokens - len(one.held.token_ids)))
         choices.append(
             AdoptedChoice(
                 one.held.key,

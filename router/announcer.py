@@ -68,6 +68,11 @@ class Announcer:
         if len(self._unheard) > MAX_UNHEARD:
             del self._unheard[next(iter(self._unheard))]
 
+    def keeps(self, node: NodeId, key: Key) -> None:
+        """Forget a cancel of this sequence: its client has come back for it."""
+        if (unheard := self._unheard.get(node)) is not None:
+            unheard.discard(key)
+
     def drain(self, node_id: NodeId) -> DrainState:
         """Tell a node to drain, again if need be, and return how far it is."""
         answer = drained(self._registry, node_id)

@@ -51,11 +51,12 @@ from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.placing import Placing
 from baton.router.policy import Decision, LeastLoaded
-from baton.router.reattaching import Accept, Claim, Early, Reattaching
-from baton.router.registry import Charge, Registry
+from baton.router.reattaching import Accept, Claim, DecodeNodes, Early, Reattaching
+from baton.router.registry import Registry
 from baton.router.request.active import Active
 from baton.router.request.events import (
     Adopted,
+    AdoptedChoice,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -98,6 +99,7 @@ class RouterCore:
         self.registry = Registry()
         self._config = config.router
         self._keys = config.keys
+        self._detached_s = config.node.detached_s
         self._clock = clock
         self._announcer = Announcer(self.registry, self._send)
         self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
@@ -164,8 +166,14 @@ class RouterCore:
             raise from_failure(self._failure)
         if claim.request_id in self._active:
             raise in_use()
-        nodes = self.registry.joined("decode")
-        return await self._reattaching.take(self._clock(), claim, nodes, accept)
+        now_s = self._clock()
+        missing = [
+            node.node_id
+            for node in self.registry.lost_nodes(now_s)
+            if node.role == "decode" and node.lost_s < self._detached_s
+        ]
+        nodes = DecodeNodes(self.registry.joined("decode"), missing)
+        return await self._reattaching.take(now_s, claim, nodes, accept)
 
     def _adopt(
         self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
@@ -178,12 +186,26 @@ class RouterCore:
         )  # fmt: skip
         for choice in choices:
             if choice.process is not None and not choice.has_ended:
-                num_tokens = len(request.token_ids) + len(choice.token_ids)
-                self.registry.charge(choice.process[0], choice.key, Charge(num_tokens, 1))
-                self._admission.placed(self._now_s, choice.key)
-        self._begin(request, stream, Adopted(choices))
+                self._charge_adopted(choice.process[0], request, choice)
+        self._begin(request, stream, Adopted(choices, found.first_attempt))
         for node, message in early:
             self._said(node, claim.request_id, message)
+
+    def _charge_adopted(self, name: NodeId, request: Request, choice: AdoptedChoice) -> None:
+        """Charge a sequence that another router has placed to the node that runs it."""
+        node = self.registry.node(name)
+        assert node is not None
+        num_prompt = len(request.token_ids)
+        place = Place(
+            choice.key,
+            num_tokens=num_prompt + len(choice.token_ids),
+            num_choices=1,
+            wants_decode=True,
+            num_final_tokens=num_prompt + request.sampling.max_tokens,
+        )
+        self.registry.charge(name, choice.key, self._policy.charge_of(node, place))
+        self._admission.placed(self._now_s, choice.key)
+        self._announcer.keeps(name, choice.key)
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
         """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
@@ -215,6 +237,7 @@ class RouterCore:
         """Stop serving: every request that is running or still comes fails with this reason."""
         self._failure = failure
         self._changed.set()
+        self._reattaching.end(failure)
         self._end_all(failure)
 
     def _end_all(self, failure: Failure) -> None:
@@ -333,6 +356,8 @@ class RouterCore:
             self._is_feeding = False
 
     def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
+        if self._active.get(active.request_id) is not active:
+            return  # it has ended: it must not get in line again
         commands: Iterator[RequestCommand] = iter(())
         try:
             commands = iter(active.lifecycle.step(self._now_s, event, node))
@@ -395,6 +420,8 @@ class RouterCore:
     # --- placing and time -----------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
+        if self._is_feeding:
+            return  # a request that is about to end may be in line; who feeds it looks afterwards
         for place, found in self._placing.take(self._now_s):
             if isinstance(found, Failure):
                 self._turn_away(place.key, found)

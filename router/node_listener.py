@@ -65,7 +65,7 @@ class NodeListener:
         self._sessions: dict[NodeId, NodeSession] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
-        self._outgoing: list[tuple[NodeId, bytes, ToNode]] = []
+        self._outgoing: list[tuple[NodeId, bytes, ToNode, bytes]] = []
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self.drain)
 
@@ -76,15 +76,17 @@ class NodeListener:
     def send(self, node: NodeId, message: ToNode) -> None:
         """Send a message with the others of this turn of the loop; `unsent` tells if it is lost.
 
-        Messages that follow one another at once wake libzmq's thread only once.
+        Messages that follow one another at once wake libzmq's thread only once. A message that
+        cannot be encoded raises here, where it ends one request and keeps no other from leaving.
         """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
             self._lose(node, message)
             return
+        encoded = self._listener.encode(message)
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((node, session.peer, message))
+        self._outgoing.append((node, session.peer, message, encoded))
 
     def drain(self) -> None:
         """Read all messages that have come, up to one batch."""
@@ -113,8 +115,8 @@ class NodeListener:
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        for node, peer, message in outgoing:
-            if not self._listener.send(peer, message):
+        for node, peer, message, encoded in outgoing:
+            if not self._listener.send_encoded(peer, encoded):
                 self._lose(node, message)
 
     def _lose(self, node: NodeId, message: ToNode) -> None:

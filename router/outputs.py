@@ -70,7 +70,7 @@ class Attempt:
     first_step_s: float = 0.0
 
     def is_of(self, key: Key) -> bool:
-        return (self.choice, self.number) == (key.choice, key.attempt)
+        return (self.choice, self.number) == (key.choice, key.nth_attempt)
 
     def timed(self, now_s: float, times: StageTimes, *, of_prompt: bool) -> None:
         """Take over what one of its nodes measured; that node's tokens came at `now_s`."""
@@ -124,7 +124,7 @@ class RequestMetrics:
         self.resumed = self.resumed or is_resume
 
     def begin_attempt(self, key: Key, num_choices: int, now_s: float) -> None:
-        self.attempts.append(Attempt(key.choice, num_choices, key.attempt, now_s))
+        self.attempts.append(Attempt(key.choice, num_choices, key.nth_attempt, now_s))
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 

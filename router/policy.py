@@ -51,6 +51,10 @@ class LeastLoaded:
         """Note how long one choice of an answer became."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
 
+    def charge_of(self, node: Node, place: Place) -> Charge:
+        """Return what a leg is charged to a decode node that runs it."""
+        return _PairSearch(place, math.ceil(self._output_tokens), ()).decode_charge(node)
+
     def choose(
         self, now_s: float, registry: Registry, place: Place, kept: Collection[NodeId] = ()
     ) -> Decision | None:
@@ -109,7 +113,7 @@ class _PairSearch:
 
     def decode_rank(self, node: Node) -> tuple[bool, int, bool, int, int, NodeId]:
         is_avoided = node.process in self._place.avoid
-        is_full = self._is_full(node, self._decode_charge(node))
+        is_full = self._is_full(node, self.decode_charge(node))
         load = node.num_sequences, node.num_tokens
         return is_avoided, node.num_suspects, is_full, *load, node.node_id
 
@@ -129,7 +133,7 @@ class _PairSearch:
         if prefill is not None:
             given.append((prefill, Charge(place.num_tokens, 1, place.is_suspect)))
         if decode is not None:
-            given.append((decode, self._decode_charge(decode)))
+            given.append((decode, self.decode_charge(decode)))
         placed = Placed(
             place.key,
             None if prefill is None else prefill.node_id,
@@ -143,7 +147,7 @@ class _PairSearch:
     def _is_full(self, node: Node, charge: Charge) -> bool:
         return node.node_id in self._kept or not node.has_room(charge)
 
-    def _decode_charge(self, node: Node) -> Charge:
+    def decode_charge(self, node: Node) -> Charge:
         place = self._place
         blocks = _blocks(node, place.num_tokens, self._likely_tokens, place.num_choices)
         return Charge(

@@ -12,15 +12,24 @@ import msgspec
 
 from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import Attach, Attached, Cancel, NotAttached
+from baton.protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Crashed,
+    Failed,
+    NotAttached,
+    TokenEntry,
+)
 from baton.router.request.events import NodeMessage
 from baton.router.request.search import REJOIN_S, FoundRequest, ReceivedPart, Search, in_use
 from baton.router.stream import RequestStream
 from baton.runtime.log import logger
 
 MAX_SEARCHES = 1_024
-# How many messages of its request a search holds back until all nodes have answered.
-MAX_EARLY = 10_000
+# How many failures of its request a search holds back until all nodes have answered. A node reports
+# at most one per sequence, so what is more comes from a node that is broken.
+MAX_EARLY = 1_000
 
 Ask = Callable[[NodeId, Attach | Cancel], object]
 # Makes the stream of a request that was found; raises `BatonError` if that cannot be done.
@@ -40,6 +49,13 @@ class Claim(msgspec.Struct, frozen=True):
     received: tuple[ReceivedPart, ...] | None = None  # None: nothing yet
 
 
+class DecodeNodes(msgspec.Struct, frozen=True):
+    """Where a stream may be: at nodes that can be asked, or at those that were just lost."""
+
+    joined: list[NodeId]
+    missing: list[NodeId]
+
+
 @dataclass(slots=True)
 class Searching:
     claim: Claim
@@ -57,18 +73,18 @@ class Reattaching:
         self._searching: dict[RequestId, Searching] = {}
 
     async def take(
-        self, now_s: float, claim: Claim, nodes: list[NodeId], accept: Accept
+        self, now_s: float, claim: Claim, nodes: DecodeNodes, accept: Accept
     ) -> RequestStream:
         """Search among `nodes` and return the stream that `accept` makes; raises `BatonError`."""
         if claim.request_id in self._searching:
             raise in_use()
         if len(self._searching) >= MAX_SEARCHES:
             raise Overloaded("too many clients come back at once", retry_after_s=1.0)
-        search = Search(claim.request_id, claim.received, now_s, self._settled_s)
+        search = Search(claim.request_id, claim.received, now_s, self._settled_s, nodes.missing)
         taken: asyncio.Future[RequestStream] = asyncio.get_running_loop().create_future()
         searching = Searching(claim, search, accept, taken)
         self._searching[claim.request_id] = searching
-        for node in nodes:
+        for node in nodes.joined:
             self._ask_first(searching, node)
         try:
             return await taken
@@ -96,10 +112,20 @@ class Reattaching:
     def holds_back(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> bool:
         """Keep a message of a request that is searched for; False if it is not."""
         searching = self._searching.get(request_id)
-        if searching is None or len(searching.early) >= MAX_EARLY:
+        if searching is None:
             return False
-        searching.early.append((node, message))
+        if isinstance(message, TokenEntry):
+            searching.search.goes_on(node, message)
+        elif isinstance(message, Failed | Crashed) and len(searching.early) < MAX_EARLY:
+            searching.early.append((node, message))
         return True
+
+    def end(self, failure: Failure) -> None:
+        """End every search with this failure. The nodes keep what they have given."""
+        for searching in self._searching.values():
+            if not searching.taken.done():
+                searching.taken.set_exception(from_failure(failure))
+        self._searching.clear()
 
     def tick(self, now_s: float) -> None:
         for searching in list(self._searching.values()):

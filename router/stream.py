@@ -44,6 +44,7 @@ class RequestStream:
         self.finished = False  # whether by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
         self._pushed_s = [0.0] * len(detokenizers)
+        self._num_again = [0] * len(detokenizers)
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
         self._early: list[CompletionOutput] = []
@@ -132,10 +133,21 @@ class RequestStream:
         self.metrics.num_output_tokens += len(token_ids)
         return delta is not None and delta.finish_reason is not None
 
+    def expect_again(self, choice: int, num_tokens: int) -> None:
+        """Expect so many more tokens that the caller has already, before those that are new."""
+        self._num_again[choice] = num_tokens
+
     def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
         """Pass new tokens on; True when a stop string ends the choice before the engine does."""
         if self.finished:
             return False
+        if num_again := self._num_again[choice]:
+            again, token_ids = token_ids[:num_again], token_ids[num_again:]
+            self._num_again[choice] -= len(again)
+            if self.replay(choice, again):
+                return finish_reason is None
+            if not token_ids and finish_reason is None:
+                return False
         delta = self._detokenizers[choice].push(token_ids, finish_reason)
         if delta is None:
             return False

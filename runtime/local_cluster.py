@@ -46,7 +46,9 @@ class LocalCluster:
 
         The nodes dial the router at `control_endpoint` and those at `more_endpoints`.
         """
-        self._config = config
+        # Only routers check the keys of clients, so no other process learns them.
+        router = msgspec.structs.replace(config.router, api_keys=(), api_key_file="")
+        self._config = msgspec.structs.replace(config, router=router)
         self._routers = (control_endpoint, *more_endpoints)
         self._relay = relay
         self._folder: Path | None = None

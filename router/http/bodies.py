@@ -75,6 +75,8 @@ class Room:
     def overtake(self) -> None:
         """End the reading of this body, because others need the room."""
         assert self.deadline is not None
+        if self.deadline.expired():  # its time is up, and the reading task is about to hear of it
+            return
         self.was_overtaken = True
         self.deadline.reschedule(asyncio.get_running_loop().time())
 

@@ -36,7 +36,7 @@ class Active:
             attempt.decode_node = decision.placed.decode_node
         if metrics.num_attempts == 0:
             metrics.router_queue_s = waited_s
-        metrics.num_attempts = max(metrics.num_attempts, key.attempt + 1)
+        metrics.num_attempts = max(metrics.num_attempts, key.nth_attempt + 1)
         metrics.path = decision.path
         metrics.local_fallback = decision.is_fallback
 

@@ -45,7 +45,7 @@ class AdoptedChoice(msgspec.Struct, frozen=True):
 
     key: Key
     token_ids: list[int]
-    num_received: int = 0
+    num_received: int = 0  # one more, if the node has yet to get the first token from prefill
     has_ended: bool = False  # the caller has its end too
     finish_reason: FinishReason | None = None
     process: NodeProcess | None = None
@@ -55,6 +55,7 @@ class Adopted(RequestMessage, frozen=True):
     """Another router began this request. This is its first event here, in place of `Begun`."""
 
     choices: tuple[AdoptedChoice, ...]
+    first_attempt: int = 0  # that this router may make
 
 
 class Placed(RequestMessage, frozen=True):

@@ -226,6 +226,7 @@ class Choice:
     attempt: int = 0
     num_losses: int = 0  # in a row, each without progress
     output: list[int] = field(default_factory=list)  # all tokens that the caller was given
+    num_received: int = 0  # of these, from another router; one of them may have yet to come here
 
 
 def kills_nodes(num_nodes: int) -> Failure:

@@ -27,7 +27,6 @@ from baton.protocol.messages import (
 )
 from baton.router.request.events import (
     Adopted,
-    AdoptedChoice,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -56,6 +55,7 @@ from baton.router.request.leg import (
     Request,
     kills_nodes,
 )
+from baton.router.request.search import gone
 
 # How long a cancelled leg stays charged to nodes that do not confirm the cancel.
 CONFIRM_DEADLINE_S = 5.0
@@ -105,8 +105,8 @@ class Lifecycle:
                 self._on_crashed(node, keys)
             case Begun():
                 self._open_leg(self._choices)
-            case Adopted(choices=choices):
-                self._on_adopted(choices)
+            case Adopted():
+                self._on_adopted(event)
             case Placed():
                 self._on_placed(event)
             case NotPlaced(key=key, failure=failure):
@@ -134,13 +134,14 @@ class Lifecycle:
     def is_leaving(self) -> bool:  # a node has yet to confirm a cancel
         return any(leg.state is LegState.LEAVING for leg in self._legs)
 
-    def _on_adopted(self, choices: Sequence[AdoptedChoice]) -> None:
+    def _on_adopted(self, adopted: Adopted) -> None:
         """Deliver what the caller lacks, and go on where the other router left off."""
         self._has_delivered = True
         lost: list[tuple[Choice, Key]] = []
-        for one in choices:
+        for one in adopted.choices:
             choice = self._choices[one.key.choice]
-            choice.attempt, choice.output = one.key.attempt, one.token_ids
+            choice.attempt = max(one.key.attempt, adopted.first_attempt - 1)
+            choice.output, choice.num_received = one.token_ids, one.num_received
             if one.process is not None and one.has_ended:
                 self._out.append(Send(one.process[0], Cancel((one.key,), "ended")))
             elif one.process is not None:
@@ -323,6 +324,9 @@ class Lifecycle:
             choice.attempt += 1
             num_new = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
+        if any(len(choice.output) < choice.num_received for choice in lost):
+            self._conclude(gone())  # the first token that its client has is known to no node
+            return
         exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)

@@ -5,17 +5,20 @@ that has just started knows few of its nodes, so what no node holds counts as go
 nodes have had time to dial in.
 """
 
+from collections.abc import Collection
+
 import msgspec
 
-from baton.protocol.errors import Failure, RequestError
+from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import Attached, HeldChoice, NotAttached
+from baton.protocol.messages import Attached, HeldChoice, NotAttached, TokenEntry
 
 # Nodes find a router that was started again within two seconds.
 REJOIN_S = 10.0
 ANSWER_S = 5.0
 # A node may hear of the end of the old router later than the client does.
 IN_USE_S = 3.0
+RETRY_S = 1.0
 
 
 class ReceivedPart(msgspec.Struct, frozen=True):
@@ -31,6 +34,7 @@ class FoundChoice(msgspec.Struct, frozen=True):
 
     node: NodeId
     held: HeldChoice
+    is_landing: bool = False  # its client may have the next token, which prefill has sampled
 
 
 class FoundRequest(msgspec.Struct, frozen=True):
@@ -38,6 +42,7 @@ class FoundRequest(msgspec.Struct, frozen=True):
 
     attached: Attached  # as one of the nodes said it; its choices are not those of all nodes
     choices: dict[int, FoundChoice]
+    first_attempt: int = 0  # that no earlier router of the request has made
 
 
 class Search:
@@ -47,10 +52,12 @@ class Search:
         received: tuple[ReceivedPart, ...] | None,
         now_s: float,
         settled_s: float,
+        missing: Collection[NodeId] = (),
     ) -> None:
         """Begin at `now_s`; by `settled_s` all nodes will have dialled in.
 
-        `received` is None for a client that has nothing yet.
+        `received` is None for a client that has nothing yet. Nodes that are `missing` were lost so
+        lately that they may come back with the stream.
         """
         self.request_id = request_id
         self._received = received
@@ -58,8 +65,10 @@ class Search:
         self._settled_s = settled_s
         self._asked: set[NodeId] = set()
         self._silent: set[NodeId] = set()  # those that were asked and have not answered
+        self._missing = set(missing)
         self._first: Attached | None = None
         self._choices: dict[int, FoundChoice] = {}
+        self._first_attempt = 0
         # Sequences of earlier attempts that nodes have given to this router too: it ends them.
         self.outdated: list[tuple[NodeId, Key]] = []
         self._in_use_until_s = now_s + IN_USE_S
@@ -71,6 +80,7 @@ class Search:
             return False
         self._asked.add(node)
         self._silent.add(node)
+        self._missing.discard(node)
         return True
 
     def asks_again(self) -> list[NodeId]:
@@ -87,21 +97,43 @@ class Search:
                 self._in_use.add(node)
             return
         self._first = self._first or answer
+        self._first_attempt = max(self._first_attempt, answer.first_attempt)
         for held in answer.choices:
             known = self._choices.get(held.key.choice)
             if known is None or known.held.key.attempt < held.key.attempt:
-                self._choices[held.key.choice] = FoundChoice(node, held)
+                is_landing = held.key.choice in answer.landing
+                self._choices[held.key.choice] = FoundChoice(node, held, is_landing)
                 loser = known
             else:
                 loser = FoundChoice(node, held)
             if loser is not None and loser.held.is_running:
                 self.outdated.append((loser.node, loser.held.key))
 
+    def goes_on(self, node: NodeId, entry: TokenEntry) -> None:
+        """Add what a sequence got since its node gave it to this router.
+
+        So a search holds no more than the tokens of its request, however long it takes.
+        """
+        choice = entry.key.choice
+        found = self._choices.get(choice)
+        # A lower attempt than that of the client must not pass for it when it has caught up.
+        if found is None or self._first is None or not self._has_enough(choice):
+            return
+        held = found.held
+        num_known = len(self._first.prompt_token_ids) + len(held.token_ids) - entry.position
+        if found.node != node or held.key != entry.key or num_known < 0:
+            return
+        held.token_ids.extend(entry.token_ids[num_known:])
+        if (reason := entry.finish_reason) is not None:
+            held = msgspec.structs.replace(held, finish_reason=reason, is_running=False)
+        self._choices[choice] = FoundChoice(node, held)
+
     def lost(self, node: NodeId) -> None:
         """Forget a node. If it comes back, it is asked again."""
         self._asked.discard(node)
         self._silent.discard(node)
         self._in_use.discard(node)
+        self._missing.add(node)
         self._choices = {i: found for i, found in self._choices.items() if found.node != node}
 
     def verdict(self, now_s: float) -> FoundRequest | Failure | None:
@@ -111,17 +143,19 @@ class Search:
         wanted: list[int] = []
         if self._first is not None:
             if self._received is not None and len(self._received) != self._first.num_choices:
-                return _gone()
+                return gone()
             numbers = range(self._first.num_choices)
             wanted = [i for i in numbers if not self.received_of(i).has_ended]
             # Another node may have a later attempt, so each that was asked is waited for.
             if not self._silent and all(map(self._is_live, wanted)):
-                return FoundRequest(self._first, self._choices)
-        if now_s < self._give_up_s and (self._silent or now_s < self._settled_s):
+                return self._found(self._first)
+        has_all = self._first is not None and all(map(self._has_enough, wanted))
+        is_early = bool(self._silent) or now_s < self._settled_s
+        if now_s < self._give_up_s and (is_early or (self._missing and not has_all)):
             return None
-        if self._first is None or not all(map(self._has_enough, wanted)):
-            return _gone()
-        return FoundRequest(self._first, self._choices)
+        if self._first is not None and has_all:
+            return self._found(self._first)
+        return _unanswered() if self._silent or self._missing else gone()
 
     @property
     def running_keys(self) -> dict[NodeId, list[Key]]:
@@ -137,10 +171,16 @@ class Search:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _found(self, attached: Attached) -> FoundRequest:
+        return FoundRequest(attached, self._choices, self._first_attempt)
+
     def _has_enough(self, choice: int) -> bool:
+        """Return whether the node has what the client has, or is about to get it from prefill."""
         found = self._choices.get(choice)
-        had = self.received_of(choice).num_tokens
-        return found is not None and len(found.held.token_ids) >= had
+        if found is None:
+            return False
+        had, held = self.received_of(choice).num_tokens, found.held
+        return len(held.token_ids) + found.is_landing >= had
 
     def _is_live(self, choice: int) -> bool:
         """Return whether the choice runs or has ended where it was found."""
@@ -150,9 +190,14 @@ class Search:
         return held.is_running or held.finish_reason is not None
 
 
-def _gone() -> Failure:
+def gone() -> Failure:
     text = "no node holds this stream any more: send the request again"
     return RequestError(text, code="stream_gone", http_status=404).to_failure()
+
+
+def _unanswered() -> Failure:
+    text = "a decode node that may hold this stream does not answer: try again"
+    return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()
 
 
 def in_use() -> RequestError:

@@ -94,10 +94,18 @@ class Listener(Generic[Out, In]):
 
         If the peer was known until now, a disconnect event for it follows from `receive` too.
         """
+        return self.send_encoded(peer, self.encode(message))
+
+    def encode(self, message: Out) -> bytes:
+        """Return the bytes of a message, for `send_encoded`."""
+        return self._encode(message)
+
+    def send_encoded(self, peer: bytes, encoded: bytes) -> bool:
+        """Send a message that `encode` made; otherwise like `send`."""
         session = self._sessions.get(peer)
         if session is None:
             return False
-        frame = session.frame(self._encode(message))
+        frame = session.frame(encoded)
         try:
             self.socket.send_multipart((peer, frame), zmq.NOBLOCK)
         except zmq.ZMQError:

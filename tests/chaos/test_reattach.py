@@ -1,7 +1,10 @@
 """Streams whose router dies: their clients take them up again, and nothing is lost or doubled."""
 
+import copy
 import http.client
 import json
+import os
+import signal
 import threading
 import time
 import urllib.error
@@ -29,6 +32,7 @@ NUM_TOKENS = 1_000
 MANY_TOKENS = 8_000  # far more than it gets to before its router dies
 DEADLINE_S = 120.0
 KEYS = ("one", "two")
+COME_BACK = ("shutting_down", "stream_in_use", "stream_taken_over")
 
 # The stop string never comes, so the text before it is held back again and again.
 ASKS: dict[str, dict[str, object]] = {
@@ -64,6 +68,7 @@ class Client:
         self.gap_s = 0.0
         self._heard_s = time.monotonic()
         self._cluster = cluster
+        self._router = "router"
         self._key = key
         self._moved = threading.Condition()
         self._body = json.dumps(
@@ -79,6 +84,17 @@ class Client:
         name = self.event_id.partition(":")[0]
         path = f"/v1/streams/{name}" if by_get else "/v1/completions"
         self._read_on("GET" if by_get else "POST", path)
+
+    def at(self, router: str) -> "Client":
+        """Return another client, which goes on at that router from where this one is now."""
+        with self._moved:
+            other = copy.copy(self)
+            other.texts = defaultdict(str, self.texts)
+            other.tokens = defaultdict(list, {n: list(ids) for n, ids in self.tokens.items()})
+            other.ends = dict(self.ends)
+        other._router, other._moved = router, threading.Condition()
+        other._read_on("POST", "/v1/completions")
+        return other
 
     def wait_for(self, num_tokens: int) -> None:
         with self._moved:
@@ -102,9 +118,14 @@ class Client:
         while not self.is_done:
             self.join()
             if not self.is_done:
-                assert self.error is None or self.error["code"] == "shutting_down", self.error
+                assert self.error is None or self.error["code"] in COME_BACK, self.error
                 self.come_back(by_get=True)
         return self.finish()
+
+    @property
+    def num_got(self) -> int:
+        """The events of this connection so far."""
+        return self._num_events
 
     def result(self) -> object:
         return dict(self.texts), dict(self.tokens), self.ends, self.usage
@@ -119,7 +140,8 @@ class Client:
         if self.event_id:
             headers["Last-Event-ID"] = self.event_id
         data = self._body if method == "POST" else None
-        request = urllib.request.Request(self._cluster.url(path), data, headers, method=method)
+        url = self._cluster.url(path, self._router)
+        request = urllib.request.Request(url, data, headers, method=method)
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
             try:
@@ -252,6 +274,34 @@ def test_a_restart_of_every_process_under_load_loses_nothing(tmp_path: Path) -> 
         load.wait_for_answers(load.num_answers + len(asks))
         load.stop()
         print(f"{load.num_answers} answers, longest gap {load.longest_gap_s:.2f} s")
+
+
+@pytest.mark.parametrize("num_decode", [1, 2])
+def test_a_router_that_was_frozen_takes_no_stream_back_from_another(
+    num_decode: int, tmp_path: Path
+) -> None:
+    """It tells its own client so, who could go on at any router."""
+    config = settings(decode=num_decode)
+    with Cluster(tmp_path, config, num_routers=2) as cluster:
+        ask = {**ASKS["sampled"], "max_tokens": MANY_TOKENS}
+        expected = Client(cluster, ask).finish().result()
+        first = Client(cluster, ask)
+        first.wait_for(20)
+        os.kill(cluster.children["router"].pid, signal.SIGSTOP)
+        second = first.at("router-1")
+        while not second.is_done and second.num_got < 50:
+            second.wait_for(50)
+            if second.error is not None:
+                assert second.error["code"] == "stream_in_use", second.error
+                second.come_back(by_get=True)
+        os.kill(cluster.children["router"].pid, signal.SIGCONT)
+        assert second.persist().result() == expected
+        first.join()
+        if num_decode == 1:
+            assert first.is_done or first.error is not None, "it was told"
+            assert first.is_done or first.error["code"] == "stream_taken_over"
+        assert first.persist().result() == expected
+        cluster.wait_until_unused()
 
 
 def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
-from baton.protocol.errors import RequestError
+from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Attach,
@@ -37,8 +38,8 @@ def claim(*received: ReceivedPart) -> Claim:
     return Claim(ID, OWNER, received or None)
 
 
-def attached(*choices: HeldChoice, num_choices: int = 1) -> Attached:
-    return Attached(ID, b"form", num_choices, PROMPT, SAMPLING, choices)
+def attached(*choices: HeldChoice, num_choices: int = 1, first_attempt: int = 1) -> Attached:
+    return Attached(ID, b"form", num_choices, PROMPT, SAMPLING, choices, first_attempt)
 
 
 def taking(
@@ -88,11 +89,11 @@ async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: Rou
     holder = await bench.scripted(node_info("d0", "decode"))
     task = taking(bench, claim(ReceivedPart(3, True)))
     await asked(holder)
-    holder.say(attached(HeldChoice(Key(ID, 0, 2), ANSWER[:5])))
+    holder.say(attached(HeldChoice(Key(ID, 0, 2), ANSWER[:5]), first_attempt=9))
     bench.clock.advance(REJOIN_S)
     stream, deltas = await task
     order = await holder.hear(Decode)
-    assert order.key == Key(ID, 0, 3)
+    assert order.key == Key(ID, 0, 9), "a router that had it before must lose against this one"
     assert order.token_ids == PROMPT + ANSWER[:5]
     assert order.kept == Kept(b"form", OWNER, 1), "this router may die as well"
     holder.say(Tokens([TokenEntry(order.key, len(PROMPT) + 5, ANSWER[5:], "length")]))
@@ -142,6 +143,65 @@ async def test_a_client_that_leaves_again_gives_the_sequence_up(bench: RouterBen
     decode.say(attached(HeldChoice(Key(ID), ANSWER[:2], is_running=True)))
     assert (await decode.hear(Cancel)).keys == (Key(ID),)
     assert bench.core.num_active == 0
+
+
+@routed()
+async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(
+    bench: RouterBench,
+) -> None:
+    _, decode = await bench.pair()
+    silent = await bench.scripted(node_info("d1", "decode"))
+    task = taking(bench, claim(ReceivedPart(1, True)))
+    await asked(decode)
+    decode.say(attached(HeldChoice(Key(ID), [7], is_running=True)))
+    num_many, start = 12_000, len(PROMPT) + 1
+    entries = [TokenEntry(Key(ID), start + index, [7]) for index in range(num_many)]
+    for index in range(0, num_many, 1_000):
+        decode.say(Tokens(entries[index : index + 1_000]))
+    # What nobody asked for is given back, so its cancel shows that the router has read the rest.
+    other = HeldChoice(Key(RequestId("other")), [], is_running=True)
+    decode.say(msgspec.structs.replace(attached(other), request_id=RequestId("other")))
+    assert (await decode.hear(Cancel)).keys == (other.key,)
+    silent.say(NotAttached(ID))
+    stream, deltas = await task
+    decode.say(Tokens([TokenEntry(Key(ID), start + num_many, [], "length")]))
+    await stream.ended()
+    assert token_ids(deltas) == [7] * num_many
+    await bench.settled()
+
+
+@routed()
+async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client(
+    bench: RouterBench,
+) -> None:
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    task = taking(bench, claim(ReceivedPart(1, True)))
+    await asked(decode)
+    answer = attached(HeldChoice(Key(ID), [], is_running=True))
+    decode.say(msgspec.structs.replace(answer, landing=(0,)))
+    stream, deltas = await task
+    (node,) = [node for node in bench.core.health().nodes if node.role == "decode"]
+    assert (node.num_legs, node.num_tokens) == (1, len(PROMPT))
+    assert bench.core.registry.node(node.node_id).num_blocks > 0
+    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT), ANSWER[:2])]))
+    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 2, ANSWER[2:], "length")]))
+    await stream.ended()
+    assert token_ids(deltas) == ANSWER[1:]
+    await bench.settled()
+
+
+@routed()
+async def test_a_router_that_ends_tells_the_clients_that_it_searches_for(
+    bench: RouterBench,
+) -> None:
+    _, decode = await bench.pair()
+    task = taking(bench, claim())
+    await asked(decode)
+    bench.core.close()
+    with pytest.raises(Overloaded) as error:
+        await task
+    assert error.value.code == "shutting_down"
 
 
 @routed()

@@ -6,6 +6,7 @@ import pytest
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError, TransferError
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Cancel,
     Crashed,
@@ -296,6 +297,17 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
     assert "no route" in reason
     lines = [record for record in caplog.records if "handoff failed" in record.message]
     assert len(lines) == 1
+
+
+@routed()
+async def test_a_message_that_cannot_be_sent_takes_no_other_with_it(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    first, broken, last = (Cancel((Key(RequestId(name)),)) for name in ("a", "\ud800", "b"))
+    bench.core._send(decode.info.node_id, first)
+    with pytest.raises(UnicodeEncodeError):
+        bench.core._send(decode.info.node_id, broken)
+    bench.core._send(decode.info.node_id, last)
+    assert [await decode.hear(Cancel) for _ in range(2)] == [first, last]
 
 
 @routed()

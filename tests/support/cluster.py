@@ -29,7 +29,7 @@ START_TIMEOUT_S = 90.0
 
 
 class Cluster:
-    """`config.prefill` + `config.decode` nodes and a router; a context manager.
+    """`config.prefill` + `config.decode` nodes, `router`, `router-1` and so on; a context manager.
 
     `env` is for the nodes, `ranks` the degree of single ones. They meet over ipc, or over the ports
     of this host. `lines` holds everything that any of them printed.
@@ -40,32 +40,37 @@ class Cluster:
         folder: Path,
         config: ClusterConfig,
         env: tuple[tuple[str, str], ...] = (),
+        num_routers: int = 1,
         over: Literal["ipc", "tcp"] = "ipc",
         ranks: Mapping[str, int] | None = None,
     ) -> None:
         self.folder = folder
         self.lines: list[str] = []
         self.children: dict[str, Child] = {}
-        self.port = 0
+        self.ports: dict[str, int] = {}
         self._env = env
         self._over = over
         self._ranks = ranks or {}
         control = f"ipc://{folder}/control" if over == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+        self._controls = {"router": control}
+        for index in range(1, num_routers):
+            self._controls[f"router-{index}"] = f"ipc://{folder}/control-{index}"
         self.config = msgspec.structs.replace(
             config,
             router=msgspec.structs.replace(config.router, control=control, port=0),
-            node=msgspec.structs.replace(config.node, routers=(control,)),
+            node=msgspec.structs.replace(config.node, routers=tuple(self._controls.values())),
             log=LogConfig(records=str(folder / "records"), stats_s=1.0),
         )
 
     def __enter__(self) -> "Cluster":
         try:
-            self.start("router", self.config)
+            for name in self._controls:
+                self.start_router(name)
             for index in range(self.config.prefill):
                 self.start_node("prefill", index)
             for index in range(self.config.decode):
                 self.start_node("decode", index)
-            self._wait_for_port()
+            self._wait_for_ports()
             self.wait_until_healthy()
         except BaseException:
             self.stop()
@@ -107,10 +112,12 @@ class Cluster:
             assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
             time.sleep(0.05)
 
-    def start_router(self) -> None:
-        """Start the router again, on the port that it had."""
-        router = msgspec.structs.replace(self.config.router, port=self.port)
-        self.start("router", msgspec.structs.replace(self.config, router=router))
+    def start_router(self, name: str = "router") -> None:
+        """Start a router, again on the port that it had."""
+        router = msgspec.structs.replace(
+            self.config.router, control=self._controls[name], port=self.ports.get(name, 0)
+        )
+        self.start(name, msgspec.structs.replace(self.config, router=router), "router")
 
     def stop(self) -> None:
         for child in self.children.values():
@@ -158,8 +165,12 @@ class Cluster:
                 sizes[name] += float(line.rpartition(" ")[2])
         return int(sizes["baton_node_total_blocks"] - sizes["baton_node_free_blocks"])
 
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+    @property
+    def port(self) -> int:
+        return self.ports["router"]
+
+    def url(self, path: str, router: str = "router") -> str:
+        return f"http://127.0.0.1:{self.ports[router]}{path}"
 
     def wait_until_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until every node is in service."""
@@ -208,16 +219,15 @@ class Cluster:
             return 0  # the router is starting again
         return sum(node["state"] == "ready" for node in nodes)
 
-    def _wait_for_port(self) -> None:
+    def _wait_for_ports(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self.port:
+        while self.ports.keys() != self._controls.keys():
             assert time.monotonic() < deadline_s, "\n".join(self.lines)
             self._check_alive()
             for line in self.lines:
                 if "listening on http://" in line:
-                    self.port = int(
-                        line.partition("listening on http://")[2].split()[0].split(":")[1]
-                    )
+                    address = line.partition("listening on http://")[2].split()[0]
+                    self.ports[line.partition(" | ")[0]] = int(address.split(":")[1])
             time.sleep(0.05)
 
     def _check_alive(self) -> None:

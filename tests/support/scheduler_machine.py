@@ -25,7 +25,7 @@ from baton.engine.plan import StepPlan
 from baton.engine.scheduler import NodeLimits
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Key, NodeId
+from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Key, NodeId
 from baton.protocol.messages import (
     CancelDone,
     Decode,
@@ -70,6 +70,7 @@ class Asked:
     origin: int
     output: list[int] = field(default_factory=list)
     is_over: bool = False  # finished, failed, cancelled or forgotten: nothing may follow
+    is_adopted: bool = False  # another router has taken it over and has a leg for it alone
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -77,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     kind: type[PrefillScheduler | DecodeScheduler]
     limits: NodeLimits
+    refuses_older_routers: bool
 
     def begin(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
@@ -84,7 +86,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executor = ToyExecutor(num_blocks, BLOCK_SIZE)
         self.launched: deque[StepPlan] = deque()
         self.asked: dict[Key, Asked] = {}
-        self.attempts: dict[str, int] = {}
+        self.minted: dict[str, int] = {}  # the router that a request began at
+        self.attempts: dict[tuple[int, str], int] = {}  # the latest of each router
+        self.first_here: dict[str, int] = {}  # of the last router that this node has heard of
         self.now_s = 0.0
 
     def add(
@@ -92,18 +96,43 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> Prefill | Decode:
         """A new request, a resume, or a newer attempt of some choices of an old one."""
         self.listen()
-        attempt = self.attempts[name] = self.attempts.get(name, -1) + 1
+        if (origin, name) not in self.attempts:
+            origin = self.minted.setdefault(name, origin)
+        attempt = self.attempts[origin, name] = self.attempts.get((origin, name), -1) + 1
+        is_refused = self.refuses_older_routers and attempt < self.first_here.get(name, 0)
+        if attempt >= ATTEMPTS_PER_ROUTER and not is_refused:
+            self.first_here[name] = attempt - attempt % ATTEMPTS_PER_ROUTER
         num_output = min(ask.num_output, ask.length - 1)
         message = make(
             key(name, ask.first, attempt), [(ask.salt + i) % VOCAB for i in range(ask.length)],
             ask.length - num_output, sampling(ask.max_tokens + num_output), ask.num_choices,
             NodeId("peer") if ask.is_handed_over else None,
         )  # fmt: skip
-        for choice in range(ask.first, ask.first + ask.num_choices):
-            self.end_asked(key(name, choice, lower) for lower in range(attempt))
+        choices = range(ask.first, ask.first + ask.num_choices)
+        lower = [of for of in self.asked if of.request_id == name and of.attempt < attempt]
+        if not is_refused:
+            own = [of for of in lower if self.asked[of].origin == origin]
+            self.end_asked(of for of in own if of.choice in choices)
+        for choice in choices:
             self.asked[key(name, choice, attempt)] = Asked(message, choice, origin)
+        before = [of for of in lower if not self.asked[of].is_over]
         self.scheduler.add(self.now_s, origin, message)
+        self.listen()
+        if is_refused:
+            assert self.asked[message.key].is_over, "a router that was away is told"
+            assert not any(self.asked[of].is_over for of in before), "and nobody else is hurt"
+        else:
+            others = [of for of in before if self.asked[of].origin != origin]
+            assert all(self.asked[of].is_over for of in others), "a router that loses it is told"
         return message
+
+    @rule(origin=st.integers(0, ORIGINS - 1), name=st.sampled_from("abcdef"))
+    def take_over_elsewhere(self, origin: int, name: str) -> None:
+        """A router gets a request at another node, of which this one hears nothing yet."""
+        latest = max((n for (_, of), n in self.attempts.items() if of == name), default=None)
+        if latest is not None:
+            next_first = latest - latest % ATTEMPTS_PER_ROUTER + ATTEMPTS_PER_ROUTER
+            self.attempts[origin, name] = next_first - 1
 
     def end_asked(self, keys: Iterable[Key]) -> None:
         for one in keys:

@@ -1,13 +1,15 @@
 """Soak a cluster on this host: `python -m tools.soak --requests 10000 --faults 1000`.
 
 Streams with known outputs run while processes are killed, ended and frozen. The exit code is 0 only
-if no token was wrong, no stream was lost, and at the end nothing was still held.
+if no token was wrong, no stream was lost, and at the end nothing was still held. Soaks with seeds
+of their own may run side by side: they share nothing but the machine.
 """
 
 import asyncio
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +31,7 @@ from baton.protocol.config import (
     TransportChoice,
 )
 from baton.protocol.errors import BatonError
+from baton.runtime.clock import monotonic
 from baton.runtime.fields import fields_of, with_values
 from baton.runtime.flag_parser import FlagParser
 from tools.json_file import json_file, save
@@ -49,6 +52,7 @@ class SoakSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, Meta(ge=1, description="number of streams")] = 10_000
     faults: Annotated[int, Meta(ge=0, description="number of faults")] = 1_000
     clients: Annotated[int, Meta(ge=1, description="streams that run side by side")] = 12
+    lanes: Annotated[int, Meta(ge=1, description="faults that may overlap")] = 2
     seed: Annotated[int, Meta(ge=0, description="seed of the streams and of the faults")] = 1
     roles: Annotated[
         tuple[str, ...], Meta(min_length=1, description="roles of the processes that faults strike")
@@ -68,6 +72,8 @@ class FaultRow(msgspec.Struct, frozen=True):
     num_faults: int
     num_streams: int  # that were under way during one of these faults
     num_resumed: int
+    num_wrong: int
+    num_lost: int
     gap_p50_s: float
     gap_p99_s: float
     gap_max_s: float
@@ -77,6 +83,7 @@ class SoakReport(msgspec.Struct, frozen=True):
     schema: str
     settings: SoakSettings
     provenance: Provenance
+    wall_s: float  # under load, from the first stream to the last end
     outcomes: dict[str, int]
     num_resumed: int
     num_refusals: int
@@ -95,11 +102,13 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
         asks = draw(settings.seed, NUM_ASKS, settings.vocab_size)
         streams = Streams(cluster.url, NAME, asks, faults.ended_router)
         await streams.learn()
-        before = cluster.footprints()
+        await cluster.until("every block to be free", lambda health: not health.held)
+        before, began_s = await cluster.footprints(), monotonic()
         records = await _load(settings, streams, faults)
+        wall_s = monotonic() - began_s
         again = await streams.verify()
         await cluster.until("every block to be free", lambda health: not health.held)
-        after = cluster.footprints()
+        after = await cluster.footprints()
         problems = [*cluster.own_ends, *cluster.alarms, *faults.bad_exits]
     problems += [f"at the end: {record.detail}" for record in again if record.outcome != "whole"]
     problems += [f"{r.outcome}: {r.detail}" for r in records if r.outcome in ("wrong", "lost")]
@@ -108,7 +117,7 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     for record in records:
         outcomes[record.outcome] += 1
     return SoakReport(
-        SCHEMA, settings, complete(provenance), outcomes,
+        SCHEMA, settings, complete(provenance), wall_s, outcomes,
         sum(record.is_resumed for record in records),
         sum(record.num_refusals for record in records),
         _rows(faults.begun, records), problems, before, after,
@@ -135,7 +144,7 @@ async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> lis
         return num_begun >= (number + 0.5) * per_fault and streams.num_running > 0
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(faults.run(may_strike))
+        group.create_task(faults.run(may_strike, settings.lanes))
         clients = [
             group.create_task(
                 streams.run(random.Random(f"{settings.seed}/{number}"), ABORT_SHARE, may_begin)
@@ -166,16 +175,19 @@ def _rows(faults: Sequence[Fault], records: Sequence[Record]) -> list[FaultRow]:
 
 def _row(role: str, kind: str, faults: Sequence[Fault], records: Sequence[Record]) -> FaultRow:
     ours = [fault for fault in faults if (fault.role, fault.kind.name) == (role, kind)]
-    gaps: list[float] = []
-    resumed = 0
-    for fault in ours:
-        for record in records:
-            if record.began_s < fault.until_s and record.ended_s > fault.at_s:
-                gaps.append(record.longest_gap(fault.at_s, fault.until_s))
-                resumed += record.is_resumed
-    gaps.sort()
+    met = [
+        (fault, record)
+        for fault in ours
+        for record in records
+        if record.began_s < fault.until_s and record.ended_s > fault.at_s
+    ]
+    gaps = sorted(record.longest_gap(fault.at_s, fault.until_s) for fault, record in met)
     ranks = [nearest_rank(gaps, percent) if gaps else 0.0 for percent in (50, 99, 100)]
-    return FaultRow(role, kind, len(ours), len(gaps), resumed, *ranks)
+    outcomes = Counter(record.outcome for _, record in met)
+    num_resumed = sum(record.is_resumed for _, record in met)
+    return FaultRow(
+        role, kind, len(ours), len(gaps), num_resumed, outcomes["wrong"], outcomes["lost"], *ranks
+    )
 
 
 def _grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
@@ -196,16 +208,28 @@ def _grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[st
 def table(report: SoakReport) -> str:
     """Return the report as text."""
     lines = [
-        f"{'role':8} {'fault':20} {'faults':>6} {'streams':>7} {'resumed':>7} "
-        "  longest gap p50, p99, max (s)"
+        f"{'role':8} {'fault':20} {'faults':>6} {'streams':>7} {'resumed':>7} {'wrong':>5} "
+        f"{'lost':>4}   longest gap p50, p99, max (s)"
     ]
     lines += [
-        f"{row.role:8} {row.kind:20} {row.num_faults:6} {row.num_streams:7} {row.num_resumed:7}"
+        f"{row.role:8} {row.kind:20} {row.num_faults:6} {row.num_streams:7} {row.num_resumed:7} "
+        f"{row.num_wrong:5} {row.num_lost:4}"
         f"   {row.gap_p50_s:6.2f} {row.gap_p99_s:6.2f} {row.gap_max_s:6.2f}"
         for row in report.rows
     ]  # fmt: skip
     counts = ", ".join(f"{count} {name}" for name, count in report.outcomes.items())
     lines.append(f"streams: {counts}; {report.num_resumed} resumed, {report.num_refusals} refusals")
+    num_faults = sum(row.num_faults for row in report.rows)
+    per_fault_s = report.wall_s / max(num_faults, 1)
+    lines.append(f"{num_faults} faults in {report.wall_s:.0f} s: one per {per_fault_s:.1f} s")
+    lines.append(f"{'start -> end':10}  used blocks   descriptors   threads   memory (MiB)")
+    for name, was in report.before.items():
+        now = report.after[name]
+        lines.append(
+            f"{name:12} {was.used_blocks:5} -> {now.used_blocks} of {now.total_blocks}"
+            f"   {was.descriptors:4} -> {now.descriptors}   {was.threads:3} -> {now.threads}"
+            f"   {was.rss_mib:5} -> {now.rss_mib}"
+        )
     return "\n".join([*lines, *(f"PROBLEM {problem}" for problem in report.problems)])
 
 

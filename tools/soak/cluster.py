@@ -27,11 +27,13 @@ ALARMS = ("Traceback", "Assertion failed", "a request broke")
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """What a process holds of the system."""
+    """What a process holds of the system, and what a node holds of its pool."""
 
     descriptors: int
     threads: int
     rss_mib: int
+    used_blocks: int = 0
+    total_blocks: int = 0
 
 
 class NodeLoad(msgspec.Struct):
@@ -146,8 +148,12 @@ class SoakCluster:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return HealthReply()
 
-    def footprints(self) -> dict[str, Footprint]:
-        return {name: _footprint(child.pid) for name, child in self.children.items()}
+    async def footprints(self) -> dict[str, Footprint]:
+        loads = {node.node_id: node.load for node in (await self.health()).nodes}
+        return {
+            name: _footprint(child.pid, loads.get(name, NodeLoad()))
+            for name, child in self.children.items()
+        }
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -192,11 +198,13 @@ class SoakCluster:
             self._router = msgspec.structs.replace(self._router, port=port)
 
 
-def _footprint(pid: int) -> Footprint:
+def _footprint(pid: int, load: NodeLoad) -> Footprint:
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return Footprint(
         len(list(Path(f"/proc/{pid}/fd").iterdir())),
         int(fields["Threads"]),
         int(fields["VmRSS"].split()[0]) >> 10,
+        load.total_blocks - load.free_blocks,
+        load.total_blocks,
     )

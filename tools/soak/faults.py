@@ -1,7 +1,7 @@
 """Faults of processes, in an order that a seed fixes: kills, orderly ends and freezes.
 
-Each fault waits until its process is in service again. Two lanes carry faults out side by side, so
-that both nodes of a role may be away at once. Every kind strikes every role about equally often,
+Each fault waits until its process is in service again. Several lanes carry faults out side by side,
+so that both nodes of a role may be away at once. Every kind strikes every role about equally often,
 except for the freezes of a minute, which come once in ten rounds.
 """
 
@@ -16,7 +16,6 @@ import msgspec
 from baton.runtime.clock import monotonic
 from tools.soak.cluster import HealthReply, SoakCluster
 
-NUM_LANES = 2
 LOOK_S = 0.02
 ROUNDS_PER_LONG_FREEZE = 10
 
@@ -61,7 +60,7 @@ class Fault:
 
 
 class Faults:
-    """`may_strike(number)` says whether it is time for the fault of that number."""
+    """`count` faults on processes of these roles, in an order that `seed` fixes."""
 
     def __init__(self, cluster: SoakCluster, seed: int, roles: tuple[str, ...], count: int) -> None:
         self.begun: list[Fault] = []
@@ -78,10 +77,14 @@ class Faults:
             for fault in self.begun
         )
 
-    async def run(self, may_strike: Callable[[int], bool]) -> None:
-        """Carry all faults out; raises `NodeError` if a process does not come back."""
+    async def run(self, may_strike: Callable[[int], bool], num_lanes: int) -> None:
+        """Carry all faults out; raises `NodeError` if a process does not come back.
+
+        `may_strike(number)` says whether it is time for the fault of that number. `num_lanes` of
+        them may overlap.
+        """
         async with asyncio.TaskGroup() as lanes:
-            for _ in range(NUM_LANES):
+            for _ in range(num_lanes):
                 lanes.create_task(self._lane(may_strike))
 
     async def _lane(self, may_strike: Callable[[int], bool]) -> None:

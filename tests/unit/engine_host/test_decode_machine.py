@@ -65,6 +65,7 @@ class DecodeMachine(SchedulerMachine):
     away too early shows as wrong "KV" in a step."""
 
     kind = DecodeScheduler
+    refuses_older_routers = True
     limits = NodeLimits(8, 4, 40, EOS, VOCAB, detached_s=4.0)
 
     @initialize(num_blocks=st.integers(10, 24))
@@ -103,6 +104,18 @@ class DecodeMachine(SchedulerMachine):
             if held.is_running:
                 assert asked.is_over, "only a detached sequence changes hands"
                 asked.origin, asked.output, asked.is_over = origin, output, False
+                asked.is_adopted = True
+        name = message.request_id
+        assert message.first_attempt > self.first_here.get(name, 0)
+        assert all(message.first_attempt > held.key.attempt for held in message.choices)
+        self.first_here[name] = message.first_attempt
+        self.take_over_elsewhere(origin, name)  # it asks all nodes, and heeds the highest answer
+
+    @rule(origin=st.integers(0, ORIGINS - 1), picks=st.lists(st.integers(0, 40), max_size=3))
+    def cancel_what_another_router_has(self, origin: int, picks: list[int]) -> None:
+        """A router that was away cancels what it had: nothing changes."""
+        known = [of for of, asked in self.asked.items() if asked.origin != origin]
+        self.scheduler.cancel(origin, tuple(known[i] for i in picks if i < len(known)))
 
     def hear(self, origin: int, message: object) -> None:
         match message:
@@ -116,7 +129,7 @@ class DecodeMachine(SchedulerMachine):
             case Failed(key=of):
                 # A sequence that runs, or a whole request that does not run yet.
                 one = self.asked[of]
-                alone = of != one.message.key or one.output
+                alone = of != one.message.key or one.output or one.is_adopted
                 ended = [
                     one for one in ([one] if alone else self.choices_of(of)) if not one.is_over
                 ]
@@ -207,7 +220,8 @@ class DecodeMachine(SchedulerMachine):
         for asked in self.choices_of(of):
             tokens = self.answer(reading.message, asked.choice)
             firsts.append(FirstToken(tokens[0], "stop" if len(tokens) == 1 else None))
-            asked.is_over |= len(tokens) == 1  # prefill has told the router
+            if not asked.is_adopted:
+                asked.is_over |= len(tokens) == 1  # prefill has told the router
         self.scheduler.on_report(self.now_s, Landed(of, tuple(firsts), 0, 0.0, 0.0))
 
     @precondition(lambda self: self.readings)

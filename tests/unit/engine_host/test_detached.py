@@ -5,18 +5,22 @@ import pytest
 
 from baton.decode_node import ended
 from baton.engine.scheduler import NodeLimits
-from baton.protocol.ids import RequestId
+from baton.kv_transfer.interfaces import Land, Landed, LandingEnded
+from baton.protocol.errors import NodeError
+from baton.protocol.ids import ATTEMPTS_PER_ROUTER, RequestId
 from baton.protocol.messages import (
     Attach,
     Attached,
     Decode,
+    Failed,
+    FirstToken,
     HeldChoice,
     Kept,
     NotAttached,
     TokenEntry,
     Tokens,
 )
-from tests.support.drive import Drive, decode_drive, handed, key, local
+from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -58,6 +62,12 @@ def choices_of(answer: list[object]) -> dict[int, HeldChoice]:
     return {held.key.choice: held for held in attached.choices}
 
 
+def first_attempt(answer: list[object]) -> int:
+    (attached,) = answer
+    assert isinstance(attached, Attached)
+    return attached.first_attempt
+
+
 def tokens_after(drive: Drive, choice: int) -> tuple[int, list[int]]:
     """Where the tokens begin that the new router gets, and what they are."""
     entries = [
@@ -91,6 +101,75 @@ def test_a_router_that_comes_back_cannot_cancel_what_another_has_taken_over() ->
     drive.run()
     _, rest = tokens_after(drive, 0)
     assert held[0].token_ids + rest == continuation(PROMPT, 20, 0)
+
+
+def test_a_router_that_comes_back_cannot_begin_again_what_another_has_taken_over() -> None:
+    """It is told at once, so that its client is not left waiting."""
+    drive = detached(3, stream(local("r", PROMPT, 20)))
+    held = choices_of(attach(drive))
+    again = msgspec.structs.replace(local("r", PROMPT, 20), key=key("r", attempt=1))
+    drive.scheduler.add(drive.now_s, OLD, again)
+    ((origin, failed),) = drive.scheduler.outputs.take_router_messages()
+    assert isinstance(failed, Failed)
+    assert (origin, failed.key, failed.failure.code) == (OLD, again.key, "stream_taken_over")
+    assert not failed.failure.retryable
+    drive.run()
+    _, rest = tokens_after(drive, 0)
+    assert held[0].token_ids + rest == continuation(PROMPT, 20, 0)
+
+
+def test_a_router_that_took_a_stream_over_elsewhere_ends_what_the_other_one_has_here() -> None:
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, stream(local("r", PROMPT, 200)))
+    drive.run(3)
+    later = msgspec.structs.replace(
+        local("r", PROMPT, 20), key=key("r", attempt=ATTEMPTS_PER_ROUTER)
+    )
+    drive.scheduler.add(0.0, NEW, stream(later))
+    ((origin, failed),) = drive.scheduler.outputs.take_router_messages()
+    assert isinstance(failed, Failed)
+    assert (origin, failed.key, failed.failure.code) == (OLD, key("r"), "stream_taken_over")
+    drive.run()
+    assert tokens_after(drive, 0)[1][-20:] == continuation(PROMPT, 20, 0)
+
+
+def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches() -> None:
+    """Its client may have the first tokens, of which this node does not know yet."""
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 20, 2), 2))
+    drive.scheduler.on_report(0.0, offered("r", len(PROMPT), 2))
+    drive.launch()
+    drive.scheduler.forget(OLD)
+    said = attach(drive)
+    assert choices_of(said) == {n: HeldChoice(key("r", n), [], is_running=True) for n in range(2)}
+    assert isinstance(said[0], Attached)
+    assert said[0].landing == (0, 1)
+    (land,) = [event for event in drive.asked if isinstance(event, Land)]
+    for position in range(len(PROMPT)):
+        block = land.block_ids[position // BLOCK_SIZE]
+        drive.executor.slots[block][position % BLOCK_SIZE] = tuple(PROMPT[: position + 1])
+    firsts = [continuation(PROMPT, 20, choice)[0] for choice in range(2)]
+    tokens = FirstToken(firsts[0]), FirstToken(firsts[1], "stop")
+    drive.scheduler.on_report(0.0, Landed(key("r"), tokens, 0, 0.0, 0.0))
+    drive.run(1)
+    assert tokens_after(drive, 1) == (len(PROMPT), firsts[1:]), "prefill told the dead router"
+    position, rest = tokens_after(drive, 0)
+    assert (position, rest[0]) == (len(PROMPT), firsts[0])
+
+
+def test_a_prompt_that_is_lost_on_its_way_is_told_for_each_choice() -> None:
+    """The router that took it over has a leg for each."""
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 20, 2), 2))
+    drive.scheduler.on_report(0.0, offered("r", len(PROMPT), 2))
+    drive.launch()
+    drive.scheduler.forget(OLD)
+    attach(drive)
+    lost = NodeError("prefill is gone").to_failure()
+    drive.scheduler.on_report(0.0, LandingEnded(key("r"), lost, ()))
+    drive._collect()
+    assert drive.said == [Failed(key("r", choice), lost) for choice in range(2)]
+    assert drive.pool.num_free == 64
 
 
 def test_what_ends_while_detached_is_kept_without_its_blocks() -> None:
@@ -136,10 +215,10 @@ def test_only_its_owner_gets_a_stream_and_only_once() -> None:
 def test_a_prompt_without_tokens_is_begun_again_by_the_router() -> None:
     """Prefill has lost the router, too, and will not finish it."""
     drive = detached(1, stream(handed("r", PROMPT, 20)))
-    held = choices_of(attach(drive))[0]
-    assert held == HeldChoice(key("r"), [])
+    said = attach(drive)
+    assert choices_of(said)[0] == HeldChoice(key("r"), [])
     again = local("r", PROMPT, 20)
-    again = msgspec.structs.replace(again, key=key("r", attempt=1))
+    again = msgspec.structs.replace(again, key=key("r", attempt=first_attempt(said)))
     drive.scheduler.add(drive.now_s, NEW, again)
     drive.run()
     assert drive.output("r", PROMPT) == continuation(PROMPT, 20)

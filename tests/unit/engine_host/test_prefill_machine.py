@@ -60,6 +60,7 @@ class PrefillMachine(SchedulerMachine):
     looking at it."""
 
     kind = PrefillScheduler
+    refuses_older_routers = False  # decode does
     limits = NodeLimits(10, 3, 40, EOS, VOCAB)
 
     @initialize(num_blocks=st.integers(8, 24))

@@ -1,5 +1,6 @@
 """Prefill scheduling on an executor that checks every slot it reads."""
 
+from baton.kv_transfer.interfaces import Released
 from baton.protocol.messages import Failed, FirstTokens, Span, Withdrawn
 from tests.support.drive import (
     Drive,
@@ -77,6 +78,19 @@ def test_blocks_are_announced_only_when_their_step_is_settled() -> None:
     assert announced(drive, "a") == []
     drive.settle(plan)
     assert len(announced(drive, "a")) == 4
+
+
+def test_a_prompt_that_is_computed_outlives_its_router() -> None:
+    """The client may have its first token, so decode must get the blocks."""
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
+    drive.run()
+    drive.scheduler.forget(7)
+    drive.run()
+    assert not any(isinstance(event, Withdrawn) for event in drive.asked)
+    assert drive.pool.num_owned
+    drive.scheduler.on_report(0.0, Released(key("a"), None))
+    assert not drive.pool.num_owned
 
 
 def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelled() -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     Cancel,
@@ -18,6 +18,8 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import Sampling
 from baton.router.request.events import (
+    Adopted,
+    AdoptedChoice,
     Begun,
     CallerGone,
     Closed,
@@ -335,3 +337,35 @@ def test_commands_can_be_written_down() -> None:
     encoded = msgspec.json.encode(drive.place())
     decoded = msgspec.json.decode(encoded, type=list[RequestCommand])
     assert [type(command) for command in decoded] == [Send, Send]
+
+
+@pytest.mark.parametrize("num_received", [2, 0])
+def test_what_was_taken_over_goes_on_with_attempts_of_this_routers_own(num_received: int) -> None:
+    driver = Driver(max_tokens=9)
+    choice = AdoptedChoice(KEY, [7, 8], num_received, process=(D, EPOCHS[D]))
+    commands = driver.step(Adopted((choice,), ATTEMPTS_PER_ROUTER))
+    assert commands == ([] if num_received else [Deliver(0, [7, 8])])
+    assert driver.says(D, TokenEntry(KEY, 5, [9])) == [Deliver(0, [9])]
+    assert driver.place_again(driver.says(D, Failed(KEY, LOST))) == Key(R, 0, ATTEMPTS_PER_ROUTER)
+
+
+def test_a_first_token_that_only_the_client_has_ends_the_stream() -> None:
+    """Another one might differ, and the rest would not fit the client's."""
+    driver = Driver()
+    choice = AdoptedChoice(KEY, [], 1, process=(D, EPOCHS[D]))
+    assert driver.step(Adopted((choice,), ATTEMPTS_PER_ROUTER)) == []
+    commands = driver.says(D, Failed(KEY, LOST))
+    (outcome,) = [command for command in commands if isinstance(command, Outcome)]
+    assert outcome.failure is not None
+    assert outcome.failure.code == "stream_gone"
+    assert not any(isinstance(command, Place) for command in commands)
+
+
+def test_a_stream_that_another_router_has_taken_over_is_left_to_it() -> None:
+    driver = Driver()
+    driver.place()
+    driver.says(D, TokenEntry(KEY, 3, [7]))
+    taken_over = Failure("stream_taken_over", "by another router", http_status=409)
+    commands = driver.says(D, Failed(KEY, taken_over))
+    assert Outcome(taken_over) in commands
+    assert not any(isinstance(command, Place) for command in commands)

@@ -1,15 +1,23 @@
 """Which nodes hold a request that another router began, and when that is decided."""
 
 import msgspec
+import pytest
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttached
+from baton.protocol.messages import (
+    Attached,
+    FinishReason,
+    HeldChoice,
+    NotAttached,
+    TokenEntry,
+)
 from baton.protocol.sampling import Sampling
 from baton.router.request.search import (
     ANSWER_S,
     IN_USE_S,
     REJOIN_S,
+    RETRY_S,
     FoundRequest,
     ReceivedPart,
     Search,
@@ -84,7 +92,7 @@ def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
     one = search()
     one.heard(A, NOTHING)
     assert one.verdict(ANSWER_S - 0.1) is None
-    assert code(one.verdict(ANSWER_S)) == "stream_gone"
+    assert code(one.verdict(ANSWER_S)) == "stream_unknown", "it may have the stream"
 
 
 def test_a_stream_of_another_router_is_left_alone() -> None:
@@ -129,6 +137,66 @@ def test_a_node_that_knows_less_than_the_client_does_not_help() -> None:
     one = search(ReceivedPart(9, True), nodes=(A,))
     one.heard(A, attached(held(num_tokens=5, is_running=True)))
     assert code(one.verdict(0.0)) == "stream_gone"
+
+
+def test_a_stream_whose_prompt_lands_has_the_token_that_its_client_has() -> None:
+    landing = attached(held(num_tokens=0, is_running=True))
+    landing = msgspec.structs.replace(landing, landing=(0,))
+    one = search(ReceivedPart(1, True), nodes=(A,))
+    one.heard(A, landing)
+    assert isinstance(one.verdict(0.0), FoundRequest)
+    one = search(ReceivedPart(2, True), nodes=(A,))
+    one.heard(A, landing)
+    assert code(one.verdict(0.0)) == "stream_gone", "prefill knows one token and no more"
+
+
+def entry(position: int, *token_ids: int, end: FinishReason | None = None) -> TokenEntry:
+    return TokenEntry(Key(ID), 1 + position, list(token_ids), end)
+
+
+def test_tokens_that_come_while_others_are_asked_are_part_of_what_is_found() -> None:
+    one = search()
+    one.heard(A, attached(held(num_tokens=3, is_running=True)))
+    for position in range(3, 20_000):
+        one.goes_on(A, entry(position, position))
+    one.goes_on(A, entry(19_998, 19_998, 19_999, 20_000, end="length"))
+    one.goes_on(B, entry(20_001, 0))  # of another attempt
+    one.heard(B, NOTHING)
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    choice = verdict.choices[0].held
+    assert choice.token_ids == list(range(20_001))
+    assert (choice.is_running, choice.finish_reason) == (False, "length")
+    assert one.running_keys == {}
+
+
+def test_a_lower_attempt_that_catches_up_does_not_pass_for_the_clients() -> None:
+    one = search(ReceivedPart(6, True))
+    one.heard(A, attached(held(num_tokens=5, is_running=True)))
+    one.goes_on(A, entry(5, 5, 6))
+    one.heard(B, NOTHING)
+    assert code(one.verdict(0.0)) == "stream_gone"
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
+    is_lost_before: bool,
+) -> None:
+    missing = (B,) if is_lost_before else ()
+    one = Search(ID, None, 0.0, 0.0, missing)
+    assert one.asks(A)
+    one.heard(A, NOTHING)
+    if not is_lost_before:
+        assert one.asks(B)
+        one.lost(B)
+    assert one.verdict(ANSWER_S - 0.1) is None
+    verdict = one.verdict(ANSWER_S)
+    assert code(verdict) == "stream_unknown"
+    assert isinstance(verdict, Failure)
+    assert (verdict.http_status, verdict.retry_after_s) == (503, RETRY_S)
+    assert one.asks(B)
+    one.heard(B, attached(held(is_running=True)))
+    assert isinstance(one.verdict(ANSWER_S), FoundRequest)
 
 
 def test_an_id_with_another_number_of_choices_fits_nothing() -> None:

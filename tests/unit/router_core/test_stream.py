@@ -73,6 +73,23 @@ def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it() -> No
     asyncio.run(use())
 
 
+@pytest.mark.parametrize("num_again", [1, 2])
+def test_tokens_that_the_caller_has_are_not_handed_out_again(num_again: int) -> None:
+    async def use() -> None:
+        stream = stream_of(SamplingParams())
+        ids = tokens("hello world the end")
+        stream.expect_again(0, num_again)
+        assert not stream.push(0, ids[:1], None)
+        assert not stream.push(0, ids[1:], "length")
+        stream.finish()
+        output = await collected(stream)
+        assert output.outputs[0].token_ids == ids[num_again:]
+        assert "hello" not in output.outputs[0].text
+        assert stream.metrics.num_output_tokens == len(ids)
+
+    asyncio.run(use())
+
+
 def test_a_sink_gets_what_was_there_and_what_comes() -> None:
     async def use() -> None:
         stream = stream_of(SamplingParams())

@@ -1,6 +1,7 @@
 """Connections that do nothing: none of them keeps others from being served."""
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -8,6 +9,8 @@ import signal
 import socket
 import urllib.request
 from pathlib import Path
+
+import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from tests.support.http_bench import HttpBench, ScriptedEngine, served
@@ -141,16 +144,24 @@ async def test_connections_above_the_limit_get_probes_only(
         pass
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1])
 @served(config=ClusterConfig(router=RouterConfig(unread_s=0.2)))
 async def test_a_client_that_does_not_read_its_answer_is_cut_off(
-    bench: HttpBench, engine: ScriptedEngine
+    num_bytes: int, bench: HttpBench, engine: ScriptedEngine
 ) -> None:
-    _, writer = await dial(bench)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(post({"prompt": [5], "stream": True}))
-    stream = await engine.stream()
-    while not engine.closed:
-        stream.push(0, [5] * 1_000, None)
-        await asyncio.sleep(0)
-    writer.close()
+    """Nor may it read a byte now and then, as slowly as nobody does who wants the answer."""
+    host, port = bench.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(post({"prompt": [5], "stream": True}))
+        stream = await engine.stream()
+        num_turns = 0
+        while not engine.closed:
+            stream.push(0, [5] * 1_000, None)
+            num_turns += 1
+            # At most a hundred bytes per second, on a machine of any speed.
+            if num_turns % 100 == 0 and num_bytes:
+                await asyncio.sleep(0.01)
+                with contextlib.suppress(BlockingIOError):
+                    client.recv(num_bytes, socket.MSG_DONTWAIT)
+            await asyncio.sleep(0)
     assert (await bench.get("/live")).status == 200

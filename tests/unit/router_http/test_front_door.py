@@ -8,6 +8,7 @@ import pytest
 from baton import __version__
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import Overloaded
+from baton.router.http.bodies import Bodies
 from baton.router.stream import RequestStream
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, events_of, served
 from tests.support.small_tokenizers import small_text
@@ -144,6 +145,32 @@ async def test_a_body_larger_than_the_models_longest_prompt_is_413(bench: HttpBe
     reply = await bench.post({"prompt": "x" * 5_000_000})
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
     assert "4 MiB" in str(reply.error["message"])
+
+
+def test_a_body_is_overtaken_in_the_moment_in_which_its_time_is_up() -> None:
+    problems: list[object] = []
+
+    async def use() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, problem: problems.append(problem))
+        room = Bodies(1).room()
+
+        async def read() -> None:
+            async with asyncio.timeout(3600) as room.deadline:
+                await asyncio.Event().wait()
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        assert room.deadline is not None
+        room.deadline.reschedule(loop.time())
+        # Its time is up before this is called, but its task has yet to run.
+        loop.call_soon(room.overtake)
+        with pytest.raises(TimeoutError):
+            await reading
+        assert not room.was_overtaken
+
+    asyncio.run(use())
+    assert not problems
 
 
 @served(script=hello, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
