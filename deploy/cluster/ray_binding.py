@@ -176,6 +176,9 @@ class _HostedProcess(ProcessActor):
     """The actor as Ray makes it: its one argument shows no secret."""
 
     def __init__(self, process: str) -> None:
+        # Ray runs actors with a nice value of 15, which the process would inherit.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         context = ray.get_runtime_context()
         orders = _orders(context.namespace)
         if orders is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from baton.deploy.cluster.ray_local import LocalRay, access_of
+from baton.deploy.cluster.ray_local import OWN_VARIABLES, LocalRay, access_of
 from tests.support.deployed import TIMEOUT_S
 
 # Prints what Ray still holds for anybody: named actors, and CPUs that are not free.
@@ -68,6 +68,6 @@ def _joining(hosts: RayHosts) -> "subprocess.Popen[bytes]":
     ]  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
-        env={**os.environ, **hosts.env, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"},
+        env={**os.environ, **hosts.env, **OWN_VARIABLES},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
