@@ -1,7 +1,8 @@
 """How many threads compute a rank: the CPUs that this process may use, divided fairly.
 
 The launcher divides them among the nodes that it starts on this host, a node among its ranks. A
-number in the settings is taken as it is. Nothing is bound to a CPU.
+number in the settings is taken as it is. Nothing is bound to a CPU. `spin_briefly` is for the
+threads that torch keeps.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from pathlib import Path
 from baton.protocol.config import EngineConfig
 
 CGROUP = Path("/sys/fs/cgroup")  # in a container, its own
+# Rounds of a busy loop, about 0.1 ms: longer than the pause between the small operations of a step.
+SPINS = 5_000
 
 
 def threads_per_rank(engine: EngineConfig, num_nodes: int = 1) -> int:
@@ -26,6 +29,16 @@ def thread_counts(engine: EngineConfig) -> tuple[int, ...]:
     share = threads_per_rank(engine)
     most = _num_cpus() if engine.shared_cpus else share
     return (share, most) if most > share else (share,)
+
+
+def spin_briefly() -> None:
+    """Let the idle threads of GNU OpenMP give up their CPUs soon; call it before torch is imported.
+
+    By default they look for the next product of matrices for some milliseconds, on CPUs that the
+    other kernels of a step and the other processes of this host want. What a user has set stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def _num_cpus() -> int:

@@ -15,6 +15,7 @@ from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
+from baton.runtime.cpus import spin_briefly
 from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
@@ -157,6 +158,7 @@ def _start(name: str, config: ClusterConfig) -> int:
 
         return run_router(config)
     check_reach(config, "node.routers", *config.node.routers)
+    spin_briefly()
     if name == "prefill":
         from baton.prefill_node.main import run as run_prefill
 

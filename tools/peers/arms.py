@@ -1,8 +1,9 @@
 """The arms of a comparison on one machine with two cores: their processes and flags.
 
 An arm is named by a make and options: `baton`, `baton-split`, `vllm`, `vllm+chunk=256`,
-`vllm+compiled`, `vllm-pair`. Split arms compute prompts on core 0 and decode on core 1, colocated
-arms have both cores. Pure: commands are made here and run elsewhere.
+`vllm+compiled`, `vllm-pair`. Colocated arms have both cores. vLLM's pair computes prompts on core 0
+and decodes on core 1, or takes both for either with `+shared`; baton's nodes have one core each and
+lend it while they idle, as under `baton serve`. Pure: commands are made here and run elsewhere.
 """
 
 import glob
@@ -29,12 +30,14 @@ class Arm(msgspec.Struct, frozen=True):
     is_compiled: bool = False
     chunk_tokens: int = 0  # 0: the server's default
     keeps_prefixes: bool = True
+    shares_cpus: bool = False
 
     @property
     def name(self) -> str:
         """Return the name without characters that have a meaning to a shell or a flag."""
         parts = [self.kind]
         parts += ["compiled"] * self.is_compiled
+        parts += ["shared"] * self.shares_cpus
         parts += [f"chunk{self.chunk_tokens}"] if self.chunk_tokens else []
         return "-".join(parts)
 
@@ -65,11 +68,13 @@ def parse_arm(text: str) -> Arm:
         name, _, value = option.partition("=")
         if name == "compiled" and not value and kind.startswith("vllm"):
             arm = msgspec.structs.replace(arm, is_compiled=True)
+        elif name == "shared" and not value and kind == "vllm-pair":
+            arm = msgspec.structs.replace(arm, shares_cpus=True)
         elif name == "chunk" and value.isdecimal() and int(value) > 0:
             arm = msgspec.structs.replace(arm, chunk_tokens=int(value))
         else:
-            raise ConfigError(f"arm {text!r}: unknown option {option!r}; chunk=N and, for vllm, "
-                              "compiled are known")  # fmt: skip
+            raise ConfigError(f"arm {text!r}: unknown option {option!r}; chunk=N, for vllm "
+                              "compiled, and for vllm-pair shared are known")  # fmt: skip
     return arm
 
 
@@ -93,14 +98,15 @@ def flags_of(listed: list[ServerCommand]) -> str:
 
 def _baton(arm: Arm, place: Place) -> list[ServerCommand]:
     """Return the commands of one node with both cores, which computes prompts itself."""
-    node = _baton_node(arm, place, "decode", (), threads=2)
+    node = _baton_node(arm, place, "decode", {"engine.threads": 2})
     return [node, _baton_router(arm, place, "always")]
 
 
 def _baton_split(arm: Arm, place: Place) -> list[ServerCommand]:
+    cpus = {"engine.threads": 1, "engine.shared_cpus": f"{place.folder}/{arm.name}-cpus"}
     return [
-        _baton_node(arm, place, "prefill", PREFILL_CPUS),
-        _baton_node(arm, place, "decode", DECODE_CPUS),
+        _baton_node(arm, place, "prefill", cpus),
+        _baton_node(arm, place, "decode", cpus),
         _baton_router(arm, place, "never"),
     ]
 
@@ -113,13 +119,11 @@ def _baton_router(arm: Arm, place: Place, local_prefill: str) -> ServerCommand:
     return ServerCommand(f"{arm.name}-router", argv, ready_url=f"{place.url}/health")
 
 
-def _baton_node(
-    arm: Arm, place: Place, role: str, cpus: tuple[int, ...], threads: int = 1
-) -> ServerCommand:
+def _baton_node(arm: Arm, place: Place, role: str, cpus: Mapping[str, object]) -> ServerCommand:
     settings = {
         "cache.memory_mib": KV_BYTES >> 20,
         "cache.prefix": str(arm.keeps_prefixes).lower(),
-        "engine.threads": threads,
+        **cpus,
     }
     if arm.chunk_tokens:
         settings["engine.chunk_tokens"] = arm.chunk_tokens
@@ -127,8 +131,7 @@ def _baton_node(
         *_baton_command(place, role), "--routers", _control(place),
         "--bind", f"ipc://{place.folder}/{arm.name}-{role}", *_set(settings),
     )  # fmt: skip
-    env = {"OMP_NUM_THREADS": str(threads)}
-    return ServerCommand(f"{arm.name}-{role}", argv, env, cpus=cpus)
+    return ServerCommand(f"{arm.name}-{role}", argv)
 
 
 def _baton_command(place: Place, command: str) -> tuple[str, ...]:
@@ -150,9 +153,10 @@ def _vllm_pair(arm: Arm, place: Place) -> list[ServerCommand]:
         "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
     }  # fmt: skip
     servers = []
-    for index, (role, cpus) in enumerate((("prefill", PREFILL_CPUS), ("decode", DECODE_CPUS)), 1):
+    for index, (role, own) in enumerate((("prefill", PREFILL_CPUS), ("decode", DECODE_CPUS)), 1):
+        cpus = () if arm.shares_cpus else own
         env = {
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)) or "nobind",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[index + 2]),
             "NIXL_PTHR_DELAY_US": "1000",

@@ -1,6 +1,8 @@
 """The CPUs of a host are divided among nodes and ranks, and a setting is taken as it is."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,20 @@ def test_the_quota_of_a_container_bounds_the_threads(
     (tmp_path / "cpu.max").write_text(quota + "\n")
     monkeypatch.setattr(cpus, "CGROUP", tmp_path)
     assert threads_per_rank(EngineConfig()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, str(cpus.SPINS)),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"),
+    ],
+)
+def test_the_threads_of_torch_spin_briefly(given: dict[str, str], expected: str) -> None:
+    code = "from baton.runtime.cpus import spin_briefly; spin_briefly(); import torch"
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"} | given
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stderr
+    if "GOMP_" in shown:  # else torch was built with another OpenMP, which ignores the variable
+        assert f"GOMP_SPINCOUNT = '{expected}'" in shown

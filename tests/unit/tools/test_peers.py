@@ -41,11 +41,20 @@ def test_the_last_process_of_an_arm_answers_at_its_url(kind: str) -> None:
         )
 
 
-def test_split_arms_have_a_core_for_each_role() -> None:
-    for kind in ("baton-split", "vllm-pair"):
-        prefill, decode, router = commands(Arm(kind), PLACE)
-        assert (prefill.cpus, decode.cpus, router.cpus) == ((0,), (1,), ())
-    assert commands(Arm("vllm"), PLACE)[0].cpus == ()
+def test_the_pair_of_vllm_has_a_core_for_each_role_unless_it_shares_both() -> None:
+    prefill, decode, router = commands(Arm("vllm-pair"), PLACE)
+    assert (prefill.cpus, decode.cpus, router.cpus) == ((0,), (1,), ())
+    assert prefill.env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+    for server in commands(parse_arm("vllm-pair+shared"), PLACE)[:2]:
+        assert server.cpus == ()
+        assert server.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_split_nodes_of_baton_have_one_core_each_and_lend_it() -> None:
+    nodes = commands(Arm("baton-split"), PLACE)[:2]
+    assert all("engine.threads=1" in node.argv for node in nodes)
+    (shared,) = {word for node in nodes for word in node.argv if "shared_cpus" in word}
+    assert shared == "engine.shared_cpus=/run/x/baton-split-cpus"
 
 
 def test_the_pair_of_vllm_talks_over_loopback_through_nixl() -> None:
