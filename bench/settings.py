@@ -64,7 +64,7 @@ class BoundSettings(msgspec.Struct, frozen=True):
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
-    out: Annotated[str, about("new folder for report.json and report.html")] = ""
+    out: Annotated[str, about("new folder for report.json and report.html", kind="path")] = ""
     label: Annotated[str, about("title of the report")] = ""
 
 
@@ -109,7 +109,7 @@ class CompareSettings(Settings, frozen=True):
         about(
             "NAME=FILE or NAME=TEXT: the flags that the server of this arm was started with; may "
             "be repeated",
-            repeated=True,
+            kind="repeated",
         ),
     ] = ()
     arrival: ArrivalSettings = ArrivalSettings()
@@ -123,7 +123,7 @@ class FaultSettings(Settings, frozen=True):
         about(
             "kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, in seconds from the start of "
             "the load; may be repeated",
-            repeated=True,
+            kind="repeated",
         ),
     ] = ()
     bin_s: Annotated[float, about("bins in which recovery is looked for", "s", gt=0)] = 1.0

@@ -31,34 +31,40 @@ COMMANDS = """\
 
 def main(words: Sequence[str]) -> int:
     """Run `baton chat` with its flags and return the exit code; raises `BatonError`."""
-    flags = _parser().parse_args(list(words))
+    flags = parser().parse_args(list(words))
     settings = {
         name: value
         for name, value in (("max_tokens", flags.max_tokens), ("temperature", flags.temperature))
         if value is not None
     }
     key = flags.api_key or os.environ.get(KEY_VARIABLE, "")
-    chat = TerminalChat(flags.url, key, flags.model, flags.system, settings)
+    chat = TerminalChat(flags.url, key, flags.model, flags.system, settings, ca_file=flags.ca_file)
     if flags.message:
         chat.say(flags.message)
         return 0
     return chat.converse()
 
 
-def _parser() -> FlagParser:
-    parser = FlagParser("baton chat", description="Talk to a running server in the terminal.")
-    parser.add_argument(
+def parser() -> FlagParser:
+    built = FlagParser("baton chat", description="Talk to a running server in the terminal.")
+    built.add_argument(
         "message", nargs="?", default="", help="one message to answer; without it, a conversation"
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"server to talk to ({DEFAULT_URL})")
-    parser.add_argument("--model", default="", help="model to ask (the first one the server lists)")
-    parser.add_argument("--system", default="", help="system message before the conversation")
-    parser.add_argument(
+    built.add_argument("--url", default=DEFAULT_URL, help=f"server to talk to ({DEFAULT_URL})")
+    built.add_argument("--model", default="", help="model to ask (the first one the server lists)")
+    built.add_argument("--system", default="", help="system message before the conversation")
+    built.add_argument(
         "--api-key", default="", help=f"key that the server asks for ({KEY_VARIABLE})"
     )
-    parser.add_argument("--max-tokens", type=_count, help="longest answer in tokens")
-    parser.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy")
-    return parser
+    built.add_argument(
+        "--ca-file",
+        metavar="PATH",
+        default="",
+        help="PEM file of the authority of an https server's certificate",
+    )
+    built.add_argument("--max-tokens", type=_count, help="longest answer in tokens")
+    built.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy")
+    return built
 
 
 def _count(word: str) -> int:
@@ -89,6 +95,7 @@ class TerminalChat:
     settings: dict[str, object] = field(default_factory=dict)
     messages: list[ChatTurn] = field(default_factory=list)
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    ca_file: str = ""
 
     def converse(self) -> int:
         """Answer each line of stdin until it ends; return the exit code."""
@@ -153,7 +160,7 @@ class TerminalChat:
             self.model = asyncio.run(self._first_model())
 
     async def _first_model(self) -> str:
-        async with OpenAIClient(self.url, self.api_key) as client:
+        async with OpenAIClient(self.url, self.api_key, self.ca_file) as client:
             models = await client.models()
         if not models:
             raise ConfigError(f"{self.url} offers no model")
@@ -161,7 +168,7 @@ class TerminalChat:
 
     async def _print_answer(self, answer: _AnswerSoFar) -> None:
         system: list[ChatTurn] = [{"role": "system", "content": self.system}] if self.system else []
-        async with OpenAIClient(self.url, self.api_key) as client:
+        async with OpenAIClient(self.url, self.api_key, self.ca_file) as client:
             async for piece in client.chat(self.model, system + self.messages, self.settings):
                 if piece.text and answer.first_s is None:
                     answer.first_s = monotonic()

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.tls import client_context
 
 CONNECT_TIMEOUT_S = 5.0
 # A server that computes a long prompt is silent meanwhile; baton sends a comment each 10 s.
@@ -55,13 +56,17 @@ class Piece(msgspec.Struct, frozen=True):
 class OpenAIClient:
     """A connection to one server. It is an asynchronous context manager."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """Take the server's URL, with or without `/v1`; raises `ConfigError`."""
+    def __init__(self, url: str, api_key: str = "", ca_file: str = "") -> None:
+        """Take the server's URL, with or without `/v1`; raises `ConfigError`.
+
+        `ca_file` has the authority of an https server's certificate; empty asks this machine.
+        """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=client_context(ca_file)),
             headers=headers,
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
@@ -137,7 +142,10 @@ class OpenAIClient:
         return NodeError(f"{self.url} answered {status}: {reason}")
 
     def _unreachable(self, error: Exception) -> NodeError:
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            why = getattr(error.certificate_error, "verify_message", error.certificate_error)
+            reason = f"its certificate is not trusted ({why}); name its authority with --ca-file"
+        elif isinstance(error, aiohttp.ClientConnectorError):
             reason = f"{error.strerror or error.os_error}; start a server, or name one with --url"
         else:
             reason = str(error) or type(error).__name__

@@ -5,9 +5,12 @@ an HTTP library.
 """
 
 import http.client
+import ssl
 from urllib.parse import urlsplit
 
 import msgspec
+
+from baton.runtime.tls import trusting
 
 HEALTH_TIMEOUT_S = 1.0
 
@@ -71,11 +74,19 @@ class HealthReply(msgspec.Struct, frozen=True):
 
 
 def ask_health(url: str) -> HealthReply | None:
-    """Return what the router at `url` (http://host:port) says, or None if it does not answer."""
+    """Return what the router at `url` (http://host:port) says, or None if it does not answer.
+
+    An https router may have any certificate: it names the host by which clients come, nothing
+    secret is sent, and Kubernetes' probes do not check it either.
+    """
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S
-    )
+    host, port = parts.hostname or "", parts.port
+    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    if parts.scheme == "https":
+        context = trusting(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=HEALTH_TIMEOUT_S, context=context
+        )
     try:
         connection.request("GET", "/health")
         reply = connection.getresponse()
@@ -87,10 +98,11 @@ def ask_health(url: str) -> HealthReply | None:
     return msgspec.structs.replace(health, can_serve=reply.status == 200)
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
     """Return the URL by which a client on this host reaches a server bound to `host`."""
     if host in ("0.0.0.0", "*", ""):
         host = "127.0.0.1"
     elif host == "::":
         host = "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

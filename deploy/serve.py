@@ -85,7 +85,8 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        return url_of(self._config.router.host, self._port.port)
+        router = self._config.router
+        return url_of(router.host, self._port.port, is_tls=router.speaks_tls)
 
     def start(self) -> None:
         """Spawn the routers and the nodes."""

@@ -30,15 +30,15 @@ def says(
     ge: int | None = None,
     gt: int | None = None,
     le: int | None = None,
-    repeated: bool = False,
+    kind: Literal["", "path", "repeated"] = "",
 ) -> Meta:
     """Return what a setting means, its unit and its bounds.
 
-    The flag of a `repeated` one is given once per entry.
+    A `path` is that of a file or a folder; the flag of a `repeated` list is given once per entry.
     """
     extra: dict[str, object] = {"unit": unit} if unit else {}
-    if repeated:
-        extra["repeated"] = True
+    if kind:
+        extra["kind"] = kind
     if gt is not None:
         return Meta(gt=gt, le=le, description=meaning, extra=extra)
     return Meta(ge=ge, le=le, description=meaning, extra=extra)
@@ -47,12 +47,22 @@ def says(
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
         str,
-        says("folder of the model, or its name on the Hugging Face hub; empty is the demo model"),
+        says(
+            "folder of the model, or its name on the Hugging Face hub; empty is the demo model",
+            kind="path",
+        ),
     ] = ""
     name: Annotated[str, says("name of the model in the API; empty takes the folder's name")] = ""
     chat_template: Annotated[
-        str, says("file with a chat template that takes the place of the model's own")
+        str, says("file with a chat template that takes the place of the model's own", kind="path")
     ] = ""
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        says(
+            "sampling defaults of HTTP requests: auto takes those of the model's "
+            "generation_config.json, none those of the API"
+        ),
+    ] = "auto"
     dtype: Annotated[Dtype, says("type of weights and KV blocks; auto takes the checkpoint's")] = (
         "auto"
     )
@@ -104,7 +114,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         says(
             "file in which nodes of one host say when they compute; a node takes the CPUs of idle "
-            "ones, and `serve` names the file to its nodes"
+            "ones, and `serve` names the file to its nodes",
+            kind="path",
         ),
     ] = ""
     threads: Annotated[
@@ -226,14 +237,31 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         says(
             "keys of which clients must send one; none lets everybody in; for a key with a comma, "
             "use the flag",
-            repeated=True,
+            kind="repeated",
         ),
     ] = ()
     api_key_file: Annotated[
         str,
         says(
             "file with the hashes of further keys, made by `baton api-key`; it is read again when "
-            "it changes"
+            "it changes",
+            kind="path",
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        str,
+        says(
+            "PEM file with the certificate chain of the router, which then speaks https only; it "
+            "is read again when it changes; empty speaks http",
+            kind="path",
+        ),
+    ] = ""
+    tls_key: Annotated[
+        str,
+        says(
+            "PEM file with the private key of the certificate, without a password; empty takes it "
+            "from the file of router.tls_cert",
+            kind="path",
         ),
     ] = ""
     page: Annotated[
@@ -247,6 +275,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "sends none; needs the extra otel"
         ),
     ] = ""
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        says(
+            "origins of web pages that may call this router from a browser (CORS), such as "
+            "https://chat.example.com, or * for all; none lets no page of another origin in"
+        ),
+    ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
         says("host names that requests may name in the header Host; none allows all"),
@@ -255,6 +290,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def wants_key(self) -> bool:
         return bool(self.api_keys or self.api_key_file)
+
+    @property
+    def speaks_tls(self) -> bool:
+        return bool(self.tls_cert)
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -324,7 +363,11 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stats_s: Annotated[float, says("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
     prompts: Annotated[bool, says("log prompts, cut to 200 characters")] = False
     records: Annotated[
-        str, says("folder for each node's records of steps and transfers; empty turns them off")
+        str,
+        says(
+            "folder for each node's records of steps and transfers; empty turns them off",
+            kind="path",
+        ),
     ] = ""
 
 

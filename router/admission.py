@@ -15,7 +15,7 @@ from itertools import islice
 
 import msgspec
 
-from baton.protocol.blocks import blocks_for, tokens_held
+from baton.protocol.blocks import tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, RequestId
@@ -34,11 +34,18 @@ TOKEN_BYTES = 36
 class Limits(msgspec.Struct, frozen=True):
     """The limits that the nodes reported. A pool is None where there is no such node."""
 
-    max_model_len: int
+    model_len: int  # the longest sequence of the model
     vocab_size: int
     block_size: int
-    prefill_blocks: int | None
+    prefill_blocks: int | None  # of the largest pool of a node that may compute prompts
     decode_blocks: int | None
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and output, that the model and the nodes can take."""
+        pools = (self.prefill_blocks, self.decode_blocks)
+        held = [num_blocks * self.block_size for num_blocks in pools if num_blocks is not None]
+        return min([self.model_len, *held])
 
 
 @dataclass(slots=True, frozen=True)
@@ -258,9 +265,6 @@ def check_prompt(token_ids: list[int], limits: Limits) -> None:
             code="context_length_exceeded",
             param="prompt",
         )
-    blocks = limits.prefill_blocks
-    if blocks is not None and blocks_for(len(token_ids), limits.block_size) > blocks:
-        raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
 
 
 def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, int | None]:
@@ -269,19 +273,20 @@ def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, i
     A `max_tokens` beyond the model's length is cut to the room that is left. One that no pool can
     hold raises `RequestError`.
     """
-    room = limits.max_model_len - num_prompt
+    room = limits.model_len - num_prompt
     wanted = room if params.max_tokens is None else min(params.max_tokens, room)
     if wanted < params.min_tokens:
         text = f"min_tokens is {params.min_tokens}, but only {wanted} tokens are left for output"
         raise RequestError(text, param="min_tokens")
-    held = _held_by_pool(num_prompt, params.n, limits)
-    if held is not None and held < max(params.min_tokens, 1 if params.max_tokens is None else 0):
+    held = _held_by_pools(num_prompt, params.n, limits)
+    if held < max(params.min_tokens, 1 if params.max_tokens is None else 0):
         raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
-    if held is not None and wanted > held:
+    if wanted > held:
         if params.max_tokens is not None:
             raise RequestError(
                 f"prompt, max_tokens and n can never fit the KV pool of a node: at most {held} "
-                f"tokens could be generated",
+                f"tokens could be generated, and prompt and output together may have at most "
+                f"{limits.max_model_len}",
                 param="max_tokens",
             )
         wanted = held
@@ -289,11 +294,13 @@ def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, i
     return wanted, wanted if clamped else None
 
 
-def _held_by_pool(num_prompt: int, num_choices: int, limits: Limits) -> int | None:
-    """How many tokens each choice could have if decode's pool were empty; at least 0."""
-    if limits.decode_blocks is None:
-        return None
-    return tokens_held(limits.decode_blocks, limits.block_size, num_prompt, num_choices)
+def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
+    """Return how many tokens each choice could have if the pools were empty; at least 0."""
+    room = max(limits.max_model_len - num_prompt, 0)
+    if num_choices == 1 or limits.decode_blocks is None:
+        return room
+    held = tokens_held(limits.decode_blocks, limits.block_size, num_prompt, num_choices)
+    return min(held, room)
 
 
 def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:

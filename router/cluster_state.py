@@ -36,7 +36,7 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admiss
     )
 
 
-def limits_of(registry: Registry) -> Limits:
+def limits_of(registry: Registry, mode: LocalPrefill) -> Limits:
     """Return what a request must fit; raises `Overloaded` until a node has been ready."""
     model = registry.model
     if model is None:
@@ -45,7 +45,7 @@ def limits_of(registry: Registry) -> Limits:
         model.max_model_len,
         model.vocab_size,
         model.layout.block_size,
-        registry.largest_pool("prefill"),
+        None if mode == "always" else registry.largest_pool("prefill"),
         registry.largest_pool("decode"),
     )
 

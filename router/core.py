@@ -7,6 +7,7 @@ end another.
 """
 
 import asyncio
+import math
 import secrets
 from collections import deque
 from collections.abc import Iterator
@@ -86,7 +87,9 @@ from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
 TICK_S = 0.25
-ROUND_S = 10.0  # between two looks at every request
+# Every request is looked at once in a round, some with each tick: all at once would hold others up.
+ROUND_S = 10.0
+LEAST_LOOKS = 64
 
 log = logger("router")
 
@@ -111,7 +114,12 @@ class RouterCore:
         self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
         self._now_s = self._next_round_s = clock()
+        self._to_look_at: deque[RequestId] = deque()  # in this round
+        self._unconfirmed: dict[RequestId, Active] = {}  # nodes may have cancels to confirm
         self._failure: Failure | None = None
+        # Every request asks for these, so they are kept until the state of a node changes.
+        self._limits: Limits | None = None
+        self._limits_at = 0
         self._sockets: NodeListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
@@ -388,6 +396,8 @@ class RouterCore:
             case Send(node=node, message=message):
                 assert self._sockets is not None
                 self._sockets.send(node, message)
+                if isinstance(message, Cancel):
+                    self._unconfirmed[active.request_id] = active
             case Place():
                 self._admission.wait(self._now_s, command)
                 active.asks(self._now_s, command)
@@ -415,7 +425,14 @@ class RouterCore:
         """Return what a request must fit; raises if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)
-        return limits_of(self.registry)
+        return self.known_limits()
+
+    def known_limits(self) -> Limits:
+        """Return what the nodes can take; raises `Overloaded` until one has been ready."""
+        if self._limits is None or self._limits_at != self.registry.version:
+            self._limits_at = self.registry.version
+            self._limits = limits_of(self.registry, self._config.local_prefill)
+        return self._limits
 
     # --- placing and time -----------------------------------------------------------------------
 
@@ -451,9 +468,24 @@ class RouterCore:
         for key, failure in self._admission.take_overdue(now_s):
             if key.request_id in self._active:
                 self._turn_away(key, failure)
-        # The silence of a request is measured in minutes, so most need not be looked at each time.
-        if is_round := now_s >= self._next_round_s:
-            self._next_round_s = now_s + ROUND_S
-        for active in [a for a in self._active.values() if is_round or a.lifecycle.is_leaving]:
+        for active in self._to_tick():
             self._feed(active, Tick())
         self._place_waiting()
+
+    def _to_tick(self) -> list[Active]:
+        """Return the requests whose nodes have cancels to confirm, and a share of all others.
+
+        Most need not be looked at with each tick: their silence is measured in minutes.
+        """
+        self._unconfirmed = {
+            request_id: active
+            for request_id, active in self._unconfirmed.items()
+            if request_id in self._active and active.lifecycle.awaits_confirmation
+        }
+        if not self._to_look_at and self._now_s >= self._next_round_s:
+            self._next_round_s = self._now_s + ROUND_S
+            self._to_look_at = deque(self._active)
+        num = max(LEAST_LOOKS, math.ceil(len(self._active) * TICK_S / ROUND_S))
+        ids = [self._to_look_at.popleft() for _ in range(min(num, len(self._to_look_at)))]
+        found = [self._active[request_id] for request_id in ids if request_id in self._active]
+        return [*self._unconfirmed.values(), *found]

@@ -25,11 +25,12 @@ class ServedModel(msgspec.Struct, frozen=True):
     path: str
     fingerprint: str
     layout_fingerprint: str
-    max_model_len: int
+    max_model_len: int  # less than the model's if no pool could hold such a sequence
     vocab_size: int
     block_size: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
+    sampling: dict[str, object] = {}  # what a request over HTTP that leaves it out gets
 
 
 class NodeHealth(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ never load torch.
 
 import asyncio
 import gc
+import signal
 
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
@@ -18,8 +19,11 @@ from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, own_process, tell_failure
+from baton.runtime.tls import certificate_of
 
 EXIT_FAILED = 1
+# New objects until the youngest are looked at, and how many such looks come before older ones'.
+COLLECT_AFTER = (10_000, 10, 10)
 HURRIED_S = 1.0  # for the answers under way when the user waits for the end
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -50,16 +54,17 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     router = TextRouter.from_config(config)
     tracer = _tracer(config)
     app = App(router, config, _chat_template(config.model), tracer=tracer)
-    server = Server(app, config.router)
+    certificate = certificate_of(config.router)
+    server = Server(app, config.router, certificate)
     stats = _Stats(app, router, config.log.stats_s)
     try:
         router.start(config.control)
         url = await server.start()
-        # What is alive here stays alive to the end, so the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
+        spare_collector()
         log.info(f"listening on {url}")
         _warn_if_open(config.router)
+        if certificate is not None:
+            loop.add_signal_handler(signal.SIGHUP, certificate.read_again)
         stats.start()
         await asked_to_end.wait()
         grace_s = HURRIED_S if interrupts.is_hurried else config.router.drain_s
@@ -74,6 +79,17 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
             tracer.close()
         loop.remove_reader(interrupts.fileno())
     return 0
+
+
+def spare_collector() -> None:
+    """Let the collector of garbage look seldom, and never at what is alive now.
+
+    Requests leave next to no cycles behind. By default it looks after every second or third, and
+    now and then at all streams that are open, which holds them up.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def _tracer(config: ClusterConfig) -> Tracer | None:

@@ -13,6 +13,7 @@ from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import check_prompt
 from baton.router.core import RouterCore
+from baton.router.generation_config import sampling_of_model
 from baton.router.health import Health, ServedModel
 from baton.router.reattaching import Claim
 from baton.router.request.search import FoundRequest
@@ -25,22 +26,35 @@ ParamsOf = Callable[[bytes], SamplingParams]
 class TextRouter:
     """One router. It lives on the event loop that called `start`."""
 
-    def __init__(self, config: ClusterConfig, core: RouterCore, text: Text) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        core: RouterCore,
+        text: Text,
+        sampling: dict[str, object] | None = None,
+    ) -> None:
+        """`sampling` holds the model's defaults for requests over HTTP."""
         self._config = config.model
         self._core = core
         self._text = text
         self._name = config.model.shown_name
         self._is_closed = False
+        self._sampling = sampling or {}
+        self._served: ServedModel | None = None
+        self._served_at = 0  # the version of the registry
 
     @classmethod
     def from_config(cls, config: ClusterConfig) -> "TextRouter":
         """Make a router for the model that `config` names.
 
-        Raises `ConfigError` if the model's folder has no usable tokenizer.
+        Raises `ConfigError` if the model's folder has no usable tokenizer, or sampling defaults
+        that are none.
         """
-        if not config.model.path:
+        model = config.model
+        if not model.path:
             raise ConfigError("model.path is empty: set it to a Hugging Face model folder")
-        return cls(config, RouterCore(config), Text.load(config.model.path))
+        sampling = sampling_of_model(model.path) if model.generation_config == "auto" else {}
+        return cls(config, RouterCore(config), Text.load(model.path), sampling)
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
@@ -125,6 +139,12 @@ class TextRouter:
 
     def get_model_config(self) -> ServedModel:
         """Return what the nodes serve; raises `NodeError` until a node has been ready."""
+        registry = self._core.registry
+        if self._served is None or self._served_at != registry.version:
+            self._served, self._served_at = self._model_now(), registry.version
+        return self._served
+
+    def _model_now(self) -> ServedModel:
         model = self._core.registry.model
         if model is None:
             raise NodeError("no node has been ready yet", code="not_ready")
@@ -133,9 +153,10 @@ class TextRouter:
             path=self._config.path,
             fingerprint=model.model,
             layout_fingerprint=model.layout.fingerprint,
-            max_model_len=model.max_model_len,
+            max_model_len=self._core.known_limits().max_model_len,
             vocab_size=model.vocab_size,
             block_size=model.layout.block_size,
             eos_token_ids=model.eos_token_ids,
             dtype=model.facts.dtype,
+            sampling=self._sampling,
         )

@@ -24,15 +24,15 @@ def about(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
-    repeated: bool = False,
+    kind: Literal["", "path", "repeated"] = "",
 ) -> Meta:
     """Return what the annotation of a setting says: its help, its unit and its bounds.
 
-    `repeated` is for a list whose flag is given once per entry.
+    `path` is for a file or a folder, `repeated` for a list whose flag is given once per entry.
     """
     extra: dict[str, object] = {"unit": unit} if unit else {}
-    if repeated:
-        extra["repeated"] = True
+    if kind:
+        extra["kind"] = kind
     if gt is not None:
         return Meta(description=description, gt=gt, le=le, extra=extra)
     return Meta(description=description, ge=ge, le=le, extra=extra)
@@ -41,7 +41,7 @@ def about(
 class Field(msgspec.Struct, frozen=True):
     """One setting. `name` is dotted, `section` empty at the top level.
 
-    The `extra` of its Meta may hold a `unit` and `repeated`, as `about` writes them.
+    The `extra` of its Meta may hold a `unit` and a `kind`, as `about` writes them.
     """
 
     section: str
@@ -93,7 +93,11 @@ class Field(msgspec.Struct, frozen=True):
     @property
     def is_repeated(self) -> bool:
         """Return whether the flag is given once per entry, which may then hold commas."""
-        return bool((self.meta.extra or {}).get("repeated"))
+        return (self.meta.extra or {}).get("kind") == "repeated"
+
+    @property
+    def is_path(self) -> bool:
+        return (self.meta.extra or {}).get("kind") == "path"
 
     @property
     def unit(self) -> str:
@@ -114,6 +118,8 @@ class Field(msgspec.Struct, frozen=True):
             return "{" + ",".join(filter(None, self.choices)) + "}"
         if self.is_bool:
             return "true|false"
+        if self.is_path:
+            return "PATH"
         if self.plain_type is str:
             return self.key.upper()
         return self.unit.upper() or "N"

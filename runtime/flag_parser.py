@@ -6,21 +6,54 @@ with its help. It knows nothing about any single flag, and prints and exits for 
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
+
+import msgspec
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field
 
+# What stands in the help for a value that is a file or a folder, or may be one.
+PATHS = ("PATH", "FILE", "FOLDER", "MODEL")
 _UNKNOWN = "unrecognized arguments: "
 
 
-class FlagParser(argparse.ArgumentParser):
-    """A parser without abbreviated flags: a new flag would change the meaning of a short form."""
+class Argument(msgspec.Struct, frozen=True):
+    """A flag with all its names, or an operand, which has none, and the values that it may have."""
 
-    def __init__(self, prog: str, **how: object) -> None:
+    names: tuple[str, ...]
+    help: str
+    words: tuple[str, ...] = ()
+    is_path: bool = False
+    takes_value: bool = True
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser without abbreviated flags: a new flag would change the meaning of a short form.
+
+    `words` holds the only values of an argument, where there are few, by its `dest`.
+    """
+
+    def __init__(self, prog: str, *, instead: Mapping[str, str] = {}, **how: object) -> None:
+        """`instead` says what to use in place of flags that other programs have."""
         how.setdefault("formatter_class", _HelpFormatter)
         super().__init__(prog, allow_abbrev=False, **how)  # type: ignore[arg-type]
+        self.words: dict[str, tuple[str, ...]] = {}
+        self._instead = instead
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return what may be typed after the command, as `--help` lists it."""
+        return tuple(
+            Argument(
+                tuple(action.option_strings),
+                (action.help or "").replace("%%", "%"),
+                self.words.get(action.dest, ()),
+                is_path=action.metavar in PATHS,
+                takes_value=action.nargs != 0,
+            )
+            for action in self._actions
+        )
 
     def add_settings(
         self,
@@ -37,6 +70,9 @@ class FlagParser(argparse.ArgumentParser):
             how: dict[str, object] = {"nargs": "?", "const": "true"} if field.is_bool else {}
             if field.is_repeated:
                 how = {"action": "append"}
+            words = ("true", "false") if field.is_bool else tuple(filter(None, field.choices))
+            if words:
+                self.words[field.name] = words
             groups[title].add_argument(
                 *flags_of(field),
                 dest=field.name,
@@ -53,6 +89,8 @@ class FlagParser(argparse.ArgumentParser):
         word = (unknown.split() or [unknown])[0].partition("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"{self.prog} does not take {word!r}; see {self.prog} --help")
+        if advice := self._instead.get(word):
+            raise ConfigError(f"{word} is not a flag of baton: {advice}")
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = did_you_mean(word, known) or f"; see {self.prog} --help"
         raise ConfigError(f"unknown flag {word}{hint}")

@@ -5,7 +5,6 @@ file holds only the short flags of the common ones. `command_line` and the launc
 mistake is a `ConfigError` that names the setting and says what to do.
 """
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,10 @@ SHORT_FLAGS = {
     "control": "router.control",
     "local-prefill": "router.local_prefill",
     "api-key": "router.api_keys",
+    "allowed-origins": "router.allowed_origins",
+    "generation-config": "model.generation_config",
+    "ssl-certfile": "router.tls_cert",
+    "ssl-keyfile": "router.tls_key",
     "otlp-traces-endpoint": "router.otlp_traces",
     "model": "model.path",
     "served-model-name": "model.name",
@@ -49,6 +52,40 @@ SHORT_FLAGS = {
 }
 
 
+_MEMORY = "--memory-mib N sets the memory for the KV blocks of one node"
+_NODES = "--prefill N and --decode N set how many nodes run, and --tensor-parallel-size splits each"
+_FOLDER = "baton serves a model folder: put the files there and name it as the model"
+_ONE_DTYPE = "KV blocks and weights have the type that --dtype sets"
+_TOOLS = "baton does not parse tool calls"
+# Flags of vLLM that baton has not, and what to use instead.
+INSTEAD = {
+    "--gpu-memory-utilization": _MEMORY,
+    "--kv-cache-memory-bytes": _MEMORY,
+    "--swap-space": _MEMORY,
+    "--cpu-offload-gb": _MEMORY,
+    "--pipeline-parallel-size": _NODES,
+    "--data-parallel-size": _NODES,
+    "--distributed-executor-backend": _NODES,
+    "--kv-cache-dtype": _ONE_DTYPE,
+    "--quantization": _ONE_DTYPE,
+    "--tokenizer": _FOLDER,
+    "--revision": _FOLDER,
+    "--download-dir": _FOLDER,
+    "--load-format": _FOLDER,
+    "--trust-remote-code": "baton runs no code of a model folder",
+    "--enforce-eager": "--engine-graphs=false records no CUDA graphs",
+    "--enable-prefix-caching": "--cache-prefix is on by default",
+    "--no-enable-prefix-caching": "--cache-prefix=false",
+    "--enable-chunked-prefill": "prompts are always chunked; --chunk-tokens N sets the size",
+    "--num-gpu-blocks-override": "--cache-num-blocks N",
+    "--kv-transfer-config": "--transport chooses how KV blocks travel",
+    "--disable-log-stats": "--log-stats-s 0",
+    "--enable-log-requests": "--log-access",
+    "--uvicorn-log-level": "--log-level",
+    "--enable-auto-tool-choice": _TOOLS,
+    "--tool-call-parser": _TOOLS,
+    "--enable-lora": "baton serves no adapters",
+}
 VARIABLE_PREFIX = "BATON_"
 # Kubernetes sets the variable of this setting, to an address, for a service called baton-router.
 _LINKED = ("router.port",)
@@ -107,15 +144,21 @@ def checked(config: ClusterConfig) -> ClusterConfig:
         )
     if not config.node.routers:
         raise ConfigError("node.routers is empty: name the router's control endpoint")
+    if config.router.tls_key and not config.router.tls_cert:
+        raise ConfigError(
+            "router.tls_key is set without router.tls_cert: name the certificate with "
+            "--ssl-certfile FILE"
+        )
     return config
 
 
-def parser(command: Subcommand) -> argparse.ArgumentParser:
+def parser(command: Subcommand) -> FlagParser:
     """Return the parser of `baton command`, with a flag per setting of its sections."""
     built = FlagParser(
         prog=f"baton {command.name}",
         usage=f"baton {command.name} [MODEL] [--config FILE] [flags] [--set A.B=C ...]",
         description=command.description,
+        instead=INSTEAD,
     )
     built.add_argument("folder", metavar="MODEL", nargs="?", help="the same as --model MODEL")
     built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")

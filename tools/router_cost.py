@@ -7,7 +7,6 @@ a model folder with a tokenizer.json and nothing else.
 
 import argparse
 import asyncio
-import gc
 import json
 import statistics
 import sys
@@ -20,6 +19,7 @@ import msgspec
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
 from baton.router.http.app import App, Server
 from baton.router.http.tracing import Tracer, exporter_to
+from baton.router.main import spare_collector
 from baton.router.text_router import TextRouter
 from baton.runtime.log import setup
 from tools.router_load import DONE, STARTED, Traffic
@@ -143,9 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The first, small loads only warm everything up.
     warm = [msgspec.structs.replace(load, num_requests=8) for load in loads.values()]
     setup(LogConfig(level="error"), "router")
-    # `baton serve` does the same before it serves.
-    gc.collect()
-    gc.freeze()
+    spare_collector()
     loop = TimedLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         todo = [*warm, *list(loads.values()) * given.rounds]

@@ -125,6 +125,8 @@ class PlayedNode:
                 if message.sampling.max_tokens == 2:
                     self.step(1)
             case Cancel(keys=keys):
+                for key in keys:
+                    self.running.pop(key, None)
                 self._main.send(CancelDone(keys))
             case _:
                 pass
@@ -148,7 +150,7 @@ class Player:
 
     async def play(self, traffic: Traffic) -> None:
         if traffic.step_s is None:
-            _say(STARTED)
+            say(STARTED)
             self._num_left = traffic.num_requests
             await asyncio.gather(*[self._ask(traffic) for _ in range(NUM_CONNECTIONS)])
         else:
@@ -156,12 +158,12 @@ class Player:
                 asyncio.create_task(self._stream(traffic)) for _ in range(traffic.num_requests)
             ]
             await self._decode.until_running(traffic.num_requests)
-            _say(STARTED)
+            say(STARTED)
             for index in range(1, traffic.num_tokens):
                 await asyncio.sleep(traffic.step_s)
                 self._decode.step(index)
             await asyncio.gather(*streams)
-        _say(DONE)
+        say(DONE)
 
     async def _get_health(self) -> bytes:
         reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -172,7 +174,7 @@ class Player:
 
     async def _stream(self, traffic: Traffic) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port)
-        writer.write(_request(traffic, "close"))
+        writer.write(request_of(traffic, "close"))
         last = b""
         while data := await reader.read(1 << 16):
             last = last[-32:] + data
@@ -181,7 +183,7 @@ class Player:
 
     async def _ask(self, traffic: Traffic) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port)
-        request = _request(traffic, "keep-alive")
+        request = request_of(traffic, "keep-alive")
         while self._num_left > 0:
             self._num_left -= 1
             writer.write(request)
@@ -192,7 +194,7 @@ class Player:
         writer.close()
 
 
-def _request(traffic: Traffic, connection: str) -> bytes:
+def request_of(traffic: Traffic, connection: str) -> bytes:
     fields = {"prompt": PROMPT, "max_tokens": traffic.num_tokens, "temperature": 0}
     body = json.dumps(
         {**fields, "stream": traffic.step_s is not None, "stop": traffic.stop}
@@ -204,7 +206,7 @@ def _request(traffic: Traffic, connection: str) -> bytes:
     return head.encode() + body
 
 
-def _say(line: bytes) -> None:
+def say(line: bytes) -> None:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

@@ -15,6 +15,7 @@ import msgspec
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import about
+from baton.runtime.tls import client_context, trusting
 
 Api = Literal["completions", "chat"]
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
@@ -40,7 +41,9 @@ class Target(msgspec.Struct, frozen=True):
     api_key: Annotated[
         str, about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported")
     ] = ""
-    ca_file: Annotated[str, about("PEM file of the authority of the server's certificate")] = ""
+    ca_file: Annotated[
+        str, about("PEM file of the authority of the server's certificate", kind="path")
+    ] = ""
     insecure: Annotated[bool, about("trust any certificate, as curl --insecure does")] = False
     timeout_s: Annotated[float, about("time limit of an answer", "s", gt=0)] = 300.0
     extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
@@ -85,16 +88,8 @@ def settled(target: Target, requests: Sequence[Planned]) -> Target:
 
 def tls_of(target: Target) -> ssl.SSLContext:
     """Return the TLS settings; raises `ConfigError` for an unusable `ca_file`."""
-    try:
-        context = ssl.create_default_context(cafile=target.ca_file or None)
-    except (OSError, ssl.SSLError) as error:
-        text = f"cannot read certificates from {target.ca_file!r}: {error.strerror or error}"
-        raise ConfigError(text) from None
-    context.set_alpn_protocols(["http/1.1"])
-    if target.insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    context = client_context(target.ca_file)
+    return trusting(context) if target.insecure else context
 
 
 class Place(msgspec.Struct, frozen=True):

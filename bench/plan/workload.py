@@ -50,7 +50,9 @@ class Workload(msgspec.Struct, frozen=True):
         Literal["chat", "tokens"],
         about("send turns as chat messages, or as token ids that are appended exactly"),
     ] = "chat"
-    path: Annotated[str, about("a JSONL file of prompts, a trace file, or a shipped trace")] = ""
+    path: Annotated[
+        str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
+    ] = ""
     repeat: Annotated[bool, about("start over when the trace or the file is used up")] = False
     trace_start_s: Annotated[float, about("skip the trace up to this time", "s", ge=0)] = 0.0
     time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0

@@ -37,7 +37,7 @@ class Words(msgspec.Struct, frozen=True):
 
 def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
     """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
-    given = vars(_parser(command, summary).parse_args(arguments))
+    given = vars(parser_of(command, summary).parse_args(arguments))
     hosts = tuple(filter(None, (given.pop("host", None) or "").split(",")))
     words = Words(hosts=hosts, **{name: one for name, one in given.items() if one is not None})
     if words.platform not in PLATFORMS:
@@ -47,7 +47,8 @@ def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
     return words
 
 
-def _parser(command: str, summary: str) -> FlagParser:
+def parser_of(command: str, summary: str) -> FlagParser:
+    """Return the parser of `baton command`."""
     parser = FlagParser(prog=f"baton {command}", description=summary)
     is_new = command in ("up", "render")
     parser.add_argument(
@@ -64,6 +65,7 @@ def _parser(command: str, summary: str) -> FlagParser:
             metavar="PLATFORM",
             help=f"what runs the processes: {', '.join(PLATFORMS)} (default: {LOCAL})",
         )
+        parser.words["platform"] = tuple(PLATFORMS)
         parser.add_argument(
             "--host",
             metavar="A,B",

@@ -94,7 +94,9 @@ def _visible_gpus() -> list[str]:
 
 
 def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
-    return tuple(url_of(spec.host, spec.ports[0].port) for spec in plan.pool(ROUTERS))
+    return tuple(
+        url_of(spec.host, spec.ports[0].port, is_tls=spec.is_tls) for spec in plan.pool(ROUTERS)
+    )
 
 
 def on_this_machine(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:

@@ -199,7 +199,8 @@ def _container(description: Description, spec: ProcessSpec) -> Manifest:
     if spec.secret_env:
         container["envFrom"] = [{"secretRef": {"name": spec.name}}]
     if spec.live is not None and spec.ready is not None:
-        container |= _probes(_start_s(description), spec.live, spec.ready)
+        live, ready = _asked(spec, spec.live), _asked(spec, spec.ready)
+        container |= _probes(_start_s(description), live, ready)
     if spec.role == "router":
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}}
     return container
@@ -210,16 +211,17 @@ def _start_s(description: Description) -> float:
     return ClusterPlan(description, ()).start_timeout_s
 
 
-def _probes(start_s: float, live: Probe, ready: Probe) -> Manifest:
+def _probes(start_s: float, live: Manifest, ready: Manifest) -> Manifest:
     return {
-        "startupProbe": {**_asked(live), "periodSeconds": 2, "failureThreshold": int(start_s) // 2},
-        "livenessProbe": {**_asked(live), "periodSeconds": 5, "failureThreshold": 6},
-        "readinessProbe": {**_asked(ready), "periodSeconds": 2, "failureThreshold": 2},
+        "startupProbe": {**live, "periodSeconds": 2, "failureThreshold": int(start_s) // 2},
+        "livenessProbe": {**live, "periodSeconds": 5, "failureThreshold": 6},
+        "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
     }
 
 
-def _asked(probe: Probe) -> Manifest:
-    return {"httpGet": {"path": probe.path, "port": "http"}, "timeoutSeconds": 2}
+def _asked(spec: ProcessSpec, probe: Probe) -> Manifest:
+    asked = {"path": probe.path, "port": "http", **({"scheme": "HTTPS"} if spec.is_tls else {})}
+    return {"httpGet": asked, "timeoutSeconds": 2}
 
 
 def _environment(spec: ProcessSpec) -> list[Manifest]:

@@ -72,6 +72,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     live: Probe | None  # None for a node without http_port: its routers know how it is
     ready: Probe | None
     grace_s: float  # from SIGTERM to a forced end
+    is_tls: bool = False  # its HTTP is https
 
 
 class ClusterPlan(msgspec.Struct, frozen=True):
@@ -169,6 +170,7 @@ def _router(
         live=Probe("/live", router.port),
         ready=Probe("/health", router.port),
         grace_s=config_of(description, router.settings).router.drain_s + EXTRA_GRACE_S,
+        is_tls=config_of(description, router.settings).router.speaks_tls,
     )
 
 

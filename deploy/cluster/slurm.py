@@ -117,7 +117,9 @@ class SlurmPlatform:
             address = (folder / ADDRESS).read_text().strip()
         except FileNotFoundError:
             return ()
-        return tuple(url_of(address, spec.ports[0].port) for spec in plan.pool(ROUTERS))
+        return tuple(
+            url_of(address, spec.ports[0].port, is_tls=spec.is_tls) for spec in plan.pool(ROUTERS)
+        )
 
     def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
         """Run further steps of the job, beside those that run its processes."""

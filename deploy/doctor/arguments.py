@@ -39,7 +39,7 @@ class DoctorWords(msgspec.Struct, frozen=True):
 
 def words_of(name: str, summary: str, arguments: Sequence[str]) -> DoctorWords:
     """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
-    given = vars(_parser(name, summary).parse_args(arguments))
+    given = vars(parser_of(name, summary).parse_args(arguments))
     fields = {field.name: field for field in _fields()}
     values = {
         field.name: field.from_text(text)
@@ -75,7 +75,8 @@ def _fields() -> list[Field]:
     return [field for field in fields_of(ClusterConfig) if field.name in SETTINGS]
 
 
-def _parser(name: str, summary: str) -> FlagParser:
+def parser_of(name: str, summary: str) -> FlagParser:
+    """Return the parser of `baton doctor`."""
     parser = FlagParser(prog=f"baton {name}", description=summary)
     parser.add_argument(
         "file",

@@ -23,6 +23,7 @@ from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
 from baton.router.http.connections import Connections, connection_of
+from baton.router.http.cors import Cors
 from baton.router.http.engine import Engine
 from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import HttpMetrics
@@ -33,6 +34,7 @@ from baton.router.http.tracing import Tracer
 from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.exposition import CONTENT_TYPE
 from baton.runtime.log import ROOT, clip, logger
+from baton.runtime.tls import LOOK_S, ServerCertificate
 
 BACKLOG = 4096
 # How many connections the event loop accepts before it does anything else.
@@ -42,6 +44,8 @@ PROBES = ("/live", "/health", "/metrics")
 # How long the end of the server waits for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
+# How long a client may take to agree on TLS. Until then its connection has no request to wait for.
+HANDSHAKE_S = 10.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -80,6 +84,10 @@ class App:
         self._idle = asyncio.Event()
         self._idle.set()
         self.web = web.Application(middlewares=[self._answer_errors])
+        origins = config.router.allowed_origins
+        self._cors = Cors(origins) if origins else None
+        if self._cors is not None:
+            self.web.on_response_prepare.append(self._cors.on_prepare)
         self.web.add_routes(
             [
                 web.post("/v1/completions", self._handlers.completions),
@@ -215,6 +223,8 @@ class App:
             if connection_of(request).is_spare and request.path not in PROBES:
                 text = "the router has too many open connections"
                 raise Overloaded(text, code="too_many_connections")
+            if self._cors is not None and (reply := self._cors.preflight(request)) is not None:
+                return reply
             self._access.check(request)
             return await handler(request)
         except BatonError as error:
@@ -238,9 +248,14 @@ class App:
 class Server:
     """An `App` on a listening socket."""
 
-    def __init__(self, app: App, config: RouterConfig) -> None:
+    def __init__(
+        self, app: App, config: RouterConfig, certificate: ServerCertificate | None = None
+    ) -> None:
+        """With a certificate, the server speaks https only."""
         self._app = app
         self._config = config
+        self._certificate = certificate
+        self._looking: asyncio.TimerHandle | None = None
         self._http_log = logging.getLogger(f"{ROOT}.http")
         self._http_log.addFilter(_is_ours)
         self._runner = web.AppRunner(
@@ -261,8 +276,16 @@ class Server:
         self._listener = await self._listen(config.port, is_shared=config.shares_port)
         if config.own_port:
             self._own_listener = await self._listen(config.own_port, is_shared=False)
+        self._look_at_certificate()
         port = self._listener.sockets[0].getsockname()[1]
-        return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        scheme = "http" if self._certificate is None else "https"
+        return f"{scheme}://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+
+    def _look_at_certificate(self) -> None:
+        if self._certificate is not None:
+            self._certificate.look()
+            loop = asyncio.get_running_loop()
+            self._looking = loop.call_later(LOOK_S, self._look_at_certificate)
 
     async def _listen(self, port: int, *, is_shared: bool) -> asyncio.Server:
         assert self._connections is not None
@@ -274,6 +297,8 @@ class Server:
                 port,
                 backlog=ACCEPTS,
                 reuse_port=is_shared,
+                ssl=self._certificate.context if self._certificate is not None else None,
+                ssl_handshake_timeout=HANDSHAKE_S if self._certificate is not None else None,
             )
         except OSError as error:
             await self.stop()
@@ -296,6 +321,8 @@ class Server:
 
     async def stop(self) -> None:
         """Close all connections. May be called again."""
+        if self._looking is not None:
+            self._looking.cancel()
         for listener in (self._listener, self._own_listener):
             if listener is not None:
                 listener.close()

@@ -28,10 +28,10 @@ from baton.router.http.kept import Form, form_of, kept_of, owner_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.places import HEADER, ReaderPlace, place_of, start_of
-from baton.router.http.prepare import Job, check_ids, check_name, rendered, unpacked
+from baton.router.http.prepare import Job, check_ids, check_name, parsed, rendered, unpacked
 from baton.router.http.relay import Relay
 from baton.router.http.request_log import RUNNING, Running
-from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
+from baton.router.http.schema import Ask, Chat, Prompt
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattaching import Claim
@@ -208,7 +208,7 @@ class Handlers:
             prepared = await self._large.prepare(job, body)
             ask, prompts, echoes = prepared.ask, [*prepared.prompts], prepared.echoes
         else:
-            ask = parse_chat(body) if job.is_chat else parse_completion(body)
+            ask = parsed(job, body)
             check_name(ask.model, job.model)
             small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
             prompts = [*small]

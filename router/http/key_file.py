@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.protocol.errors import ConfigError
+from baton.runtime.file_state import state_of
 from baton.runtime.log import logger
 
 PREFIX = "sha256:"
@@ -35,7 +36,7 @@ class KeyFile:
         """Read the file; raises `ConfigError` naming the line that is no hash."""
         self._path = Path(path)
         self._clock = clock
-        self._state = self._stat()
+        self._state = state_of(self._path)
         self._digests = _read(self._path)
         self._look_at_s = clock() + LOOK_AGAIN_S
 
@@ -47,7 +48,7 @@ class KeyFile:
         return digest in self._digests
 
     def _look(self) -> None:
-        state = self._stat()
+        state = state_of(self._path)
         if state == self._state:
             return
         self._state = state
@@ -57,14 +58,6 @@ class KeyFile:
             log.warning("the keys stay as they were", reason=error.message)
         else:
             log.info("keys read again", file=str(self._path), keys=len(self._digests))
-
-    def _stat(self) -> tuple[int, int, int]:
-        """Return what changes when the file is written or replaced."""
-        try:
-            found = self._path.stat()
-        except OSError:
-            return 0, 0, 0
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read(path: Path) -> frozenset[bytes]:

@@ -34,7 +34,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
     """Return what a body asks for; raises `RequestError`."""
-    ask = parse_chat(data) if job.is_chat else parse_completion(data)
+    ask = parsed(job, data)
     check_name(ask.model, job.model)
     prompts, echoes = [], []
     for prompt in ask.prompts:
@@ -44,6 +44,11 @@ def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) ->
         if ask.echo:
             echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
     return Prepared(msgspec.structs.replace(ask, prompts=()), prompts, echoes)
+
+
+def parsed(job: Job, data: bytes) -> Ask:
+    parse = parse_chat if job.is_chat else parse_completion
+    return parse(data, job.model.sampling)
 
 
 def check_name(name: str | None, model: ServedModel) -> None:

@@ -145,6 +145,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 _UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call")
 _ONLY_IN_ANSWERS = ("annotations", "reasoning", "audio", "provider_specific_fields")
+_NONE: Mapping[str, object] = {}
 _EMPTY = (b"null", b"[]", b"{}", b"")
 
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
@@ -181,8 +182,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return SamplingParams(**self.sampling)  # type: ignore[arg-type]
 
 
-def parse_completion(data: bytes) -> Ask:
-    """Read the body of a completion; raises `RequestError`."""
+def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
+    """Read the body of a completion; raises `RequestError`.
+
+    `defaults` are the model's for fields of the sampling that the body leaves out.
+    """
     body = decode(_completion_decoder, data)
     _check(body)
     if body.max_tokens is None:
@@ -191,13 +195,14 @@ def parse_completion(data: bytes) -> Ask:
     if only_echo:
         body.max_tokens = 1  # no request is made of it
     prompts = _prompts_of(body)
-    return _ask(body, prompts, echo=bool(body.echo), generates=not only_echo)
+    return _ask(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
 
 
-def parse_chat(data: bytes) -> Ask:
+def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
     """Read the body of a chat; raises `RequestError`.
 
-    A chat that sets no limit may use all the room that the model has left.
+    A chat that sets no limit, and has none among the model's `defaults`, may use all the room that
+    the model has left.
     """
     body = decode(_chat_decoder, data)
     _check(body)
@@ -209,13 +214,14 @@ def parse_chat(data: bytes) -> Ask:
     generates = body.add_generation_prompt is not False
     chat = Chat(messages, generates, body.chat_template_kwargs)
     if body.max_completion_tokens is None:
-        return _ask(body, [chat])
+        return _ask(body, defaults, [chat])
     body.max_tokens = body.max_completion_tokens
-    return _ask(body, [chat], limit_name="max_completion_tokens")
+    return _ask(body, defaults, [chat], limit_name="max_completion_tokens")
 
 
 def _ask(
     body: GenerationBody,
+    defaults: Mapping[str, object],
     prompts: Sequence[Prompt],
     *,
     echo: bool = False,
@@ -226,7 +232,7 @@ def _ask(
         is_chat=isinstance(body, ChatBody),
         model=body.model,
         prompts=prompts,
-        sampling=_sampling_of(body),
+        sampling=_sampling_of(body, defaults),
         is_streamed=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
@@ -259,11 +265,10 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     return prompts
 
 
-def _sampling_of(body: GenerationBody) -> dict[str, object]:
+def _sampling_of(body: GenerationBody, defaults: Mapping[str, object]) -> dict[str, object]:
     values = zip(_SAMPLING_FIELDS, _sampling_values(body), strict=True)
     given = {name: value for name, value in values if value is not None}
-    given.setdefault("max_tokens", None)
-    return given
+    return {"max_tokens": None, **defaults, **given}
 
 
 def _check_params(ask: Ask, limit_name: str) -> None:

@@ -131,8 +131,9 @@ class Lifecycle:
         return self._out
 
     @property
-    def is_leaving(self) -> bool:  # a node has yet to confirm a cancel
-        return any(leg.state is LegState.LEAVING for leg in self._legs)
+    def awaits_confirmation(self) -> bool:
+        """Whether a node has yet to confirm a cancel."""
+        return any(leg.unconfirmed for leg in self._legs)
 
     def _on_adopted(self, adopted: Adopted) -> None:
         """Deliver what the caller lacks, and go on where the other router left off."""

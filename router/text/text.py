@@ -132,8 +132,8 @@ class Text:
 def too_long(max_tokens: int) -> RequestError:
     """Return the refusal of a prompt that is known to have more than `max_tokens` tokens."""
     return RequestError(
-        f"the prompt has more than {max_tokens} tokens, which is the longest prompt that the "
-        f"model takes: shorten it",
+        f"the prompt has more than {max_tokens} tokens, but prompt and output together may have "
+        f"at most {max_tokens + 1}: shorten it",
         code="context_length_exceeded",
         param="prompt",
     )

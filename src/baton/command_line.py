@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
@@ -19,6 +20,9 @@ from baton.runtime.cpus import spin_briefly
 from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
+
+if TYPE_CHECKING:
+    from baton.runtime.flag_parser import FlagParser
 
 EXIT_FAILED, EXIT_MISUSED = 1, 2
 
@@ -82,6 +86,19 @@ CHAT = "chat"
 CHAT_HELP = "Talk to a running server in the terminal (`baton chat --help`)."
 DEMO_MODEL = "demo-model"
 DEMO_MODEL_HELP = "Write the small model that `serve` uses by default into a folder."
+COMPLETION = "completion"
+COMPLETION_HELP = "Print a script by which bash, zsh or fish completes baton's commands and flags."
+COMPLETION_USE = """\
+# Keep it: write `source <(baton completion bash)` into ~/.bashrc, `source <(baton completion zsh)`
+# into ~/.zshrc after compinit; or: baton completion fish > ~/.config/fish/completions/baton.fish
+"""
+# The commands that take words and no flags.
+OPERANDS = {
+    KEYGEN: ("FILE", KEYGEN_HELP),
+    API_KEY: ("FILE NAME", API_KEY_HELP),
+    DEMO_MODEL: ("FOLDER", DEMO_MODEL_HELP),
+    COMPLETION: ("SHELL", COMPLETION_HELP),
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -134,9 +151,10 @@ def _run(words: list[str]) -> int:
         return chat(rest)
     if name == DRAIN:
         return _drain(rest)
+    if name == COMPLETION:
+        return _completion(rest)
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, *CLUSTER_HELP, DOCTOR, DRAIN, CHAT, BENCH, KEYGEN, API_KEY, DEMO_MODEL])
-        raise ConfigError(f"unknown command {name!r}: {known}")
+        raise ConfigError(f"unknown command {name!r}: {', '.join(_summaries())}")
     return _start(name, load(COMMANDS[name], rest))
 
 
@@ -144,9 +162,12 @@ def _start(name: str, config: ClusterConfig) -> int:
     """Import the one room that this process needs and run it."""
     from baton.deploy.model_folder import with_model
     from baton.deploy.ports import check_reach, check_router_ports
+    from baton.runtime.tls import certificate_of
 
     own_process(config.log, config.node.id or name)
     config = with_model(config, needs_weights=name != "router")
+    if name in ("serve", "router"):
+        certificate_of(config.router)  # a file that cannot be used ends the command here
     if name == "serve":
         from baton.deploy.serve import serve
 
@@ -170,7 +191,7 @@ def _start(name: str, config: ClusterConfig) -> int:
 
 
 def _demo_model(rest: list[str]) -> int:
-    words = _operands(rest, DEMO_MODEL, "FOLDER", DEMO_MODEL_HELP)
+    words = _operands(rest, DEMO_MODEL)
     if words is None:
         return 0
     from baton.deploy.demo_model import write_demo_model
@@ -182,7 +203,7 @@ def _demo_model(rest: list[str]) -> int:
 
 
 def _keygen(rest: list[str]) -> int:
-    words = _operands(rest, KEYGEN, "FILE", KEYGEN_HELP)
+    words = _operands(rest, KEYGEN)
     if words is None:
         return 0
     from baton.runtime.channels.keys import write_key
@@ -194,7 +215,7 @@ def _keygen(rest: list[str]) -> int:
 
 
 def _api_key(rest: list[str]) -> int:
-    words = _operands(rest, API_KEY, "FILE NAME", API_KEY_HELP)
+    words = _operands(rest, API_KEY)
     if words is None:
         return 0
     from baton.router.http.key_file import add_key
@@ -204,17 +225,53 @@ def _api_key(rest: list[str]) -> int:
     return 0
 
 
-def _operands(rest: list[str], name: str, operands: str, text: str) -> list[str] | None:
-    """Return the words after a command without flags, or None if help was asked for and printed.
-
-    `operands` names them, such as "FILE NAME"; `text` says what the command does.
-    """
+def _operands(rest: list[str], name: str) -> list[str] | None:
+    """Return the words after a command without flags, or None if help was asked for and printed."""
+    operands, text = OPERANDS[name]
     if rest in (["-h"], ["--help"]):
         print(f"usage: baton {name} {operands}\n\n{text}")
         return None
     if len(rest) != len(operands.split()) or any(word.startswith("-") for word in rest):
         raise ConfigError(f"usage: baton {name} {operands}")
     return rest
+
+
+def _completion(rest: list[str]) -> int:
+    from baton.runtime.completion import SHELLS, script
+
+    words = _operands(rest, COMPLETION)
+    if words is None:
+        return 0
+    if words[0] not in SHELLS:
+        raise ConfigError(f"{words[0]!r} is not a shell that is known: {', '.join(SHELLS)}")
+    print(COMPLETION_USE + script(words[0], parsers()), end="")
+    return 0
+
+
+def parsers() -> "dict[str, FlagParser]":
+    """Return the parser of every command, and of each command of `bench`."""
+    from baton.bench.cli import COMMANDS as LOADS
+    from baton.bench.cli import parser as bench_parser
+    from baton.console.chat import parser as chat_parser
+    from baton.deploy.cluster.arguments import parser_of
+    from baton.deploy.doctor.arguments import parser_of as doctor_parser_of
+    from baton.runtime.completion import SHELLS
+    from baton.runtime.flag_parser import FlagParser
+    from baton.runtime.settings import parser
+
+    found = {name: parser(command) for name, command in COMMANDS.items()}
+    found |= {name: parser_of(name, text) for name, text in CLUSTER_HELP.items()}
+    found[DOCTOR], found[CHAT] = doctor_parser_of(DOCTOR, DOCTOR_HELP), chat_parser()
+    found[DRAIN] = FlagParser(f"baton {DRAIN}")
+    found[DRAIN].add_argument("node", metavar="NODE")
+    for flag in ("--control", "--keys", "--config"):
+        found[DRAIN].add_argument(flag, metavar="ENDPOINT" if flag == "--control" else "FILE")
+    for name, (operands, _) in OPERANDS.items():
+        found[name] = FlagParser(f"baton {name}")
+        for operand in operands.split():
+            found[name].add_argument(operand, metavar=operand)
+    found[COMPLETION].words["SHELL"] = SHELLS
+    return found | {f"{BENCH} {name}": bench_parser(load.settings) for name, load in LOADS.items()}
 
 
 def _drain(rest: list[str]) -> int:
@@ -228,7 +285,8 @@ def _drain(rest: list[str]) -> int:
     return drain(load(Subcommand(DRAIN, DRAIN_HELP, ("router", "keys")), rest[1:]), NodeId(rest[0]))
 
 
-def _overview() -> str:
+def _summaries() -> dict[str, str]:
+    """Return every command with its line in the help."""
     summaries = {name: command.description for name, command in COMMANDS.items()}
     summaries |= CLUSTER_HELP
     summaries[DOCTOR] = DOCTOR_HELP
@@ -238,7 +296,12 @@ def _overview() -> str:
     summaries[KEYGEN] = KEYGEN_HELP
     summaries[API_KEY] = API_KEY_HELP
     summaries[DEMO_MODEL] = DEMO_MODEL_HELP
-    lines = [f"  {name:<12}{text}" for name, text in summaries.items()]
+    summaries[COMPLETION] = COMPLETION_HELP
+    return summaries
+
+
+def _overview() -> str:
+    lines = [f"  {name:<12}{text}" for name, text in _summaries().items()]
     return "\n".join(
         [
             "usage: baton COMMAND [flags]",

@@ -252,6 +252,26 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
 
 
 @routed()
+async def test_the_longest_sequence_follows_the_nodes_that_join_and_leave(
+    bench: RouterBench,
+) -> None:
+    def advertised() -> int:
+        return bench.router.get_model_config().max_model_len
+
+    await bench.toy(node_info("p0", "prefill"))
+    await bench.toy(node_info("d0", "decode", num_blocks=8))
+    assert advertised() == 32
+    with pytest.raises(RequestError, match="at most 32"):
+        await bench.router.submit([1] * 32, GREEDY)
+    large = await bench.toy(node_info("d1", "decode"))
+    assert advertised() == 200
+    stream = await bench.router.submit([1] * 32, GREEDY)
+    assert (await collected(stream)).outputs[0].token_ids == toy_answer([1] * 32, 8)
+    large.die()
+    await bench.until(lambda: advertised() == 32)
+
+
+@routed()
 async def test_a_request_that_kills_two_nodes_spares_the_third(bench: RouterBench) -> None:
     await bench.scripted(node_info("p0", "prefill"))
     decodes = [await bench.scripted(node_info(f"d{index}", "decode")) for index in range(3)]

@@ -24,7 +24,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.certificates import make_certificate
 from tests.support.cluster import free_port
+from tests.support.deployed import Deployed
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
@@ -133,6 +135,43 @@ def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
         assert serve.wait_for_exit() == 0, serve.text
         assert serve.all_gone()
         assert "Traceback" not in serve.text
+
+
+def test_a_server_with_a_certificate_speaks_https_with_all_its_clients(tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    flags = ("--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key))
+    with serving(tmp_path, *flags) as serve:
+        url = serve.wait_for(r"https://[^/]+(?=/v1 )")
+        question = "The code of Lima is 4071. What is the code of Lima?"
+        trusting = chat("--url", url, "--ca-file", str(made.cert), question)
+        assert "4071" in trusting.stdout, trusting.stderr
+        refusing = chat("--url", url, question)
+        assert (refusing.returncode, refusing.stderr.count("\n")) == (1, 1)
+        assert "name its authority with --ca-file" in refusing.stderr
+        words = ["--url", url, "--ca-file", str(made.cert), "--requests", "2", "--concurrency", "1"]
+        bench = subprocess.run(
+            [sys.executable, "-m", "baton", "bench", "run", *words],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert re.search(r"(?m)^ttft +2 ", bench.stdout), bench.stdout + bench.stderr
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait_for_exit() == 0, serve.text
+        assert serve.all_gone()
+        assert "Traceback" not in serve.text
+
+
+def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> None:
+    made, small = make_certificate(tmp_path), Deployed(tmp_path)
+    tls = {"tls_cert": str(made.cert), "tls_key": str(made.key)}
+    small.content["settings"] = {"cache": {"memory_mib": 64}, "router": tls}
+    try:
+        code, said, complained = small.run("up", "--detach")
+        assert code == 0, complained
+        assert f"small serves at https://127.0.0.1:{small.port}/v1" in said
+    finally:
+        small.processes()
+        small.run("down")
+    assert small.all_gone()
 
 
 def test_nothing_outlives_a_killed_serve(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Router:
         raise AssertionError("".join(self.lines))
 
     def wait_for_url(self) -> str:
-        return self.wait_for("listening on http://").split("listening on ")[1].strip()
+        return self.wait_for("listening on http").split("listening on ")[1].strip()
 
     def end(self) -> None:
         """Read what is left, until the process has ended."""
@@ -104,9 +104,11 @@ def ask(url: str, body: dict[str, object]) -> bytes:
     return data
 
 
-def post(url: str, body: dict[str, object]) -> urllib.request.Request:
+def post(
+    url: str, body: dict[str, object], path: str = "/v1/completions"
+) -> urllib.request.Request:
     headers = {"Content-Type": "application/json"}
-    return urllib.request.Request(f"{url}/v1/completions", msgspec.json.encode(body), headers)
+    return urllib.request.Request(f"{url}{path}", msgspec.json.encode(body), headers)
 
 
 def wait_until_ready(url: str) -> None:

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import os
 import resource
-import shutil
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from baton.bench.records import Outcome, Planned, Record
 from baton.bench.selftest.answers import DONE, answer_ids, error, event, token, usage
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
 from baton.runtime.clock import monotonic
+from tests.support.certificates import make_certificate
 
 TIMEOUT_S = 20.0
 ONE = (token(), usage(1), DONE)
@@ -267,15 +266,10 @@ def test_a_key_is_sent_and_a_long_prompt_arrives_whole() -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed one for 127.0.0.1, with its key, in one file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl to make a certificate")
-    path = tmp_path_factory.mktemp("tls") / "server.pem"
-    words = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1"]
-    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", "-"]
-    made = subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60)
-    with path.open("ab") as file:
-        file.write(made.stdout)
-    return path
+    made = make_certificate(tmp_path_factory.mktemp("tls"))
+    with made.cert.open("ab") as file:
+        file.write(made.key.read_bytes())
+    return made.cert
 
 
 def tls(certificate: Path) -> ssl.SSLContext:

@@ -75,7 +75,7 @@ def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
         ("run", "common start of all prompts, in front of the tokens of --prompt"),
         ("run", "--url URL"),
         ("compare", "NAME=URL ... [flags]"),  # whose arms alone name the servers
-        ("run", "--ca-file CA_FILE"),  # which a refused certificate names
+        ("run", "--ca-file PATH"),  # which a refused certificate names
         ("run", "conversations: --turns N requests of each conversation (default: 4)"),
         ("run", "time limit of an answer (default: 300 s)"),
     ],

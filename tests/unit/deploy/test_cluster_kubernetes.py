@@ -150,3 +150,13 @@ def test_what_kubernetes_cannot_run_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         rendered(tmp_path, **changes)
+
+
+def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path: Path) -> None:
+    tls = {"settings": {"router": {"tls_cert": "/tls/pem"}}}
+    routers = [{}, {"port": 8001, "control_port": 5571, **tls}]
+    found = objects(rendered(tmp_path, routers=routers))
+    for name, scheme in (("router-0", None), ("router-1", "HTTPS")):
+        (router,) = found["Deployment", name]["spec"]["template"]["spec"]["containers"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert router[probe]["httpGet"].get("scheme") == scheme

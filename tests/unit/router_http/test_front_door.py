@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,44 @@ async def test_other_hosts_are_refused_if_hosts_are_named(bench: HttpBench) -> N
     for host in ("llm.example", "LLM.example:8000"):
         assert (await ask(bench, Host=host)).status == 200
     assert (await bench.get("/live")).status == 200
+
+
+PAGE, STRANGER = "https://chat.example", "https://evil.example"
+
+
+async def seen_by_page(bench: HttpBench, method: str, origin: str) -> tuple[int, str | None]:
+    """Return the status of an answer, and the origin that may read it."""
+    headers = {"Origin": origin, **JSON}
+    if method == "OPTIONS":
+        headers["Access-Control-Request-Method"] = "POST"
+    async with bench.session.request(
+        method, "/v1/completions", data=b'{"prompt":[5],"stream":true}', headers=headers
+    ) as reply:
+        await reply.read()
+        return reply.status, reply.headers.get("Access-Control-Allow-Origin")
+
+
+@served(script=hello)
+async def test_no_page_of_another_origin_may_call_by_default(bench: HttpBench) -> None:
+    assert await seen_by_page(bench, "OPTIONS", PAGE) == (405, None)
+    assert await seen_by_page(bench, "POST", PAGE) == (200, None)
+
+
+@pytest.mark.parametrize(("allowed", "stranger"), [(PAGE, None), ("*", STRANGER)])
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_pages_of_allowed_origins_may_call_and_need_no_key_to_ask(
+    allowed: str, stranger: str | None, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    router = RouterConfig(allowed_origins=(allowed,), api_keys=keys)
+
+    @served(script=hello, config=ClusterConfig(router=router))
+    async def check(bench: HttpBench) -> None:
+        assert await seen_by_page(bench, "OPTIONS", PAGE) == (204, PAGE)
+        status = 401 if keys else 200
+        assert await seen_by_page(bench, "POST", PAGE) == (status, PAGE)
+        assert (await seen_by_page(bench, "POST", STRANGER))[1] == stranger
+
+    check(tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -6,6 +6,7 @@ import signal
 import socket
 import urllib.request
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -111,6 +112,28 @@ def test_a_chat_template_that_was_chosen_must_be_there(
     assert router.process.returncode == 1
     (line,) = router.lines
     assert "/nowhere.jinja" in line
+
+
+@pytest.mark.parametrize(("source", "total"), [("auto", 4), ("none", 200)])
+def test_a_chat_takes_the_sampling_defaults_of_the_model(
+    source: Literal["auto", "none"], total: int, config: ClusterConfig, start: StartRouter
+) -> None:
+    folder = Path(config.model.path)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    model = msgspec.structs.replace(config.model, generation_config=source)
+    url = start(msgspec.structs.replace(config, model=model)).wait_for_url()
+
+    def chat() -> bytes:
+        wait_until_ready(url)
+        body = {"messages": [{"role": "user", "content": "y"}]}
+        request = post(url, body, "/v1/chat/completions")
+        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+            data: bytes = reply.read()
+        return data
+
+    usage = msgspec.json.decode(asyncio.run(with_toy_nodes(config, chat)))["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (1, total)
 
 
 def test_an_open_address_without_keys_is_warned_of(

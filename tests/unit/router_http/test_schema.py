@@ -205,6 +205,16 @@ def test_a_completion_has_sixteen_tokens_by_default_and_a_chat_what_fits() -> No
     assert parse_chat(both).params.max_tokens == 5
 
 
+def test_what_a_body_leaves_out_comes_from_the_model_s_defaults() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 3}
+    params = parse_chat(turn(), defaults).params
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 3)
+    given = turn()[:-1] + b',"temperature":0,"top_k":null,"max_tokens":5}'
+    params = parse_chat(given, defaults).params
+    assert (params.temperature, params.top_k, params.max_tokens) == (0, 20, 5)
+    assert parse_completion(body_of(), defaults).params.max_tokens == 16
+
+
 def test_text_parts_are_joined_and_other_keys_of_a_turn_stay() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (chat,) = parse_chat(turn(content=parts, name="me")).prompts

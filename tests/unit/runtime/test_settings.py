@@ -1,15 +1,17 @@
 """Settings: where they come from, which source wins, and what a mistake says."""
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from baton.command_line import COMMANDS
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import fields_of
-from baton.runtime.settings import load, parser, to_yaml
+from baton.runtime.settings import INSTEAD, load, parser, to_yaml
+from tests.support.sources import REPOSITORY
 
 SERVE = COMMANDS["serve"]
 
@@ -47,6 +49,24 @@ def test_each_api_key_has_a_flag_of_its_own_and_may_hold_a_comma() -> None:
     keys = load(SERVE, ["--api-key", "a", "--api-key", "b,c"]).router.api_keys
     assert keys == ("a", "b,c")
     assert load(SERVE, [], {"BATON_ROUTER_API_KEYS": "a,b"}).router.api_keys == ("a", "b")
+
+
+def test_what_stands_in_for_a_flag_of_vllm_is_a_flag() -> None:
+    """Advice that names no flag says that baton does it alone, or does not do it."""
+    text = parser(SERVE).format_help()
+    for flag, advice in INSTEAD.items():
+        assert flag not in text
+        assert all(named in text for named in re.findall(r"--[a-z-]+", advice)), flag
+
+
+def test_the_sample_of_settings_can_be_loaded() -> None:
+    config = load(SERVE, ["--config", str(REPOSITORY / "docs/sample-settings.yaml")])
+    assert config == msgspec.structs.replace(
+        ClusterConfig(),
+        model=ModelConfig(name="demo"),
+        router=RouterConfig(host="0.0.0.0", api_key_file="keys.txt"),
+        cache=CacheConfig(memory_mib=2048),
+    )
 
 
 def test_set_wins_wherever_it_stands() -> None:
@@ -94,6 +114,7 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
     ("words", "said"),
     [
         (["--blok-size", "8"], "unknown flag --blok-size; did you mean --block-size?"),
+        (["--gpu-memory-utilization", "0.9"], "not a flag of baton: --memory-mib N"),
         (["--set", "cache.block_sise=8"], "did you mean cache.block_size?"),
         (["--set", "block_size=8"], "did you mean cache.block_size?"),
         (["--set", "cache.block_size"], "write it as section.field=value"),

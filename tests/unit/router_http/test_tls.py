@@ -1,0 +1,164 @@
+"""TLS by files: what is served with them, how they are replaced, which of them stop a start."""
+
+import http.client
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.__main__ import main
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.runtime.tls import certificate_of, client_context
+from tests.support.certificates import Certificate, make_certificate
+from tests.support.router_process import WAIT_S, Router, StartRouter
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Certificate:
+    return make_certificate(tmp_path)
+
+
+def dial(url: str, made: Certificate) -> http.client.HTTPSConnection:
+    host, port = url.removeprefix("https://").split(":")
+    context = client_context(str(made.cert))
+    return http.client.HTTPSConnection(host, int(port), timeout=WAIT_S, context=context)
+
+
+def is_live(connection: http.client.HTTPSConnection) -> bool:
+    connection.request("GET", "/live")
+    reply = connection.getresponse()
+    return bool(reply.read()) and reply.status == 200
+
+
+def replace_by(other: Certificate, made: Certificate) -> None:
+    """Replace the files one after the other, as tools that renew certificates do."""
+    for new, old in zip(other, made, strict=True):
+        shutil.copy(new, f"{new}.copy")
+        os.replace(f"{new}.copy", old)
+
+
+def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
+    router = msgspec.structs.replace(config.router, tls_cert=str(made.cert), tls_key=str(made.key))
+    return msgspec.structs.replace(config, router=router)
+
+
+def end(router: Router) -> None:
+    os.kill(router.process.pid, signal.SIGTERM)
+    router.end()
+    assert router.process.returncode == 0, router.lines
+    assert "Traceback" not in "".join(router.lines)
+
+
+def test_a_certificate_is_replaced_without_dropping_a_connection(
+    tmp_path: Path, config: ClusterConfig, start: StartRouter, made: Certificate
+) -> None:
+    router = start(with_tls(config, made))
+    url = router.wait_for_url()
+    before = dial(url, made)
+    assert is_live(before)
+    socket = before.sock
+    other = make_certificate(tmp_path, "other")
+    replace_by(other, made)
+    router.wait_for("certificate read again")
+    after = dial(url, other)
+    assert is_live(after)
+    assert is_live(before)
+    assert before.sock is socket  # it was never closed
+    # A wrong file leaves the good ones in use.
+    made.key.write_text("nothing")
+    assert "PEM" in router.wait_for("the certificate stays as it was")
+    shutil.copy(other.key, made.key)
+    os.kill(router.process.pid, signal.SIGHUP)
+    router.wait_for("certificate read again")
+    again = dial(url, other)
+    assert is_live(again)
+    assert is_live(before)
+    for one in (before, after, again):
+        one.close()
+    end(router)
+
+
+def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
+    config: ClusterConfig, start: StartRouter, made: Certificate
+) -> None:
+    changed = with_tls(config, made)
+    certificate = certificate_of(changed.router)
+    assert certificate is not None
+    assert certificate.context.minimum_version == ssl.TLSVersion.TLSv1_2
+    router = start(changed)
+    url = router.wait_for_url()
+    host, port = url.removeprefix("https://").split(":")
+    plain = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+    plain.request("GET", "/live")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        plain.getresponse()
+    plain.close()
+    end(router)
+
+
+def missing(made: Certificate) -> None:
+    made.cert.unlink()
+
+
+def folder(made: Certificate) -> None:
+    made.key.unlink()
+    made.key.mkdir()
+
+
+def mismatching(made: Certificate) -> None:
+    shutil.copy(make_certificate(made.key.parent, "other").key, made.key)
+
+
+def swapped(made: Certificate) -> None:
+    made.key.rename(made.key.with_suffix(".old"))
+    made.cert.rename(made.key)
+    made.key.with_suffix(".old").rename(made.cert)
+
+
+def encrypted(made: Certificate) -> None:
+    words = ["rsa", "-aes256", "-passout", "pass:secret", "-in", str(made.key)]
+    text = subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60).stdout
+    made.key.write_bytes(text)
+
+
+@pytest.mark.parametrize("command", ["serve", "router"])
+@pytest.mark.parametrize(
+    ("damage", "hint"),
+    [
+        (missing, "(router.tls_cert): No such file"),
+        (folder, "(router.tls_key): Is a directory"),
+        (mismatching, "do not belong together"),
+        (swapped, "in PEM form"),
+        (encrypted, "without a password"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(
+    damage: Callable[[Certificate], None],
+    hint: str,
+    command: str,
+    made: Certificate,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damage(made)
+    flags = ["--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key)]
+    assert main([command, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert hint in line
+    assert str(made.key.parent) in line
+
+
+def test_a_key_may_be_in_the_file_of_its_certificate_but_not_alone(
+    made: Certificate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = made.cert.with_suffix(".pem")
+    both.write_bytes(made.cert.read_bytes() + made.key.read_bytes())
+    assert certificate_of(RouterConfig(tls_cert=str(both))) is not None
+    assert main(["router", "--ssl-keyfile", str(made.key)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--ssl-certfile" in line

@@ -1,0 +1,204 @@
+"""The other side of `router_scale`: nodes and thousands of clients, in a process of their own.
+
+It reads one `Crowd` per line from its input and answers each with `STARTED` when it runs and with a
+line of JSON, a `CrowdFigures`, when it has run. The nodes compute nothing.
+"""
+
+import asyncio
+import re
+import sys
+import time
+from collections import deque
+
+import msgspec
+
+from baton.protocol.ids import Key, RequestId
+from baton.router.http.connections import raise_descriptor_limit
+from tools.router_load import STARTED, PlayedNode, Traffic, request_of, say
+
+DIALS = 64  # connections that are opened side by side
+NUM_CONNECTIONS = 128  # for short requests
+LONG = 1 << 16  # more tokens than any stream gets
+_ANSWER_ID = re.compile(rb'"id":"(cmpl-[0-9a-f]+)"')
+_TOKEN = b'"finish_reason":null'
+
+
+class Crowd(msgspec.Struct, frozen=True):
+    """`num` streams for `seconds`, or with `rate` short requests of two tokens.
+
+    With `step_s`, each stream gets a token at that interval; without it, the streams stay idle
+    after their first.
+    """
+
+    num: int
+    seconds: float
+    step_s: float | None = None
+    rate: float | None = None
+
+
+class CrowdFigures(msgspec.Struct, frozen=True):
+    """What the clients saw. A lag is from the node's sending of a token to its arrival."""
+
+    num_ended: int  # tokens of streams, or short requests
+    seconds: float
+    lag_p50_ms: float = 0.0
+    lag_p99_ms: float = 0.0
+
+
+class Lags:
+    """When the tokens of each stream were sent, until they have arrived."""
+
+    def __init__(self) -> None:
+        self.sent_s: dict[RequestId, deque[float]] = {}
+        self.lags_s: list[float] = []
+        self.is_counting = False
+
+    def sent(self, keys: list[Key]) -> None:
+        now_s = time.monotonic()
+        for key in keys:
+            self.sent_s.setdefault(key.request_id, deque()).append(now_s)
+
+    def came(self, request_id: RequestId, num_tokens: int) -> None:
+        now_s, waiting = time.monotonic(), self.sent_s.get(request_id, ())
+        for _ in range(min(num_tokens, len(waiting))):
+            lag_s = now_s - waiting.popleft()  # type: ignore[union-attr]
+            if self.is_counting:
+                self.lags_s.append(lag_s)
+
+
+class StreamReader(asyncio.Protocol):
+    """One client's stream. `opened` is done when its first token has come."""
+
+    def __init__(self, request: bytes, lags: Lags) -> None:
+        self._request, self._lags = request, lags
+        self._id: RequestId | None = None
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._id is not None:
+            self._lags.came(self._id, data.count(_TOKEN))
+        elif (found := _ANSWER_ID.search(data)) is not None:
+            self._id = RequestId(f"{found[1].decode()}-0")
+            self.opened.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(exc or ConnectionError("the router closed a connection"))
+
+
+class CrowdPlayer:
+    """All clients of the routers at `url`, and the nodes that dial each of `controls`."""
+
+    def __init__(self, url: str, controls: list[str], num_decodes: int) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._host, self._port = host, int(port)
+        self._prefills = [PlayedNode(control, "prefill-0", "prefill") for control in controls]
+        self._decodes = [
+            [PlayedNode(control, f"decode-{index}", "decode") for control in controls]
+            for index in range(num_decodes)
+        ]
+        for node in (*self._prefills, *(one for group in self._decodes for one in group)):
+            node.join()
+        self._lags = Lags()
+
+    async def play(self, crowd: Crowd) -> CrowdFigures:
+        if crowd.rate is not None:
+            return await self._ask_at(crowd.rate, crowd.seconds)
+        readers = await self._open(crowd.num)
+        say(STARTED)
+        began_s = time.monotonic()
+        if crowd.step_s is None:
+            await asyncio.sleep(crowd.seconds)
+        else:
+            self._lags.is_counting = True
+            async with asyncio.TaskGroup() as group:
+                for index, nodes in enumerate(self._decodes):
+                    offset_s = crowd.step_s * index / len(self._decodes)
+                    group.create_task(self._step(nodes, crowd, began_s + offset_s))
+        figures = _figures(self._lags.lags_s, time.monotonic() - began_s)
+        self._lags = Lags()
+        for reader in readers:
+            assert reader.transport is not None
+            reader.transport.abort()
+        while any(node.running for group in self._decodes for node in group):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # nothing signals that nodes were told to stop
+        return figures
+
+    async def _open(self, num: int) -> list[StreamReader]:
+        request = request_of(Traffic(num, LONG, step_s=1.0), "close")
+        loop, room = asyncio.get_running_loop(), asyncio.Semaphore(DIALS)
+
+        async def open_one() -> StreamReader:
+            async with room:
+                _, reader = await loop.create_connection(
+                    lambda: StreamReader(request, self._lags), self._host, self._port
+                )
+                await reader.opened
+                return reader
+
+        return list(await asyncio.gather(*(open_one() for _ in range(num))))
+
+    async def _step(self, nodes: list[PlayedNode], crowd: Crowd, at_s: float) -> None:
+        """Send a token for every sequence of a node at each interval, late ones at once."""
+        assert crowd.step_s is not None
+        end_s, index = at_s + crowd.seconds, 1
+        while at_s < end_s:
+            await asyncio.sleep(at_s - time.monotonic())
+            for node in nodes:
+                self._lags.sent(list(node.running))
+                node.step(index)
+            at_s, index = at_s + crowd.step_s, index + 1
+
+    async def _ask_at(self, rate: float, seconds: float) -> CrowdFigures:
+        """Send short requests at a constant rate; a lag is then the time of the whole answer."""
+        request, due = request_of(Traffic(0, 2), "keep-alive"), asyncio.Queue[float]()
+        lags_s: list[float] = []
+
+        async def ask() -> None:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            while (at_s := await due.get()) >= 0:
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b" 200 " in head, head
+                length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+                lags_s.append(time.monotonic() - at_s)
+            writer.close()
+
+        say(STARTED)
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_CONNECTIONS):
+                group.create_task(ask())
+            for number in range(int(rate * seconds)):
+                at_s = began_s + number / rate
+                if (wait_s := at_s - time.monotonic()) > 0:
+                    await asyncio.sleep(wait_s)
+                due.put_nowait(at_s)
+            for _ in range(NUM_CONNECTIONS):
+                due.put_nowait(-1.0)
+        return _figures(lags_s, time.monotonic() - began_s)
+
+
+def _figures(lags_s: list[float], seconds: float) -> CrowdFigures:
+    ordered = sorted(lags_s) or [0.0]
+    p50, p99 = (ordered[int(share * (len(ordered) - 1))] * 1e3 for share in (0.5, 0.99))
+    return CrowdFigures(len(lags_s), seconds, p50, p99)
+
+
+async def _main(url: str, controls: str, num_decodes: str) -> None:
+    raise_descriptor_limit()
+    player = CrowdPlayer(url, controls.split(","), int(num_decodes))
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        figures = await player.play(msgspec.json.decode(line, type=Crowd))
+        say(msgspec.json.encode(figures) + b"\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(*sys.argv[1:]))
