@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.manifests import (
     KEY_FILE,
     KEY_FOLDER,
@@ -36,6 +37,7 @@ from baton.runtime.channels.keys import load_keys
 
 APPLIED = "kubernetes.json"
 SELECTED = f"{NAME_LABEL}=baton"
+POD_IP = "$(POD_IP)"
 BASE, AUTOSCALE = "base", "overlays/autoscale"
 STATES: dict[str, ProcessState] = {
     "Pending": "waiting", "Running": "running", "Succeeded": "ended", "Failed": "ended",
@@ -51,7 +53,7 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class KubernetesPlatform:
-    """Implements `Platform`."""
+    """Implements `Platform` and `Reaching`."""
 
     def __init__(self, options: PlatformOptions) -> None:
         if options.hosts:
@@ -70,7 +72,7 @@ class KubernetesPlatform:
             )
         return ProcessPlaces(
             routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
-            node="$(POD_IP)",
+            node=POD_IP,
             listen="0.0.0.0",
             model=MODEL_FOLDER if is_folder(description.model) else "",
             key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
@@ -113,13 +115,26 @@ class KubernetesPlatform:
         applied = _applied(folder)
         if applied is None:
             return []
-        said = _kubectl("get", "pods", "-n", applied.namespace, "-l", SELECTED, "-o", "json")
-        pods = msgspec.json.decode(said, type=_Pods).items
+        pods = _pods_of(applied)
         return [_status(applied, name, pods) for name in applied.processes]
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
         """Return none: what can be reached from here is for the cluster's own ingress to say."""
         return ()
+
+    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
+        """Take every pod for a host: a command in it has the limits and devices of its process."""
+        applied = _applied(folder)
+        if applied is None:
+            return []
+        into = ("kubectl", "exec", "-n", applied.namespace)
+        pods = _pods_of(applied)
+        found = [(spec, pod) for spec in plan.processes if (pod := _pod_of(spec.name, pods))]
+        return [
+            HostSeat(name, (_in_pod(spec, pod),), ("baton",), (*into, name, "--"))
+            for spec, pod in found
+            for name in (pod.metadata.name,)
+        ]
 
 
 class _Terminated(msgspec.Struct, frozen=True):
@@ -138,6 +153,7 @@ class _ContainerStatus(msgspec.Struct, frozen=True):
 
 class _PodStatus(msgspec.Struct, frozen=True):
     phase: str = ""
+    podIP: str = ""  # noqa: N815
     containerStatuses: list[_ContainerStatus] = []  # noqa: N815
 
 
@@ -160,14 +176,29 @@ class _Pods(msgspec.Struct, frozen=True):
     items: list[_Pod] = []
 
 
-def _status(applied: Applied, name: str, pods: list[_Pod]) -> ProcessStatus:
-    _, role = applied.processes[name]
+def _pods_of(applied: Applied) -> list[_Pod]:
+    said = _kubectl("get", "pods", "-n", applied.namespace, "-l", SELECTED, "-o", "json")
+    return msgspec.json.decode(said, type=_Pods).items
+
+
+def _pod_of(name: str, pods: list[_Pod]) -> _Pod | None:
+    """Return the pod of a process, the last that is listed."""
     found = [
         pod for pod in pods if name in (pod.metadata.name, pod.metadata.labels.get(PROCESS_LABEL))
     ]
-    if not found:
+    return found[-1] if found else None
+
+
+def _in_pod(spec: ProcessSpec, pod: _Pod) -> ProcessSpec:
+    env = {name: text.replace(POD_IP, pod.status.podIP) for name, text in spec.env.items()}
+    return msgspec.structs.replace(spec, env=env)
+
+
+def _status(applied: Applied, name: str, pods: list[_Pod]) -> ProcessStatus:
+    _, role = applied.processes[name]
+    pod = _pod_of(name, pods)
+    if pod is None:
         return ProcessStatus(name, role, "", "waiting", "no pod yet")
-    pod = found[-1]
     state = STATES.get(pod.status.phase, "unknown")
     containers = pod.status.containerStatuses
     if state == "running" and not all(container.ready for container in containers):

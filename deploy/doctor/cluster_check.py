@@ -17,7 +17,7 @@ import msgspec
 
 from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.reading import read_description
-from baton.deploy.cluster.running import state_folder
+from baton.deploy.cluster.running import read_deployment, state_folder
 from baton.deploy.doctor.arguments import DoctorWords
 from baton.deploy.doctor.comparison import LookedAt, compared
 from baton.deploy.doctor.findings import Finding, fault, warning
@@ -34,10 +34,11 @@ EXTRA_S = 60.0
 def check_cluster(words: DoctorWords) -> Iterator[Finding]:
     """Yield what is found, host by host and then path by path. Raises `ConfigError`."""
     description = read_description(Path(words.file))
-    seats = seats_of(description, state_folder(description.name, words.state), words.via)
+    folder = state_folder(description.name, words.state)
+    seats, is_up = seats_of(description, folder, words.via), read_deployment(folder) is not None
     reached = [seat for seat in seats if seat.launcher is not None]
     with ThreadPoolExecutor(MAX_AT_ONCE) as threads:
-        looks = list(threads.map(lambda seat: _look(seat, seats), reached))
+        looks = list(threads.map(lambda seat: _look(seat, seats, is_up=is_up), reached))
     for seat, (_, findings) in zip(reached, looks, strict=True):
         yield from (_at(seat.host, finding) for finding in findings)
     for seat in seats:
@@ -63,10 +64,12 @@ def _with(seats: Sequence[HostSeat], role: str) -> list[HostSeat]:
     return [seat for seat in seats if any(spec.role == role for spec in seat.specs)]
 
 
-def _look(seat: HostSeat, seats: Sequence[HostSeat]) -> tuple[LookedAt | None, Sequence[Finding]]:
+def _look(
+    seat: HostSeat, seats: Sequence[HostSeat], *, is_up: bool
+) -> tuple[LookedAt | None, Sequence[Finding]]:
     """Run the check of one machine on a host."""
     asked_s = time.time()
-    said, complaint = _run(seat.command(look_words(seat, seats)), 2 * EXTRA_S)
+    said, complaint = _run(seat.command(look_words(seat, seats, is_up=is_up)), 2 * EXTRA_S)
     try:
         report = msgspec.json.decode(said, type=MachineReport)
     except msgspec.MsgspecError:

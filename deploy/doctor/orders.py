@@ -11,11 +11,15 @@ from baton.deploy.doctor.arguments import SETTINGS
 from baton.runtime.channels.endpoint import bindable
 
 BIND, ROUTERS, HTTP_HOST = "BATON_NODE_BIND", "BATON_NODE_ROUTERS", "BATON_ROUTER_HOST"
+POOL = "cache.memory_mib"
 
 
-def look_words(seat: HostSeat, seats: Sequence[HostSeat]) -> list[str]:
-    """Return how to look at a host of `seats`."""
+def look_words(seat: HostSeat, seats: Sequence[HostSeat], *, is_up: bool) -> list[str]:
+    """Return how to look at a host of `seats`; nodes that are up have their pools already."""
     words = ["doctor", "--json", *_settings(seat)]
+    pool_mib = sum(int(_settings_of(one).get(POOL, 0)) for one in seat.nodes if not one.gpus)
+    if pool_mib and not is_up:
+        words += [_flag(POOL), str(pool_mib)]
     for address in _listened(seat):
         words += ["--port", address]
     for address in _dialled(seat, seats):
@@ -40,26 +44,17 @@ def connect_words(seat: HostSeat, address: str, timeout_s: float) -> list[str]:
 
 
 def _settings(seat: HostSeat) -> list[str]:
-    """Return the flags for what the processes of a host are told; the memory of all pools."""
+    """Return the flags for what the processes of a host are told, but for their pools."""
     given: dict[str, str] = {}
-    pool_mib = 0
     for spec in seat.specs:
-        own = _settings_of(spec)
-        given = own | given
-        pool_mib += int(own.get("cache.memory_mib", 0)) if not spec.gpus else 0
-    given["cache.memory_mib"] = str(pool_mib)
-    words: list[str] = []
-    for name in SETTINGS:
-        if given.get(name, "0") != "0":
-            words += [_flag(name), given[name]]
-    return words
+        given = _settings_of(spec) | given
+    return [word for name, text in given.items() if name != POOL for word in (_flag(name), text)]
 
 
 def _settings_of(spec: ProcessSpec) -> dict[str, str]:
     """Return the settings that a process is told and that matter here."""
     pairs = [word.partition("=") for word in spec.argv]
-    found = {name: value for name, _, value in pairs if name in SETTINGS}
-    return found if spec.role != "router" else {k: v for k, v in found.items() if "cache" not in k}
+    return {name: value for name, _, value in pairs if name in SETTINGS}
 
 
 def _flag(name: str) -> str:

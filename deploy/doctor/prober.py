@@ -109,13 +109,13 @@ def _said_by(module: str, words: Sequence[str], kind: type[S]) -> tuple[S | None
 
 def _gpus() -> tuple[GpuFacts, ...]:
     """Return what nvidia-smi says; none where it is not installed or does not work."""
-    gpus = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used")
-    users = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    gpus = _nvidia_smi("gpu", "index", "uuid", "name", "memory.total", "memory.used")
+    users = _nvidia_smi("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory")
     return tuple(
         GpuFacts(
             _number(index), name, _number(total), _number(used),
             tuple(
-                GpuUser(_number(pid), Path(program).name, _number(taken))
+                GpuUser(_number(pid), _program(program), _number(taken))
                 for owner, pid, program, taken in users
                 if owner == uuid
             ),
@@ -124,19 +124,25 @@ def _gpus() -> tuple[GpuFacts, ...]:
     )  # fmt: skip
 
 
-def _nvidia_smi(query: str) -> list[list[str]]:
+def _nvidia_smi(what: str, *columns: str) -> list[list[str]]:
+    """Return a row of text for each of what is asked for."""
     try:
         done = subprocess.run(
-            [*NVIDIA_SMI, query],
+            [*NVIDIA_SMI, f"--query-{what}={','.join(columns)}"],
             capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return []
-    return list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    return [row for row in rows if len(row) == len(columns)]  # it may say that there are none
+
+
+def _program(text: str) -> str:
+    return "unknown" if text.startswith("[") else Path(text).name
 
 
 def _number(text: str) -> int:
-    """Return a number of nvidia-smi, which may write [N/A]."""
+    """Return a number of nvidia-smi, which writes [N/A] for what it does not know."""
     return int(text) if text.strip().isdecimal() else 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,13 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
-from baton.deploy.cluster.kubernetes import KubernetesPlatform
+from baton.deploy.cluster.kubernetes import APPLIED, Applied, KubernetesPlatform
 from baton.deploy.cluster.platform import PlatformOptions
-from baton.deploy.cluster.processes import plan_of
+from baton.deploy.cluster.processes import ProcessRole, plan_of
 from baton.deploy.cluster.reading import read_description
+from baton.deploy.cluster.running import Deployment, write_deployment
 from baton.runtime.channels.keys import write_key
 from tests.support.cluster import free_port
 from tests.support.deployed import TIMEOUT_S, TOLD, until
@@ -163,3 +166,43 @@ def test_the_containers_of_the_manifests_serve_answer_their_probes_and_drain(
         for process in processes.values():
             process.send_signal(signal.SIGTERM)
         assert [process.wait(TIMEOUT_S) for process in processes.values()] == [0, 0, 0], said()
+
+
+# Stands for the cluster's API: two pods, whose commands run here.
+KUBECTL = """\
+#!/bin/sh
+[ "$1" = get ] && exec cat {folder}/pods.json
+shift 5
+exec "$@"
+"""
+
+
+def test_doctor_runs_inside_the_pods(tmp_path: Path) -> None:
+    content = described(tmp_path)
+    content["settings"]["keys"] = {"insecure": True}
+    del content["key"]
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content))
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    names: dict[str, tuple[str, ProcessRole]] = {
+        "prefill-0": ("prefill", "prefill"),
+        "decode-0": ("decode", "decode"),
+    }
+    write_deployment(state, Deployment("small", "kubernetes", "cluster.yaml", ()))
+    (state / APPLIED).write_bytes(msgspec.json.encode(Applied("small", "base", names)))
+    pods = [{"metadata": {"name": name}, "status": {"podIP": POD_IP}} for name in names]
+    (tmp_path / "pods.json").write_text(json.dumps({"items": pods}))
+    (tmp_path / "kubectl").write_text(KUBECTL.format(folder=tmp_path))
+    (tmp_path / "kubectl").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "doctor", str(tmp_path / "cluster.yaml"),
+         "--state", str(state)],
+        capture_output=True, text=True, check=False, env={**os.environ, "PATH": path},
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+    faults = re.findall(r"fault +(.*)", done.stdout)
+    # The names of services mean nothing here, and everything else is well.
+    assert len(faults) == 2, done.stdout + done.stderr
+    assert all("no answer from router-0:" in fault for fault in faults)
+    assert re.search(r"paths:\n  ok       decode-0 reads prefill-0  .* by shm", done.stdout)

@@ -75,6 +75,8 @@ def test_a_cluster_is_a_job_that_drains_before_it_ends(queued: Deployed) -> None
     assert code == 0, said + complained
     assert all(f"{host}:\n" in said for host in ("n1", "n2", "n3"))
     assert " reads " in said.partition("paths:")[2]
+    code, said, _ = queued.run("doctor", "--url", f"http://127.0.0.1:{queued.port}")
+    assert (code, said.count("  ok       node ")) == (0, 2)
     before = queued.processes()
     assert set(before) == {"router-0", "prefill-0", "decode-0"}
     before["prefill-0"].kill()

@@ -74,6 +74,32 @@ def psutil_listener() -> Iterator[tuple[int, int]]:
         process.kill()
 
 
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$*" in
+*query-gpu*) echo "0, GPU-1, NVIDIA H100 80GB HBM3, 81559, 60011"; echo "No further devices";;
+*) echo "GPU-1, 77, /usr/bin/train, 59000"; echo "GPU-1, 78, [N/A], [N/A]";;
+esac
+"""
+
+
+def test_what_nvidia_smi_prints_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    report = json.loads(doctor("--json").stdout)
+    users = [
+        {"pid": 77, "name": "train", "used_mib": 59000},
+        {"pid": 78, "name": "unknown", "used_mib": 0},
+    ]
+    name = "NVIDIA H100 80GB HBM3"
+    assert report["facts"]["gpus"] == [
+        {"index": 0, "name": name, "total_mib": 81559, "used_mib": 60011, "users": users}
+    ]
+
+
 def test_two_processes_of_a_host_measure_their_shared_memory() -> None:
     with listening("--once") as (reader, address):
         done = doctor("--connect", address)
