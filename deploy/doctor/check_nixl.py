@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.doctor.facts import NixlFacts
+from baton.deploy.doctor.ucx_log import UcxLog
 from baton.kv_transfer.transports.nixl_binding import is_installed, make_agent
 from baton.protocol.errors import ConfigError
 
@@ -28,11 +29,15 @@ RESOURCE = re.compile(r"resource \d+ .* (\S+/\S+)")
 def nixl_facts(device: str) -> NixlFacts:
     if not is_installed():
         return NixlFacts()
+    log = UcxLog()
     try:
         # Held: UCX is unloaded with the last agent.
         agent = make_agent("doctor", device)
     except ConfigError as error:
-        return NixlFacts(is_installed=True, failure=error.message)
+        # NIXL itself gives no reason.
+        return NixlFacts(is_installed=True, failure=f"{error.message}: {log.complaint()}")
+    finally:
+        log.close()
     os.environ["UCX_NET_DEVICES"] = device or "all"
     facts = NixlFacts(is_installed=True, lanes=tuple(ucx_lanes()))
     del agent

@@ -45,7 +45,8 @@ def check_cluster(words: DoctorWords) -> Iterator[Finding]:
         if seat.launcher is None:
             yield _at(seat.host, warning("host", _unreached(words)))
     yield from compared([one for one, _ in looks if one is not None])
-    for prefill, decode in product(_with(reached, "prefill"), _with(reached, "decode")):
+    answered = [seat for seat, (one, _) in zip(reached, looks, strict=True) if one is not None]
+    for prefill, decode in product(_with(answered, "prefill"), _with(answered, "decode")):
         yield _at(PATHS, _path(prefill, decode, words.timeout_s))
 
 

@@ -5,6 +5,7 @@ dials, in a prefill node's.
 dials decode with the cluster's key, and decode reads prefill's blocks.
 """
 
+import contextlib
 import select
 import socket
 import time
@@ -24,7 +25,7 @@ from baton.deploy.doctor.path_messages import (
 from baton.deploy.doctor.probe_pool import BLOCK_BYTES, NUM_BLOCKS, ProbePool
 from baton.deploy.doctor.ucx_log import UcxLog
 from baton.protocol.config import ClusterConfig, NodeConfig, TransferConfig
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import PROTOCOL_VERSION
 from baton.protocol.version import VERSION
 from baton.runtime.channels.dialer import Dialer, Disconnected
@@ -101,7 +102,13 @@ class PathReader:
     def _answer(self, peer: bytes, offer: PoolOffered, timeout_s: float) -> PathMeasured:
         mine = OfferTaken(VERSION, PROTOCOL_VERSION, time.time())
         self._listener.send(peer, mine)
-        pool = ProbePool(_transfer(self._config, NodeConfig(bind=self.endpoint)))
+        try:
+            pool = ProbePool(_transfer(self._config, NodeConfig(bind=self.endpoint)))
+        except ConfigError as error:
+            measured = PathMeasured(failure=error.to_failure())
+            self._listener.send(peer, measured)
+            self._wait_for_end(peer, timeout_s)
+            return measured
         try:
             measured = pool.measure(offer, timeout_s)
             if measured.transport == "nixl":
@@ -110,12 +117,15 @@ class PathReader:
                 measured = msgspec.structs.replace(measured, lane="mapped memory")
             self._listener.send(peer, measured)
             # The owner goes first: over TCP, UCX may end a process whose reader vanishes.
-            until_s = monotonic() + timeout_s
-            while self._listener.is_connected(peer) and monotonic() < until_s:
-                time.sleep(POLL_S)
+            self._wait_for_end(peer, timeout_s)
         finally:
             pool.close()
         return measured
+
+    def _wait_for_end(self, peer: bytes, timeout_s: float) -> None:
+        until_s = monotonic() + timeout_s
+        while self._listener.is_connected(peer) and monotonic() < until_s:
+            time.sleep(POLL_S)
 
 
 def offer_pool(config: ClusterConfig, endpoint: str, timeout_s: float) -> PathRow:
@@ -123,19 +133,18 @@ def offer_pool(config: ClusterConfig, endpoint: str, timeout_s: float) -> PathRo
 
     Raises `ConfigError`, and `NodeError` where nothing answers or the keys differ.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dialer = Dialer(
-        endpoint, b"doctor", to_reader_codec(), to_owner_codec(), context, load_keys(config.keys)
-    )
-    transfer = _transfer(config, NodeConfig(routers=(dialer.endpoint,)))
-    pool = ProbePool(transfer)
-    try:
+    keys = load_keys(config.keys)
+    keys.check(bindable(endpoint), "dialling")
+    with contextlib.ExitStack() as stack:
+        pool = ProbePool(_transfer(config, NodeConfig(routers=(endpoint,))))
+        stack.callback(pool.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.term)
+        codecs = to_reader_codec(), to_owner_codec()
+        dialer = Dialer(endpoint, b"doctor", *codecs, context, keys)
+        stack.callback(dialer.close)
         with Interrupts() as interrupts:
             return _Owner(dialer, pool, timeout_s).measured(interrupts)
-    finally:
-        pool.close()
-        dialer.close()
-        context.term()
 
 
 class _Owner:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from baton.deploy.doctor.findings import Finding, fault, ok, warning
 from baton.deploy.doctor.path_ends import PathRow
+from baton.protocol.errors import ConfigError
 from baton.protocol.messages import PROTOCOL_VERSION
 from baton.protocol.version import VERSION
 
@@ -26,6 +27,8 @@ def path(row: PathRow, rdma_ports: Sequence[str]) -> Finding:
 
 
 def _advice(code: str, row: PathRow) -> str:
+    if code == ConfigError.code:
+        return f"see `baton doctor` on {row.decode_host}"
     if code == "no_transport":
         return "install the extra nixl on both hosts, and name a network device (transfer.device)"
     return (

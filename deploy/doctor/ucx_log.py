@@ -1,7 +1,7 @@
 """Which of UCX's lanes carries a transfer, as UCX itself logs it.
 
-Made before NIXL is loaded, because UCX reads its environment then. Only `path_ends` uses it: a node
-that serves logs nothing of the kind.
+Made before NIXL is loaded, because UCX reads its environment then. Only the two ends of a measured
+path and the check of NIXL use it: a node that serves logs nothing of the kind.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
+COMPLAINT = re.compile(r"UCX +(?:ERROR|WARN) +(.*)")
 ROW = re.compile(r"\d+(?:\.\.\w+)?$")
 
 
@@ -26,8 +27,15 @@ class UcxLog:
 
     def lane(self) -> str:
         """Return the lanes of the last connection, such as `tcp/eth0`; empty if none is logged."""
+        return lane_in(self._text())
+
+    def complaint(self) -> str:
+        """Return the last error or warning; empty if there is none."""
+        return complaint_in(self._text())
+
+    def _text(self) -> str:
         ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library
-        return lane_in(self._path.read_text(errors="replace"))
+        return self._path.read_text(errors="replace")
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -47,3 +55,8 @@ def lane_in(log: str) -> str:
         elif is_read and len(cells) == 3 and ROW.match(cells[0]):
             found = cells[2]
     return found
+
+
+def complaint_in(log: str) -> str:
+    found = COMPLAINT.findall(log)
+    return found[-1] if found else ""

@@ -26,7 +26,7 @@ from baton.deploy.doctor.path_messages import PathMeasured
 from baton.deploy.doctor.path_rules import path_findings
 from baton.deploy.doctor.rules import findings_of
 from baton.deploy.doctor.serving import serving_findings
-from baton.deploy.doctor.ucx_log import lane_in
+from baton.deploy.doctor.ucx_log import complaint_in, lane_in
 from baton.deploy.health import HealthReply, LostReply, NodeReply, PairReply, TransferReply
 from baton.engine.compute_facts import ComputeFacts
 from baton.protocol.errors import Failure
@@ -298,3 +298,5 @@ def test_what_ucx_prints_is_understood() -> None:
     assert lane_in(lines) == "tcp/lo"
     assert lane_in(lines + lines.replace("tcp/lo", "tcp/eth0")) == "tcp/eth0"
     assert lane_in("") == ""
+    said = "[1.0] [vm:1:0]  ucp_context.c:1770 UCX  ERROR no usable transports (asked nothing)\n"
+    assert complaint_in(lines + said) == "no usable transports (asked nothing)"
