@@ -21,7 +21,7 @@ from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Accepted, Decode, Failed, HeldChoice, Offered
+from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, HeldChoice, Offered
 
 MAX_PASSED_S = 1.0
 # How many requests behind the head are looked at in one step, however many wait.
@@ -128,7 +128,9 @@ class Intake:
         for prompt in list(islice(self._queue.values(), MAX_PASSING + 1)):
             if num_requests + len(self._seated) >= self.limits.max_num_seqs:
                 return
-            if self._reserve_one(now_s, prompt, num_growing):
+            if self._lacks_too_much(prompt):
+                self.refuse(prompt, _not_cached())
+            elif self._reserve_one(now_s, prompt, num_growing):
                 del self._queue[prompt.key]
             elif self.pool.num_owned == 0:  # blocks were quarantined since it came
                 self.refuse(prompt, _shrunk())
@@ -199,6 +201,16 @@ class Intake:
             return _shrunk()
         return None
 
+    def _lacks_too_much(self, prompt: PendingPrompt) -> bool:
+        """Return whether more of a prompt must be computed here than its router reckoned with."""
+        bound, sequence = prompt.message.max_uncached_tokens, prompt.sequence
+        if bound is None or sequence.num_tokens <= bound:
+            return False
+        block_size = self.pool.block_size
+        hashes = sequence.hash_blocks(block_size, sequence.num_tokens - 1)
+        num_cached = len(self.pool.cache.lookup(hashes)) * block_size
+        return sequence.num_tokens - num_cached > bound
+
     def _reserve_one(self, now_s: float, prompt: PendingPrompt, watermark: int) -> bool:
         sequence, pool = prompt.sequence, self.pool
         has_tail = sequence.num_tokens % pool.block_size != 0
@@ -218,6 +230,11 @@ class Intake:
             self.outputs.to_connector.append(land)
         self.outputs.say(prompt.origin, Accepted(prompt.key, prompt.num_cached_tokens))
         return True
+
+
+def _not_cached() -> Failure:
+    text = "this node has not cached as much of the prompt as its router thought"
+    return Overloaded(text, code=NOT_CACHED).to_failure()
 
 
 def _shrunk() -> Failure:

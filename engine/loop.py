@@ -4,6 +4,7 @@ Plain code on non-blocking parts. Executors compute, so the loop renews leases a
 while a step runs. It never asks which node it is in.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
@@ -39,6 +40,7 @@ from baton.protocol.messages import (
     Prefill,
     Refused,
     ToNode,
+    WatchCache,
 )
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
@@ -142,10 +144,11 @@ class EngineLoop:
         self._settle(now_s)
         self._connect(now_s)
         self._launch(now_s)
-        self._speak()
+        self._speak(now_s)
         self.observer.set_load(self.scheduler.load())
-        wake_s = MAX_WAIT_S if self._wake_at_s is None else self._wake_at_s - self._clock()
-        self.links.wait(min(max(wake_s, 0.0), MAX_WAIT_S))
+        wake_at_s = (self._wake_at_s, self.scheduler.pool.cache.journal.wake_at_s)
+        wake_s = min((at_s for at_s in wake_at_s if at_s is not None), default=math.inf)
+        self.links.wait(min(max(wake_s - self._clock(), 0.0), MAX_WAIT_S))
 
     def drain(self) -> None:
         """Take no more requests; those that are here go on."""
@@ -163,7 +166,7 @@ class EngineLoop:
             case FromRouter(origin, message):
                 self._hear_router(now_s, origin, message)
             case RouterLost(origin):
-                self.scheduler.forget(origin)
+                self._forget(origin)
             case FromPeer() | PeerLost():
                 self._events.append(event)
             case _:
@@ -187,10 +190,16 @@ class EngineLoop:
                 self.is_told_to_drain = True
             case DrainState():  # not for nodes
                 pass
+            case WatchCache():
+                self.scheduler.pool.cache.watch(origin)
             case Refused():  # the links ask again
-                self.scheduler.forget(origin)
+                self._forget(origin)
             case _:
                 assert_never(message)
+
+    def _forget(self, origin: Origin) -> None:
+        self.scheduler.forget(origin)
+        self.scheduler.pool.cache.journal.forget(origin)
 
     def _settle(self, now_s: float) -> None:
         while (result := self._settled(now_s)) is not None:
@@ -262,9 +271,11 @@ class EngineLoop:
                 return
             self._connect(now_s)
 
-    def _speak(self) -> None:
+    def _speak(self, now_s: float) -> None:
         for origin, message in self.scheduler.outputs.take_router_messages():
             self.links.to_router(origin, message)
+        for origin, changes in self.scheduler.pool.cache.journal.take(now_s):
+            self.links.to_router(origin, changes)
         load = self.scheduler.load()
         if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
             raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")

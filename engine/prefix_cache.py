@@ -7,11 +7,16 @@ and settled; when the same content is offered twice, the block that came first s
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from baton.engine.cache_journal import CacheJournal
+from baton.engine.outputs import Origin
 from baton.protocol.blocks import BlockHash
 
 
 class PrefixCache:
+    """`journal` hears of every block that comes or goes, for the routers that watch."""
+
     def __init__(self) -> None:
+        self.journal = CacheJournal()
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -40,6 +45,7 @@ class PrefixCache:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self.journal.note(block_hash, is_held=True)
 
     def rest(self, block: int) -> None:
         """Let a block that has lost its last user be evicted."""
@@ -51,5 +57,11 @@ class PrefixCache:
     def evict(self) -> int:
         """Forget the idle block that was used least recently, and return it."""
         block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self.journal.note(block_hash, is_held=False)
         return block
+
+    def watch(self, origin: Origin) -> None:
+        """Let a router hear of every block that is here, and then of every change."""
+        self.journal.watch(origin, self._block_of)

@@ -82,6 +82,7 @@ def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:
 
 class Scheduler(Protocol):
     outputs: Outputs
+    pool: BlockPool
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
         """Take a request in, or say `Failed`. Never raises because of a message."""

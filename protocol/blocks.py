@@ -1,15 +1,20 @@
 """KV blocks as numbers: how many a sequence needs, and a hash of what each one holds. Pure.
 
 Routers and nodes ask here what fits a pool, so that a router never sends what a node refuses. The
-hashes form a chain: equal hashes mean equal prefixes, on every node.
+hashes form a chain: equal hashes mean equal prefixes, on every node. A node finds blocks by their
+hashes; a router, which only guesses where they are, knows them by keys, which are shorter.
 """
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 BlockHash = bytes
 HASH_BYTES = 16
+# The first bytes of a hash, as a number. Two prompts share one by chance once in 2**64 pairs.
+BlockKey = int
+KEY_BYTES = 8
 ROOT_HASH: BlockHash = hashlib.blake2b(digest_size=HASH_BYTES).digest()  # before the first block
 
 
@@ -46,8 +51,28 @@ def block_hashes(
     `known` are the hashes of the first blocks, which are not computed again.
     """
     hashes = list(known)
-    for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
-        link = hashlib.blake2b(hashes[-1] if hashes else ROOT_HASH, digest_size=HASH_BYTES)
-        link.update(array("q", token_ids[end - block_size : end]).tobytes())
-        hashes.append(link.digest())
+    first = len(hashes) * block_size
+    num_blocks = (len(token_ids) - first) // block_size
+    size = block_size * 8
+    tokens = array("q", token_ids[first : first + num_blocks * block_size]).tobytes()
+    last = hashes[-1] if hashes else ROOT_HASH
+    for start in range(0, len(tokens), size):
+        last = hashlib.blake2b(last + tokens[start : start + size], digest_size=HASH_BYTES).digest()
+        hashes.append(last)
     return hashes
+
+
+def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
+    """Return the keys of blocks with these hashes, as they travel."""
+    return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
+
+
+def unpack_keys(data: bytes) -> tuple[BlockKey, ...]:
+    """Return keys that were packed; bytes behind the last whole key are left out."""
+    num_keys = len(data) // KEY_BYTES
+    return struct.unpack_from(f">{num_keys}Q", data)
+
+
+def prompt_keys(token_ids: Sequence[int], block_size: int) -> tuple[BlockKey, ...]:
+    """Return the keys of the full blocks of a prompt."""
+    return unpack_keys(pack_keys(block_hashes(token_ids, block_size)))

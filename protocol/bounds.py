@@ -13,6 +13,7 @@ MAX_GENERATION = (1 << 32) - 1
 MAX_BLOCKS = 1 << 24  # of one pool: a reader lists all blocks of a peer's pool
 MAX_BYTES = 1 << 62
 MAX_FORM_BYTES = 32 * 1024  # of what a node keeps of an answer beside its tokens
+MAX_KEYS = 4096  # of blocks that one message says were cached, or were given up
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # tokens, positions, token ids, sequences
 Generation = Annotated[int, Meta(ge=0, le=MAX_GENERATION)]

@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 KernelChoice = Literal["auto", "compiled", "torch"]
 TransportChoice = Literal["auto", "shm", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
+Routing = Literal["cache-aware", "least-loaded"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and nodes dial
@@ -200,11 +201,25 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, says("longest wait of a stream that lost its node for another one", "s", gt=0)
     ] = 300.0
     max_inflight: Annotated[int, says("most requests that the nodes work on at once", ge=1)] = 1024
+    routing: Annotated[
+        Routing,
+        says(
+            "how nodes are chosen: by what their prefix caches hold and by their load, or by their "
+            "load alone"
+        ),
+    ] = "cache-aware"
     local_prefill: Annotated[
-        LocalPrefill, says("which prompts decode nodes compute themselves: short ones, none or all")
+        LocalPrefill,
+        says("which prompts decode nodes compute themselves: those with few new tokens, none, all"),
     ] = "auto"
     local_prefill_tokens: Annotated[
-        int, says("longest prompt that auto lets decode nodes compute", "tokens", ge=0)
+        int,
+        says(
+            "most tokens of a prompt that a decode node has not cached and that auto lets it "
+            "compute",
+            "tokens",
+            ge=0,
+        ),
     ] = 32
     drain_s: Annotated[
         float,

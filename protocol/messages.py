@@ -10,8 +10,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton.protocol.blocks import KEY_BYTES
 from baton.protocol.bounds import (
     MAX_FORM_BYTES,
+    MAX_KEYS,
     BlockCount,
     BlockId,
     Checksum,
@@ -28,6 +30,7 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
+NOT_CACHED = "not_cached"  # the code of a node that would have to compute more than it was told
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -126,7 +129,8 @@ class Prefill(Message, frozen=True):
 class Decode(Message, frozen=True):
     """Generate from where `Prefill` of the same key ends.
 
-    With no `prefill_node` the node computes the prompt itself.
+    With no `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
+    of it are not cached, the node refuses with `NOT_CACHED`.
     """
 
     key: Key
@@ -136,6 +140,7 @@ class Decode(Message, frozen=True):
     num_choices: Count = 1
     prefill_node: NodeId | None = None
     kept: Kept | None = None  # of a stream that its client can take up again
+    max_uncached_tokens: Count | None = None  # None: as many as there are
 
 
 class Cancel(Message, frozen=True):
@@ -158,6 +163,10 @@ class Drain(Message, frozen=True):
     """Take no new legs, finish within `node.drain_s`, and end."""
 
 
+class WatchCache(Message, frozen=True):
+    """Tell this router which blocks the prefix cache holds: all of them, then every change."""
+
+
 class Attach(Message, frozen=True):
     """Give this router a request whose router is gone. `Attached` or `NotAttached` answers."""
 
@@ -174,7 +183,9 @@ class DrainState(Message, frozen=True):
     problem: str = ""  # why nothing is drained
 
 
-ToNode = Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState
+ToNode = (
+    Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState | WatchCache
+)  # fmt: skip
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -241,6 +252,21 @@ class Beat(Message, frozen=True):
     loop_age_s: float = 0.0  # since the loop last had nothing left to do; it never computes
     is_draining: bool = False  # the node takes no new legs and ends when it has none
     totals: Totals = Totals()
+
+
+PackedKeys = Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]
+
+
+class CacheChanges(Message, frozen=True):
+    """The blocks that the prefix cache has taken in and given up, by their keys (`blocks`).
+
+    Number 0 begins anew: the router forgets what it knew of this node. The messages that follow
+    count on. A router that misses one asks for everything with another `WatchCache`.
+    """
+
+    number: Count
+    added: PackedKeys = b""
+    removed: PackedKeys = b""
 
 
 class Accepted(Message, frozen=True):
@@ -362,7 +388,7 @@ class DrainNode(Message, frozen=True):
 
 ToRouter = (
     Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed | Attached | NotAttached | DrainNode
+    | Crashed | Attached | NotAttached | DrainNode | CacheChanges
 )  # fmt: skip
 
 

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from typing import assert_never
 
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import Cancel, Drain, DrainState, Peers, Refused, Role, ToNode
+from baton.protocol.messages import (
+    Cancel,
+    Drain,
+    DrainState,
+    Peers,
+    Refused,
+    Role,
+    ToNode,
+    WatchCache,
+)
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.drains import drained
 from baton.router.membership import Replaced
@@ -17,7 +26,7 @@ from baton.router.request.events import HandoffEnded
 from baton.router.request.leg import DRAINING
 from baton.runtime.log import logger
 
-Tell = Callable[[NodeId, Peers | Refused | Drain | Cancel], object]
+Tell = Callable[[NodeId, Peers | Refused | Drain | Cancel | WatchCache], object]
 # Of how many nodes the cancels are kept that they could not be told.
 MAX_UNHEARD = 64
 
@@ -25,9 +34,12 @@ log = logger("router")
 
 
 class Announcer:
-    def __init__(self, registry: Registry, tell: Tell) -> None:
+    """With `watches_caches`, nodes in service are asked what their prefix caches hold."""
+
+    def __init__(self, registry: Registry, tell: Tell, *, watches_caches: bool) -> None:
         self._registry = registry
         self._tell = tell
+        self._watches_caches = watches_caches
         self._unheard: dict[NodeId, set[Key]] = {}
 
     def announce(self, change: Change) -> None:
@@ -42,6 +54,8 @@ class Announcer:
                 log.info("node in service", node=info.node_id, role=info.role)
                 self._introduce(info.role)
                 self._tell(info.node_id, Peers(self._registry.peers_of(info.role)))
+                if self._watches_caches:
+                    self._tell(info.node_id, WatchCache())
                 if keys := self._unheard.pop(info.node_id, None):
                     self._tell(info.node_id, Cancel(tuple(keys), "node lost"))
             case Differs(node=node, other=other):

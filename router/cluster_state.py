@@ -33,6 +33,7 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admiss
         failures,
         pairs.transfers(),
         registry.lost_nodes(now_s),
+        registry.caches.num_gaps,
     )
 
 

@@ -15,6 +15,7 @@ from typing import assert_never
 
 import msgspec
 
+from baton.protocol.blocks import BlockKey
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
@@ -23,6 +24,7 @@ from baton.protocol.messages import (
     Attach,
     Attached,
     Beat,
+    CacheChanges,
     Cancel,
     CancelDone,
     Crashed,
@@ -40,6 +42,7 @@ from baton.protocol.messages import (
     TokenEntry,
     Tokens,
     ToRouter,
+    WatchCache,
 )
 from baton.protocol.sampling import SEED_BITS
 from baton.router.admission import Admission, Limits, fit, sampling_of
@@ -51,7 +54,7 @@ from baton.router.health import Health
 from baton.router.membership import Replaced
 from baton.router.node_listener import NodeListener
 from baton.router.placing import Placing
-from baton.router.policy import Decision, LeastLoaded
+from baton.router.policy import CheapestPair, Decision
 from baton.router.reattaching import Accept, Claim, DecodeNodes, Early, Reattaching
 from baton.router.registry import Registry
 from baton.router.request.active import Active
@@ -104,8 +107,9 @@ class RouterCore:
         self._keys = config.keys
         self._detached_s = config.node.detached_s
         self._clock = clock
-        self._announcer = Announcer(self.registry, self._send)
-        self._policy = LeastLoaded(config.router.local_prefill, config.router.local_prefill_tokens)
+        is_cache_aware = config.router.routing == "cache-aware"
+        self._announcer = Announcer(self.registry, self._send, watches_caches=is_cache_aware)
+        self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
         self._placing = Placing(self.registry, self._policy, self._admission)
         self._active: dict[RequestId, Active] = {}
@@ -135,11 +139,16 @@ class RouterCore:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._sockets.endpoint
 
-    def submit(self, stream: RequestStream, kept: Kept | None = None) -> RequestId:
+    def submit(
+        self,
+        stream: RequestStream,
+        kept: Kept | None = None,
+        block_keys: tuple[BlockKey, ...] = (),
+    ) -> RequestId:
         """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed.
 
         With `kept`, a client can take the stream up again at any router, by the stream's own id,
-        which must be unique and impossible to guess.
+        which must be unique and impossible to guess. `block_keys` are those of the prompt.
         """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
@@ -152,8 +161,9 @@ class RouterCore:
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sampling = sampling_of(params, seed, max_tokens)
         request = Request(
-            request_id, list(prompt), sampling, params.n, self._config.max_attempts, kept
-        )
+            request_id, list(prompt), sampling, params.n, self._config.max_attempts, kept,
+            block_keys,
+        )  # fmt: skip
         self._begin(request, stream, Begun())
         return request_id
 
@@ -303,6 +313,9 @@ class RouterCore:
             case Beat(node_id=node_id):
                 if node_id == node:
                     self._apply(self.registry.beat(now_s, message))
+            case CacheChanges():
+                if not self.registry.hears_cache(node, message):
+                    self._send(node, WatchCache())
             case Starting(node_id=node_id):
                 if node_id == node:
                     self.registry.starting(now_s, message)
@@ -344,7 +357,9 @@ class RouterCore:
                     self._feed(active, NodeLost(change.node, change.failure))
         self._changed.set()
 
-    def _send(self, node: NodeId, message: Peers | Refused | Cancel | Drain | Attach) -> None:
+    def _send(
+        self, node: NodeId, message: Peers | Refused | Cancel | Drain | Attach | WatchCache
+    ) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 

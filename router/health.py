@@ -54,6 +54,7 @@ class NodeHealth(msgspec.Struct, frozen=True):
     transports: str = ""
     tensor_parallel: int = 0  # 0: not known yet
     features: tuple[str, ...] = ()
+    num_known_blocks: int = 0  # of its prefix cache, as this router knows it
 
 
 class LostNode(msgspec.Struct, frozen=True):
@@ -76,6 +77,7 @@ class Health(msgspec.Struct, frozen=True):
     transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
+    num_cache_gaps: int = 0  # in what nodes said of their prefix caches, since the start
 
     @property
     def can_serve(self) -> bool:

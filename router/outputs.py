@@ -103,6 +103,7 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # all choices together
     num_cached_tokens: int = 0
+    num_predicted_tokens: int = 0  # that the router thought to be cached, at the last attempt
     path: Path | None = None
     local_fallback: bool = False  # local prefill only because no prefill node was ready
     num_attempts: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
 from baton.router.admission import Admission
-from baton.router.policy import Decision, LeastLoaded
+from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
 from baton.router.request.events import Place
 
@@ -22,7 +22,7 @@ LOOK_S = 0.2
 
 
 class Placing:
-    def __init__(self, registry: Registry, policy: LeastLoaded, line: Admission) -> None:
+    def __init__(self, registry: Registry, policy: CheapestPair, line: Admission) -> None:
         self._registry, self._policy, self._line = registry, policy, line
         self._looked_s = 0.0
         self._stood_at = (0, 0, 0)

@@ -1,15 +1,16 @@
-"""Which nodes a leg goes to: the least loaded pair that works, ties by node id.
+"""Which nodes a leg goes to: the pair that works with the least cost, ties by load, then node id.
 
-Pure: `core` asks for every leg and charges the chosen nodes at once. The policy knows loads, sizes
-and which pairs fail, and nothing else about requests. The load of a prefill node is the number of
-prompt tokens that it has yet to compute, that of a decode node the number of its sequences. A pair
-that can never work is never chosen. `choose` finds nothing only if no node in service is large
+Pure: `core` asks for every leg and charges the chosen nodes at once. The policy knows loads, sizes,
+what is cached where and which pairs fail, and nothing else about requests. Every cost is counted in
+prompt tokens to compute (docs/decisions/0012), so that a cached prefix weighs as much as the queue
+that it saves, and no more. A node with room comes before one without, whatever it has cached, and a
+pair that can never work is never chosen. `choose` finds nothing only if no node in service is large
 enough, or none can pair. If it names a node that is full, the leg waits, so no prompt is computed
 that has no place to go.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -24,6 +25,17 @@ from baton.router.request.events import Place, Placed
 # How long an answer is taken to become before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
 OUTPUT_WEIGHT = 0.05
+# A handoff takes as long as computing so many tokens; to read the KV of a token that decode lacks
+# takes this part of computing one, on one host and between hosts.
+HANDOFF_TOKENS = 64
+NEAR_READ, FAR_READ = 1 / 32, 1 / 8
+# A decode node refuses a prompt that it was to compute itself, because it had the rest cached, if
+# it would have to compute more than so many times what the setting allows.
+MISPREDICTION = 2
+
+# Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared.
+Offer = tuple[bool, int, bool, float, int, NodeId, Node]
+Flags = tuple[int, int, int, float]
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -33,6 +45,7 @@ class Decision(msgspec.Struct, frozen=True):
     charges: tuple[tuple[NodeId, Charge], ...]
     is_fallback: bool = False  # decode computes the prompt because no pair works
     full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
+    num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
 
     @property
     def path(self) -> Path:
@@ -41,7 +54,9 @@ class Decision(msgspec.Struct, frozen=True):
         return "prefill_only" if self.placed.decode_node is None else "disaggregated"
 
 
-class LeastLoaded:
+class CheapestPair:
+    """Where no node has said what it has cached, the least loaded nodes are the cheapest."""
+
     def __init__(self, local_prefill: LocalPrefill, local_prefill_tokens: int) -> None:
         self._mode = local_prefill
         self._local_tokens = local_prefill_tokens
@@ -53,7 +68,7 @@ class LeastLoaded:
 
     def charge_of(self, node: Node, place: Place) -> Charge:
         """Return what a leg is charged to a decode node that runs it."""
-        return _PairSearch(place, math.ceil(self._output_tokens), ()).decode_charge(node)
+        return _decode_charge(node, place, _likely_tokens(place, math.ceil(self._output_tokens)))
 
     def choose(
         self, now_s: float, registry: Registry, place: Place, kept: Collection[NodeId] = ()
@@ -62,113 +77,246 @@ class LeastLoaded:
 
         Those that are `kept` for other legs count as full.
         """
-        search = _PairSearch(place, math.ceil(self._output_tokens), kept)
-        decodes = search.fitting(registry, "decode", place.num_final_tokens, place.num_choices)
-        decode = min(decodes, key=search.decode_rank, default=None)
+        search = _PairSearch(registry, place, math.ceil(self._output_tokens), kept)
         if self._mode == "always":
-            return search.local(decode)
-        if self._mode == "auto" and place.num_tokens <= self._local_tokens and place.wants_decode:
-            return search.local(decode)
-        prefills = search.fitting(registry, "prefill", place.num_tokens, 1)
-        prefill = min(prefills, key=search.prefill_rank, default=None)
-        if not place.wants_decode and prefill is not None:
-            return search.pair(prefill, None)
-        if prefill is not None and decode is not None and _works(now_s, registry, prefill, decode):
-            return search.pair(prefill, decode)
-        decodes.sort(key=search.decode_rank)
-        prefills.sort(key=search.prefill_rank)
-        pairs = [(p, d) for d in decodes for p in prefills if registry.can_pair(p, d)]
-        best = next((pair for pair in pairs if _works(now_s, registry, *pair)), None)
-        if best is None and self._mode == "auto":
-            return search.local(decode, is_fallback=True)
+            return search.local(search.local_offers())
+        near = self._short_offers(search, place)
+        # If all decode nodes may, a handoff of so short a prompt can only cost more.
+        if near and place.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
+            return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
+        prefills = search.prefill_offers()
+        if not place.wants_decode and prefills:
+            return search.decision(min(prefills)[-1], None)
+        pair = search.cheapest_pair(now_s, prefills)
+        if near and (pair is None or min(near)[:4] <= pair.flags):
+            return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
+        if pair is None and self._mode == "auto":
+            return search.local(search.local_offers(), is_fallback=True)
         # Without a way round, a pair that failed lately is better than none.
-        best = best or next(iter(pairs), None)
-        return None if best is None else search.pair(*best)
+        pair = pair or next(search.possible_pairs(prefills), None)
+        return None if pair is None else search.decision(pair.prefill, pair.decode)
+
+    def _short_offers(self, search: "_PairSearch", place: Place) -> list[Offer]:
+        """Return the decode nodes that lack so little of the prompt that they may compute it."""
+        if self._mode != "auto" or not place.wants_decode or place.is_remote_only:
+            return []
+        if place.num_tokens <= self._local_tokens:
+            return search.local_offers()
+        some = search.lacking_at_most(self._local_tokens)
+        return [offer for offer in search.local_offers() if offer[5] in some] if some else []
+
+
+class _Pair(msgspec.Struct, frozen=True):
+    flags: Flags
+    prefill: Node
+    decode: Node
 
 
 class _PairSearch:
     """The search of nodes for one leg, whose sequences will probably grow by `growth` tokens."""
 
-    def __init__(self, place: Place, growth: int, kept: Collection[NodeId]) -> None:
-        self._place, self._kept = place, kept
-        self._likely_tokens = min(place.num_final_tokens, place.num_tokens + growth)
+    def __init__(
+        self, registry: Registry, place: Place, growth: int, kept: Collection[NodeId]
+    ) -> None:
+        self._registry, self._place, self._kept = registry, place, kept
+        self._likely_tokens = _likely_tokens(place, growth)
+        self._held = registry.caches.held(place.block_keys)
+        # A sequence beside this one delays each of its steps by about the time of a prompt token.
+        self._seat_tokens = max(1, self._likely_tokens - place.num_tokens)
+        model = registry.model
+        self._block_size = 1 if model is None else model.layout.block_size
 
-    def fitting(
-        self, registry: Registry, role: Role, num_final_tokens: int, num_choices: int
-    ) -> list[Node]:
-        """Return the nodes in service whose pool could hold these tokens if it were empty."""
-        return [
-            node
-            for node in registry.in_service(role)
-            if _blocks(node, self._place.num_tokens, num_final_tokens, num_choices) <= _pool(node)
-        ]
+    def lacking_at_most(self, num_tokens: int) -> set[NodeId]:
+        """Return the nodes of both roles that have all but so many tokens cached."""
+        least = max(1, -(-(self._place.num_tokens - num_tokens) // self._block_size))
+        return {node for node, num_blocks in self._held.items() if num_blocks >= least}
 
-    def prefill_rank(self, node: Node) -> tuple[bool, int, int, NodeId]:
-        """Rank the nodes that have not failed this request first, then those with less work.
+    def num_cached(self, node: Node) -> int:
+        """Return how many tokens of the prompt the node need not compute."""
+        if not self._held:
+            return 0
+        # The last token is computed in any case, for its logits.
+        most = (self._place.num_tokens - 1) // self._block_size
+        return min(self._held.get(node.node_id, 0), most) * self._block_size
+
+    def num_uncached(self, node: Node) -> int:
+        return self._place.num_tokens - self.num_cached(node)
+
+    # --- offers ---------------------------------------------------------------------------------
+
+    def prefill_offers(self) -> list[Offer]:
+        """Return what each prefill node would cost that could hold the prompt if it were empty."""
+        return self._offers("prefill", self._blocks(self._place.num_tokens, 1), self._prefill_cost)
+
+    def local_offers(self) -> list[Offer]:
+        """Return what each decode node would cost that computes the prompt itself."""
+        return self._decode_offers(self._local_cost)
+
+    def _decode_offers(self, cost: Callable[[Node], float]) -> list[Offer]:
+        num_blocks = self._blocks(self._place.num_final_tokens, self._place.num_choices)
+        return self._offers("decode", num_blocks, cost)
+
+    def _offers(self, role: Role, num_blocks: int, cost: Callable[[Node], float]) -> list[Offer]:
+        """Return the offers of the nodes in service whose pools have so many blocks.
 
         Nobody shares a node with a suspect as long as there is another node.
         """
-        is_avoided = node.process in self._place.avoid
-        return is_avoided, node.num_suspects, node.num_tokens, node.node_id
+        avoid, kept = self._place.avoid, self._kept
+        likely = self._blocks(self._likely_tokens, self._place.num_choices)
+        return [
+            (
+                bool(avoid) and node.process in avoid,
+                node.num_suspects,
+                node.node_id in kept or not node.has_room(min(likely, pool // 2)),
+                cost(node),
+                node.num_tokens,
+                node.node_id,
+                node,
+            )
+            for node in self._registry.in_service(role)
+            if num_blocks <= (pool := _pool(node))
+        ]
 
-    def decode_rank(self, node: Node) -> tuple[bool, int, bool, int, int, NodeId]:
-        is_avoided = node.process in self._place.avoid
-        is_full = self._is_full(node, self.decode_charge(node))
-        load = node.num_sequences, node.num_tokens
-        return is_avoided, node.num_suspects, is_full, *load, node.node_id
+    def _prefill_cost(self, node: Node) -> float:
+        return node.num_tokens + self.num_uncached(node)
 
-    def local(self, decode: Node | None, *, is_fallback: bool = False) -> Decision | None:
-        if decode is None:
+    def _local_cost(self, node: Node) -> float:
+        return node.num_sequences * self._seat_tokens + self.num_uncached(node)
+
+    def _near_cost(self, node: Node) -> float:
+        return node.num_sequences * self._seat_tokens + NEAR_READ * self._num_missing(node)
+
+    def _far_cost(self, node: Node) -> float:
+        return node.num_sequences * self._seat_tokens + FAR_READ * self._num_missing(node)
+
+    def _num_missing(self, node: Node) -> int:
+        """Return how many tokens of KV the node would have to read."""
+        num_held = self._held.get(node.node_id, 0) * self._block_size
+        return max(0, self._place.num_tokens - num_held)
+
+    # --- pairs ----------------------------------------------------------------------------------
+
+    def cheapest_pair(self, now_s: float, prefills: list[Offer]) -> _Pair | None:
+        """Return the cheapest pair that works; None if none does."""
+        if not prefills:
             return None
-        return self._decision(None, decode, is_fallback=is_fallback)
+        for pair in sorted(self._best_pairs(prefills), key=_pair_order):
+            if self._works(now_s, pair):
+                return pair
+        some = self.possible_pairs(prefills)
+        return next((pair for pair in some if self._works(now_s, pair)), None)
 
-    def pair(self, prefill: Node, decode: Node | None) -> Decision:
-        return self._decision(prefill, decode)
+    def _best_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
+        """Yield pairs of which one is the cheapest of all, if all pairs work.
 
-    def _decision(
-        self, prefill: Node | None, decode: Node | None, *, is_fallback: bool = False
-    ) -> Decision:
+        The costs of two nodes do not depend on one another, except for the way between them.
+        """
+        hosts = self._registry.hosts()
+        decodes = self._decode_offers(self._near_cost if hosts.is_one else self._far_cost)
+        if decodes:
+            yield _paired(min(prefills), min(decodes))
+        if hosts.is_one or not hosts.shared:
+            return
+        firsts = {offer[5]: offer for offer in prefills}
+        saving = FAR_READ - NEAR_READ
+        seconds = {
+            far[5]: (*far[:3], far[3] - saving * self._num_missing(far[6]), *far[4:])
+            for far in decodes
+        }
+        for nodes in hosts.shared:
+            first = [firsts[node] for node in nodes if node in firsts]
+            second = [seconds[node] for node in nodes if node in seconds]
+            if first and second:
+                yield _paired(min(first), min(second))
+
+    def possible_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
+        """Yield all pairs that can exchange blocks, those with the best decode node first."""
+        decodes = sorted(self._decode_offers(self._far_cost))
+        prefills = sorted(prefills)
+        pairs = (_paired(first, second) for second in decodes for first in prefills)
+        return (pair for pair in pairs if self._registry.can_pair(pair.prefill, pair.decode))
+
+    def _works(self, now_s: float, pair: _Pair) -> bool:
+        prefill, decode = pair.prefill, pair.decode
+        allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
+        return allows and self._registry.can_pair(prefill, decode)
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def local(
+        self, offers: list[Offer], *, is_fallback: bool = False, max_uncached: int | None = None
+    ) -> Decision | None:
+        """Return the decision that the best of these nodes computes the prompt itself."""
+        if not offers:
+            return None
+        decision = self.decision(None, min(offers)[-1])
+        placed = msgspec.structs.replace(decision.placed, max_uncached_tokens=max_uncached)
+        return msgspec.structs.replace(decision, placed=placed, is_fallback=is_fallback)
+
+    def decision(self, prefill: Node | None, decode: Node | None) -> Decision:
         place = self._place
         given: list[tuple[Node, Charge]] = []
         if prefill is not None:
-            given.append((prefill, Charge(place.num_tokens, 1, place.is_suspect)))
+            charge = Charge(self.num_uncached(prefill), 1, place.is_suspect)
+            given.append((prefill, charge))
         if decode is not None:
-            given.append((decode, self.decode_charge(decode)))
+            given.append((decode, _decode_charge(decode, place, self._likely_tokens)))
         placed = Placed(
             place.key,
             None if prefill is None else prefill.node_id,
             None if decode is None else decode.node_id,
             {node.node_id: node.epoch for node, _ in given},
         )
-        charges = tuple((node.node_id, charge) for node, charge in given)
-        full = tuple(node.node_id for node, charge in given if self._is_full(node, charge))
-        return Decision(placed, charges, is_fallback, full)
-
-    def _is_full(self, node: Node, charge: Charge) -> bool:
-        return node.node_id in self._kept or not node.has_room(charge)
-
-    def decode_charge(self, node: Node) -> Charge:
-        place = self._place
-        blocks = _blocks(node, place.num_tokens, self._likely_tokens, place.num_choices)
-        return Charge(
-            place.num_tokens * place.num_choices,
-            place.num_choices,
-            place.is_suspect,
-            # Many choices begin one by one, so they need not wait for an empty node.
-            min(blocks, _pool(node) // 2),
+        return Decision(
+            placed,
+            tuple((node.node_id, charge) for node, charge in given),
+            full=tuple(
+                node.node_id
+                for node, charge in given
+                if node.node_id in self._kept or not node.has_room(charge.num_blocks)
+            ),
+            num_cached_tokens=self.num_cached(given[0][0]),
         )
 
+    def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
+        num_tokens = self._place.num_tokens
+        return blocks_needed(self._block_size, num_tokens, num_final_tokens, num_choices)
 
-def _works(now_s: float, registry: Registry, prefill: Node, decode: Node) -> bool:
-    allows = registry.pairs.allows(now_s, prefill.process, decode.process)
-    return allows and registry.can_pair(prefill, decode)
+
+def _paired(prefill: Offer, decode: Offer) -> _Pair:
+    first, second = prefill, decode
+    flags = (
+        first[0] + second[0],
+        first[1] + second[1],
+        first[2] + second[2],
+        first[3] + second[3] + HANDOFF_TOKENS,
+    )
+    return _Pair(flags, first[-1], second[-1])
+
+
+def _pair_order(pair: _Pair) -> tuple[Flags, int, NodeId, NodeId]:
+    return pair.flags, pair.decode.num_tokens, pair.decode.node_id, pair.prefill.node_id
+
+
+def _likely_tokens(place: Place, growth: int) -> int:
+    return min(place.num_final_tokens, place.num_tokens + growth)
+
+
+def _decode_charge(node: Node, place: Place, likely_tokens: int) -> Charge:
+    assert node.info is not None
+    block_size, num_choices = node.info.layout.block_size, place.num_choices
+    return Charge(
+        place.num_tokens * num_choices,
+        num_choices,
+        place.is_suspect,
+        # Many choices begin one by one, so they need not wait for an empty node.
+        min(
+            blocks_needed(block_size, place.num_tokens, likely_tokens, num_choices),
+            _pool(node) // 2,
+        ),
+    )
 
 
 def _pool(node: Node) -> int:
     assert node.info is not None
     return node.info.num_blocks
-
-
-def _blocks(node: Node, num_tokens: int, num_final_tokens: int, num_choices: int) -> int:
-    assert node.info is not None
-    return blocks_needed(node.info.layout.block_size, num_tokens, num_final_tokens, num_choices)

@@ -3,7 +3,7 @@
 Pure: `core` tells it what nodes say and when time has passed, and acts on the changes that it
 returns. It never picks a node (`policy` does) and never sends to one. A node that is silent or
 stuck is out of service but stays known: its next good beat brings it back. `pairs` is what is known
-of handoffs between them.
+of handoffs between them, `caches` what is known of their prefix caches.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Beat,
+    CacheChanges,
     Hello,
     Load,
     NodeInfo,
@@ -24,6 +25,7 @@ from baton.protocol.messages import (
     Totals,
 )
 from baton.protocol.pairs import pair_problem
+from baton.router.cache_index import CacheIndex
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.health import LostNode, NodeHealth, NodeState
 from baton.router.membership import Membership, Replaced
@@ -85,8 +87,8 @@ class Node:
     def process(self) -> NodeProcess:
         return self.node_id, self.epoch
 
-    def has_room(self, charge: Charge) -> bool:
-        """Return whether the node could begin this work soon.
+    def has_room(self, num_blocks: int) -> bool:
+        """Return whether the node could begin work soon that takes so many blocks on decode.
 
         A node that has nothing to do takes whatever its pool can hold.
         """
@@ -97,7 +99,14 @@ class Node:
             return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
         # A request with many choices needs one seat to begin.
         has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.facts.step.num_seats
-        return has_seat and self.num_blocks + charge.num_blocks <= SURPLUS * info.num_blocks
+        return has_seat and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
+
+
+class Hosts(msgspec.Struct, frozen=True):
+    """The sets of nodes of both roles that read one another within a host."""
+
+    shared: tuple[frozenset[NodeId], ...] = ()
+    is_one: bool = False  # all nodes in service are in one of them
 
 
 class Registry:
@@ -107,11 +116,13 @@ class Registry:
         self._refused: dict[NodeId, Failure] = {}  # what each was told last; they ask again
         self._lost: dict[NodeId, Node] = {}  # those that left without a word, oldest first
         self.pairs = Pairs()
+        self.caches = CacheIndex()
         self.version = 0  # grows whenever a leg that no node could take may find one
         self.num_releases = 0  # grows whenever this router gives a node less to do
         # Every request asks for these, so they are kept until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
         self._largest_pool: dict[Role, int | None] = {}
+        self._hosts: Hosts | None = None
 
     # --- what nodes say -------------------------------------------------------------------------
 
@@ -184,6 +195,11 @@ class Registry:
             return [Left(node.node_id, node.role, _lost(text))]
         return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
 
+    def hears_cache(self, peer: NodeId, changes: CacheChanges) -> bool:
+        """Note what a node has cached. False: some of it was missed, so the node must be asked."""
+        node = self._nodes.get(peer)
+        return node is None or node.info is None or self.caches.hear(peer, changes)
+
     def drains(self, peer: NodeId) -> None:
         """Give a node no more work. What it has goes on, so it does not count as gone."""
         node = self._nodes.get(peer)
@@ -199,6 +215,7 @@ class Registry:
             for other in self._nodes.values():
                 other.obstacles.pop(peer, None)
         self._membership.leave(peer)
+        self.caches.forget(peer)
         self._changed()
         if node is None or node.info is None:
             return []
@@ -232,6 +249,19 @@ class Registry:
             found = self._in_service[role] = sorted(nodes, key=lambda node: node.node_id)
         return found
 
+    def hosts(self) -> Hosts:
+        """Return which nodes in service need no network between them, as far as they say."""
+        if self._hosts is None:
+            nodes = [*self.in_service("prefill"), *self.in_service("decode")]
+            found: dict[str, set[NodeId]] = {}
+            for node in nodes:
+                for way in node.info.reaches if node.info is not None else ():
+                    if "@" in way:  # only other ways lead to other hosts
+                        found.setdefault(way, set()).add(node.node_id)
+            shared = tuple(frozenset(ids) for ids in found.values() if len(ids) > 1)
+            self._hosts = Hosts(shared, any(len(ids) == len(nodes) for ids in shared))
+        return self._hosts
+
     def node(self, node_id: NodeId) -> Node | None:
         return self._nodes.get(node_id)
 
@@ -264,7 +294,10 @@ class Registry:
 
     def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
         nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
-        return tuple(_health(now_s, node, self._lack_of(now_s, node)) for node in nodes)
+        return tuple(
+            _health(now_s, one, self._lack_of(now_s, one), self.caches.num_blocks(one.node_id))
+            for one in nodes
+        )
 
     def lost_nodes(self, now_s: float) -> tuple[LostNode, ...]:
         """Return the nodes that left without a word in the last hour and have not come back."""
@@ -322,6 +355,7 @@ class Registry:
     def _changed(self) -> None:
         self._in_service.clear()
         self._largest_pool.clear()
+        self._hosts = None
         self.version += 1
 
     def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:
@@ -391,7 +425,7 @@ def _is_stuck(beat: Beat) -> bool:
     return has_work and beat.step_age_s > max(STUCK_S, STUCK_FACTOR * beat.predicted_s)
 
 
-def _health(now_s: float, node: Node, lack: str) -> NodeHealth:
+def _health(now_s: float, node: Node, lack: str, num_known_blocks: int) -> NodeHealth:
     health = NodeHealth(
         node.node_id,
         node.role,
@@ -406,6 +440,7 @@ def _health(now_s: float, node: Node, lack: str) -> NodeHealth:
         node.num_tokens,
         reason=lack,
         totals=node.totals,
+        num_known_blocks=num_known_blocks,
     )
     if (info := node.info) is None:
         return health

@@ -5,8 +5,10 @@ hands the ids to `core`, which sees no text. It starts no nodes: they dial in, w
 It never computes anything itself and never loads torch.
 """
 
+import asyncio
 from collections.abc import Callable
 
+from baton.protocol.blocks import BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError
 from baton.protocol.messages import Kept
@@ -21,6 +23,8 @@ from baton.router.stream import RequestStream
 from baton.router.text.text import Text, too_long
 
 ParamsOf = Callable[[bytes], SamplingParams]
+# The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
+MAX_HASHED_ON_LOOP = 4096
 
 
 class TextRouter:
@@ -35,6 +39,7 @@ class TextRouter:
     ) -> None:
         """`sampling` holds the model's defaults for requests over HTTP."""
         self._config = config.model
+        self._is_cache_aware = config.router.routing == "cache-aware"
         self._core = core
         self._text = text
         self._name = config.model.shown_name
@@ -85,11 +90,19 @@ class TextRouter:
         else:
             text, token_ids = None, list(prompt)  # the caller may change its own
         check_prompt(token_ids, self._core.limits())
+        keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
         detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
-        minted = self._core.submit(stream, kept)
+        minted = self._core.submit(stream, kept, keys)
         stream.request_id = request_id or minted
         return stream
+
+    async def _keys_of(self, token_ids: list[int]) -> tuple[BlockKey, ...]:
+        """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""
+        block_size = self._core.limits().block_size
+        if len(token_ids) <= MAX_HASHED_ON_LOOP:
+            return prompt_keys(token_ids, block_size)
+        return await asyncio.to_thread(prompt_keys, token_ids, block_size)
 
     async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
         """Take over a stream whose router is gone; raises `RequestError` if no node holds it.

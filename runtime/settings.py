@@ -23,6 +23,7 @@ SHORT_FLAGS = {
     "port": "router.port",
     "control": "router.control",
     "local-prefill": "router.local_prefill",
+    "routing": "router.routing",
     "api-key": "router.api_keys",
     "allowed-origins": "router.allowed_origins",
     "generation-config": "model.generation_config",

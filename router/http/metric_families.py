@@ -38,6 +38,15 @@ CACHED_TOKENS = Family(
     "baton_cached_prompt_tokens", "counter", "Those of them that a prefix cache held", (),
     "vllm:prompt_tokens_cached",
 )  # fmt: skip
+PREDICTED_TOKENS = Family(
+    "baton_predicted_cached_prompt_tokens", "counter",
+    "Tokens of the prompts of ended requests that the router thought to be cached where it sent "
+    "them", (),
+)  # fmt: skip
+MISPREDICTED_TOKENS = Family(
+    "baton_mispredicted_cached_prompt_tokens", "counter",
+    "Tokens by which predicted and cached tokens of a request differed, added up", (),
+)  # fmt: skip
 OUTPUT_TOKENS = Family(
     "baton_generation_tokens", "counter", "Tokens handed out", (), "vllm:generation_tokens"
 )
@@ -116,11 +125,20 @@ TRANSFER_SECONDS = Family(
     "baton_transfer_seconds", "counter",
     "Seconds from the first read to the end of the last, added up over handoffs", _PAIR,
 )  # fmt: skip
+KNOWN_BLOCKS = Family(
+    "baton_known_cached_blocks", "gauge",
+    "Blocks that the router knows to be in the prefix cache of a node", ("node", "role"),
+)  # fmt: skip
+CACHE_GAPS = Family(
+    "baton_cache_gaps", "counter",
+    "Times that the router missed what a node said of its cache, and asked for all of it", (),
+)  # fmt: skip
 NODES = Family("baton_nodes", "gauge", "Nodes by role and state", ("role", "state"))
 
 ROUTER_FAMILIES = (
-    BUILD_INFO, ANSWERS, REFUSALS, REQUESTS, SUCCESSES, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS,
-    RETRIES, RESUMES, RUNNING, WAITING, FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME,
-    PREFILL_TIME, DECODE_TIME, INFERENCE_TIME, STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS,
-    TRANSFER_FAILURES, TRANSFER_BYTES, TRANSFER_SECONDS, NODES,
+    BUILD_INFO, ANSWERS, REFUSALS, REQUESTS, SUCCESSES, PROMPT_TOKENS, CACHED_TOKENS,
+    PREDICTED_TOKENS, MISPREDICTED_TOKENS, OUTPUT_TOKENS, RETRIES, RESUMES, RUNNING, WAITING,
+    FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME,
+    STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS, TRANSFER_FAILURES, TRANSFER_BYTES,
+    TRANSFER_SECONDS, KNOWN_BLOCKS, CACHE_GAPS, NODES,
 )  # fmt: skip

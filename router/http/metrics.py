@@ -43,6 +43,8 @@ class HttpMetrics:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.num_predicted_tokens = 0
+        self.num_mispredicted_tokens = 0
         self.token_gaps = Histogram(TOKEN_BUCKETS_S)
         self._model_name = model_name  # until a node has said what it serves
         self._version = version
@@ -77,6 +79,9 @@ class HttpMetrics:
         self.num_requests += 1
         self.num_prompt_tokens += metrics.num_prompt_tokens
         self.num_cached_tokens += metrics.num_cached_tokens
+        self.num_predicted_tokens += metrics.num_predicted_tokens
+        wrong = abs(metrics.num_predicted_tokens - metrics.num_cached_tokens)
+        self.num_mispredicted_tokens += wrong
         self._requests[metrics.path or "none", self._known(outcome)] += 1
         self._prompts.observe(metrics.num_prompt_tokens)
         for reason in metrics.finish_reasons:
@@ -131,6 +136,8 @@ class HttpMetrics:
         page.add(families.RESUMES, self._resumes)
         page.add(families.PROMPT_TOKENS, {(): self.num_prompt_tokens})
         page.add(families.CACHED_TOKENS, {(): self.num_cached_tokens})
+        page.add(families.PREDICTED_TOKENS, {(): self.num_predicted_tokens})
+        page.add(families.MISPREDICTED_TOKENS, {(): self.num_mispredicted_tokens})
         page.add(families.OUTPUT_TOKENS, {(): self.num_output_tokens})
         page.add(families.FIRST_TOKEN, {(): self._first})
         page.add(families.TOKEN_GAPS, {(): self.token_gaps})
@@ -155,6 +162,9 @@ class HttpMetrics:
         page.add(families.RUNNING, {(): health.num_running})
         page.add(families.WAITING, {(): health.num_queued})
         page.add(families.NODES, Counter((node.role, node.state) for node in health.nodes))
+        known = {(node.node_id, node.role): node.num_known_blocks for node in health.nodes}
+        page.add(families.KNOWN_BLOCKS, known)
+        page.add(families.CACHE_GAPS, {(): health.num_cache_gaps})
         pairs = {(one.prefill_node, one.decode_node): one for one in health.transfers}
         page.add(families.TRANSFERS, {pair: one.num_handoffs for pair, one in pairs.items()})
         page.add(families.TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})

@@ -37,6 +37,7 @@ class Active:
         if metrics.num_attempts == 0:
             metrics.router_queue_s = waited_s
         metrics.num_attempts = max(metrics.num_attempts, key.nth_attempt + 1)
+        metrics.num_predicted_tokens = decision.num_cached_tokens
         metrics.path = decision.path
         metrics.local_fallback = decision.is_fallback
 

@@ -6,6 +6,7 @@ feeds events in and carries commands out. Both are Structs, so a run can be reco
 
 import msgspec
 
+from baton.protocol.blocks import BlockKey
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
@@ -65,6 +66,7 @@ class Placed(RequestMessage, frozen=True):
     prefill_node: NodeId | None
     decode_node: NodeId | None
     epochs: dict[NodeId, Epoch] = {}  # of both nodes
+    max_uncached_tokens: int | None = None  # that decode may compute if it is alone
 
 
 class NotPlaced(RequestMessage, frozen=True):
@@ -120,6 +122,8 @@ class Place(RequestMessage, frozen=True):
     avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request lately
     is_resume: bool = False  # the caller has tokens already
     is_suspect: bool = False  # a node has died of an error in one of its steps
+    is_remote_only: bool = False  # a decode node had less of the prompt than it was thought to have
+    block_keys: tuple[BlockKey, ...] = ()  # of the prompt, if caches are watched
 
 
 class Unplace(RequestMessage, frozen=True):

@@ -10,9 +10,17 @@ from enum import Enum, auto
 
 import msgspec
 
+from baton.protocol.blocks import BlockKey
 from baton.protocol.errors import Cancelled, Failure, NodeError, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import Decode, FinishReason, FirstToken, Kept, Prefill
+from baton.protocol.messages import (
+    NOT_CACHED,
+    Decode,
+    FinishReason,
+    FirstToken,
+    Kept,
+    Prefill,
+)
 from baton.protocol.sampling import Sampling
 from baton.router.request.events import NodeProcess, Place, Release, Send
 
@@ -30,6 +38,7 @@ class Request(msgspec.Struct, frozen=True):
     num_choices: int = 1
     max_attempts: int = 3  # in a row that bring no token
     kept: Kept | None = None  # for another router, if the client can come back there
+    block_keys: tuple[BlockKey, ...] = ()  # of the prompt, if caches are watched
 
 
 class LegState(Enum):
@@ -71,7 +80,7 @@ class Loss:
         The first token of an attempt is computed with its prompt. A sequence that kills every
         node in its first decode step gets one token per attempt, so a death needs two.
         """
-        if self.failure.code == DRAINING:
+        if self.failure.code == DRAINING or (self.failure.code == NOT_CACHED and not self.blamed):
             return True
         return num_new_tokens > (1 if self.is_death else 0)
 
@@ -87,6 +96,7 @@ class Leg:
     prefill: NodeId | None = None
     decode: NodeId | None = None
     epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
+    max_uncached_tokens: int | None = None
     open: set[int] = field(default_factory=set)
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it needs prefill no more
@@ -154,6 +164,9 @@ class Leg:
             # This router cancelled nothing: that node or its peer has lost its channel to it.
             text = f"{node} gave the request up, because a channel to this router broke"
             return Loss(NodeError(text).to_failure(), frozenset({node}), is_death=True)
+        if failure.code == NOT_CACHED and self.max_uncached_tokens is not None:
+            # The router was wrong, not the node.
+            return Loss(failure)
         if self.pair is None or self.streaming or failure.http_status != TransferError.http_status:
             return Loss(failure, frozenset({node}))
         # One failure does not say which end is at fault, so the request avoids both.
@@ -166,6 +179,7 @@ class Leg:
         avoid: frozenset[NodeProcess],
         *,
         is_suspect: bool,
+        is_remote_only: bool,
     ) -> Place:
         """Return the command that finds nodes for this leg."""
         num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
@@ -178,6 +192,8 @@ class Leg:
             avoid=avoid,
             is_resume=bool(output),
             is_suspect=is_suspect,
+            is_remote_only=is_remote_only,
+            block_keys=request.block_keys,
         )
 
     def orders(self, request: Request, output: list[int]) -> list[Send]:
@@ -194,6 +210,7 @@ class Leg:
                 num_choices,
                 self.prefill,
                 request.kept,
+                self.max_uncached_tokens,
             )
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:

@@ -15,6 +15,7 @@ from typing import assert_never
 from baton.protocol.errors import Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
+    NOT_CACHED,
     Accepted,
     Cancel,
     CancelDone,
@@ -82,6 +83,7 @@ class Lifecycle:
         self._is_closed = False
         self._avoided = Avoided()
         self._num_crashes = 0
+        self._is_remote_only = False
         self._now_s = 0.0
         self._out: list[RequestCommand] = []
 
@@ -318,6 +320,7 @@ class Lifecycle:
         """Make another attempt at these choices, unless the failure or the budget forbids it."""
         if self._has_outcome:
             return
+        self._is_remote_only = self._is_remote_only or loss.failure.code == NOT_CACHED
         for node in loss.blamed:
             self._avoided.add(self._now_s, leg.process(node))
         for choice in lost:
@@ -352,7 +355,15 @@ class Lifecycle:
             choice.leg = leg
         self._legs.append(leg)
         avoid, is_suspect = self._avoided.at(self._now_s), self._num_crashes > 0
-        self._out.append(leg.wish(self.request, first.output, avoid, is_suspect=is_suspect))
+        self._out.append(
+            leg.wish(
+                self.request,
+                first.output,
+                avoid,
+                is_suspect=is_suspect,
+                is_remote_only=self._is_remote_only,
+            )
+        )
 
     def _on_placed(self, placed: Placed) -> None:
         nodes = {node for node in (placed.prefill_node, placed.decode_node) if node is not None}
@@ -362,7 +373,7 @@ class Lifecycle:
             return
         leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
         leg.prefill, leg.decode = placed.prefill_node, placed.decode_node
-        leg.epochs = placed.epochs
+        leg.epochs, leg.max_uncached_tokens = placed.epochs, placed.max_uncached_tokens
         output = self._choices[leg.choices[0]].output
         self._out.extend(leg.orders(self.request, output))
 

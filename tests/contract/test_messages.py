@@ -22,8 +22,9 @@ from baton.protocol.codec import (
 )
 from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Ready, Tokens
 
-# Lines of `union message hex`, each an example with no field at its default. A line may be added;
-# one that changes breaks every older process, so it needs another PROTOCOL_VERSION and a new file.
+# Lines of `union message hex`. No field is at its default in all examples of a message. A line may
+# be added, also for a field that came later; one that changes breaks every older process, so it
+# needs another PROTOCOL_VERSION and a new file.
 GOLDEN = Path(__file__).parent / f"golden_messages_v{PROTOCOL_VERSION}.txt"
 CODECS: dict[str, Codec[Any]] = {
     "ToNode": to_node_codec(),
@@ -48,11 +49,17 @@ def test_there_is_an_example_of_every_message(union: str) -> None:
     assert {name for known, name, _ in LINES if known == union} == members
 
 
-@pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
-def test_every_field_of_an_example_differs_from_its_default(union: str, data: bytes) -> None:
-    message = CODECS[union].decode(data)
-    for field in msgspec.structs.fields(type(message)):
-        assert getattr(message, field.name) != field.default
+def test_every_field_differs_from_its_default_in_some_example() -> None:
+    told: dict[tuple[str, type], set[str]] = {}
+    for union, data in CASES:
+        message = CODECS[union].decode(data)
+        told.setdefault((union, type(message)), set()).update(
+            field.name
+            for field in msgspec.structs.fields(type(message))
+            if getattr(message, field.name) != field.default
+        )
+    for (_, kind), names in told.items():
+        assert names == {field.name for field in msgspec.structs.fields(kind)}
 
 
 @pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
@@ -122,7 +129,7 @@ def test_no_integer_of_a_message_can_be_out_of_range(union: str, data: bytes, nu
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> None:
-    (data,) = [data for (_, data), name in zip(CASES, IDS, strict=True) if name == f"ToNode-{kind}"]
+    data = dict(zip(IDS, (data for _, data in CASES), strict=True))[f"ToNode-{kind}"]
     inbox, plain = NodeInbox(), msgspec.msgpack.decode(data)
     message = inbox.decode(data)
     assert message == CODECS["ToNode"].decode(data)

@@ -4,10 +4,12 @@ import time
 
 import pytest
 
+from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError, TransferError
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
+    CacheChanges,
     Cancel,
     Crashed,
     Decode,
@@ -18,11 +20,19 @@ from baton.protocol.messages import (
     Refused,
     TokenEntry,
     Tokens,
+    WatchCache,
 )
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
-from tests.support.scripted_nodes import ScriptedNode, ToyNode, computing, node_info, toy_answer
+from tests.support.scripted_nodes import (
+    BLOCK_SIZE,
+    ScriptedNode,
+    ToyNode,
+    computing,
+    node_info,
+    toy_answer,
+)
 
 
 @routed()
@@ -68,6 +78,42 @@ async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench: Router
     assert [info.node_id for info in (await decode.hear(Peers)).nodes] == ["p0", "p1"]
     other.die()
     assert [info.node_id for info in (await decode.hear(Peers)).nodes] == ["p0"]
+
+
+@routed(RouterConfig(local_prefill_tokens=4))
+async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after_a_gap(
+    bench: RouterBench,
+) -> None:
+    prompt = list(range(1, 41))
+    hashes = block_hashes(prompt, BLOCK_SIZE)
+    await bench.toy(node_info("p0", "prefill"))
+    decodes = [await bench.toy(node_info(f"d{number}", "decode")) for number in range(2)]
+    await decodes[1].hear(WatchCache)
+    decodes[1].say(CacheChanges(0, pack_keys(hashes[:4])))
+    decodes[1].say(CacheChanges(1, pack_keys(hashes[4:])))
+    caches = bench.core.registry.caches
+    await bench.until(lambda: caches.num_blocks(NodeId("d1")) == len(hashes))
+    output = await whole(bench.router, prompt=prompt)
+    assert (output.metrics.path, output.metrics.num_predicted_tokens) == ("local_prefill", 36)
+    (order,) = decodes[1].orders
+    assert isinstance(order, Decode)
+    assert order.max_uncached_tokens == 8
+    decodes[1].say(CacheChanges(3, removed=pack_keys(hashes[-1:])))
+    await decodes[1].hear(WatchCache)
+    assert (caches.num_blocks(NodeId("d1")), bench.core.health().num_cache_gaps) == (0, 1)
+    assert (await whole(bench.router, prompt=prompt)).metrics.path == "disaggregated"
+    decodes[1].say(CacheChanges(0, pack_keys(hashes)))
+    await bench.until(lambda: caches.num_blocks(NodeId("d1")) == len(hashes))
+    decodes[1].die()
+    await bench.until(lambda: caches.num_blocks(NodeId("d1")) == 0)
+    await bench.settled()
+
+
+@routed(RouterConfig(routing="least-loaded", local_prefill="never"))
+async def test_a_router_that_goes_by_load_alone_asks_for_no_caches(bench: RouterBench) -> None:
+    prefill, decode = await bench.toy_pair()
+    assert (await whole(bench.router)).finished
+    assert not any(isinstance(message, WatchCache) for message in prefill.heard + decode.heard)
 
 
 @pytest.mark.parametrize(

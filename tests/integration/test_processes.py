@@ -18,7 +18,7 @@ from baton.protocol.config import (
     TransportChoice,
 )
 from tests.support.checkpoints import FAMILIES, model_folder
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, metric
 from tests.support.node_threads import block_bytes
 from tests.support.oracle import Oracle, count_ties, prompt
 
@@ -102,6 +102,33 @@ def test_four_nodes_share_the_load(tmp_path: Path) -> None:
     }
     # How many each gets is tested with the policy: a busy machine can cost a node some.
     assert all(served.values()), served
+
+
+def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(
+        settings("qwen3", prefill=2, decode=2),
+        cache=CacheConfig(num_blocks=700),
+        router=RouterConfig(),
+    )
+    begun, longer = prompt(80), [*prompt(80), *prompt(10, salt=1)]
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    with Cluster(tmp_path, config) as cluster:
+        answered(cluster, 80)
+        # 5 blocks of the prompt, and 7 of the sequence: its last token was never computed.
+        cluster.wait_for_metric("baton_known_cached_blocks", 5 + 7)
+        before = {name: len(cluster.steps(name)) for name in names}
+        answer = cluster.complete(**{**body(80), "prompt": longer})
+        metrics = cluster.get("/metrics")[1]
+    choices: list[dict[str, list[int]]] = answer["choices"]  # type: ignore[assignment]
+    count_ties(oracle("qwen3").greedy(longer, NUM_TOKENS), choices[0]["token_ids"])
+    computed = {
+        name: sum(step.num_prompt_tokens for step in cluster.steps(name)[before[name] :])
+        for name in names
+    }
+    assert sorted(computed.values()) == [0, 0, 0, 10], computed
+    assert computed["prefill-0"] + computed["prefill-1"] == 0, "decode had all but 10 tokens"
+    assert len(begun) == metric(metrics, "baton_predicted_cached_prompt_tokens_total")
+    assert metric(metrics, "baton_mispredicted_cached_prompt_tokens_total") == 0
 
 
 def test_a_client_that_leaves_costs_nothing_more(tmp_path: Path) -> None:

@@ -158,12 +158,15 @@ class Cluster:
 
     def num_used_blocks(self) -> int:
         """Blocks of all nodes that could not be given out, as of their last beats."""
-        sizes = {"baton_node_total_blocks": 0.0, "baton_node_free_blocks": 0.0}
-        for line in self.get("/metrics")[1].splitlines():
-            name = line.partition("{")[0]
-            if name in sizes:
-                sizes[name] += float(line.rpartition(" ")[2])
-        return int(sizes["baton_node_total_blocks"] - sizes["baton_node_free_blocks"])
+        page = self.get("/metrics")[1]
+        return metric(page, "baton_node_total_blocks") - metric(page, "baton_node_free_blocks")
+
+    def wait_for_metric(self, name: str, value: int) -> None:
+        """Until a family of the router's metrics adds up to `value`."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while (found := metric(self.get("/metrics")[1], name)) != value:
+            assert time.monotonic() < deadline_s, f"{name} is {found}"
+            time.sleep(0.05)
 
     @property
     def port(self) -> int:
@@ -236,6 +239,12 @@ class Cluster:
 
     def _relay(self, name: str, line: str) -> None:
         self.lines.append(f"{name} | {line}")
+
+
+def metric(page: str, name: str) -> int:
+    """Return the sum of all values of a family on a page of metrics."""
+    lines = [line for line in page.splitlines() if line.partition("{")[0] == name]
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 
 def free_port() -> int:

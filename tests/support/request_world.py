@@ -12,6 +12,7 @@ from functools import partial
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
+    NOT_CACHED,
     Accepted,
     Cancel,
     CancelDone,
@@ -109,6 +110,7 @@ class World:
         self.stopped: set[int] = set()  # by a stop string
         self.outcomes: list[Failure | None] = []
         self.is_closed = False
+        self.was_wrong = False  # about what a decode node has cached
         self.computed: set[Key] = set()  # handoffs that prefill has completed
         self.feed(Begun())
 
@@ -196,12 +198,13 @@ class World:
         return [partial(self.place, key, p, d) for p, d in pairs]
 
     def place(self, key: Key, prefill: WorldNode | None, decode: WorldNode | None) -> None:
-        del self.places[key]
+        place = self.places.pop(key)
         names = [None if node is None else node.node_id for node in (prefill, decode)]
         for name in names:
             if name is not None:
                 self.charges[name, key] += 1
-        self.feed(Placed(key, names[0], names[1]))
+        bound = None if prefill is not None or place.is_remote_only else 4
+        self.feed(Placed(key, names[0], names[1], max_uncached_tokens=bound))
 
     def not_placed(self, key: Key) -> None:
         del self.places[key]
@@ -269,6 +272,11 @@ class World:
             preempted = Failure("preempted", "no room", retryable=True)
             node.outbox.append(Failed(key.of_choice(chosen), preempted))
             self.drop(node, key.of_choice(chosen))
+        elif isinstance(work.message, Decode) and work.message.max_uncached_tokens is not None:
+            assert not self.was_wrong, "a prompt stays local again that was not cached"
+            self.was_wrong = True
+            node.outbox.append(Failed(key, Failure(NOT_CACHED, "no", retryable=True)))
+            del node.works[key]
         else:
             node.outbox.append(Failed(key, Failure("transfer_failed", "lost", retryable=True)))
             del node.works[key]

@@ -1,10 +1,11 @@
 """Decode scheduling on an executor that checks every slot it reads."""
 
+import msgspec
 import pytest
 
 from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed
 from baton.protocol.errors import Failure
-from baton.protocol.messages import Accepted, Failed, FirstToken
+from baton.protocol.messages import NOT_CACHED, Accepted, Failed, FirstToken
 from tests.support.drive import (
     BLOCK_SIZE,
     Drive,
@@ -73,6 +74,27 @@ def test_only_blocks_that_are_not_cached_are_landed() -> None:
     assert Accepted(key("a"), 8) in drive.said
     drive.run()
     assert drive.output("a", prompt) == continuation(prompt, 8)
+
+
+@pytest.mark.parametrize(("bound", "num_cached"), [(1, None), (2, 8), (10, 8)])
+def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(
+    bound: int, num_cached: int | None
+) -> None:
+    drive, prompt = decode_drive(), list(range(10))
+    drive.scheduler.add(0.0, 0, local("warm", prompt, max_tokens=2))
+    drive.run()
+    drive.said.clear()
+    bounded = msgspec.structs.replace(local("a", prompt), max_uncached_tokens=bound)
+    drive.scheduler.add(0.0, 0, bounded)
+    drive.run()
+    if num_cached is None:
+        (failed,) = drive.said
+        assert isinstance(failed, Failed)
+        assert (failed.failure.code, failed.failure.retryable) == (NOT_CACHED, True)
+    else:
+        assert Accepted(key("a"), num_cached) in drive.said
+        assert drive.output("a", prompt) == continuation(prompt, 8)
+    assert drive.pool.num_free == 64
 
 
 def test_when_no_block_is_left_the_youngest_goes_back_to_its_router() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
+from baton.engine.cache_journal import INTERVAL_S
 from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.loop import COLD_STEP_S, DRAINING, MAX_LAUNCHED, EngineLoop, StepForecast
@@ -26,10 +27,12 @@ from baton.kv_transfer.interfaces import (
     ToPeer,
     TransferPort,
 )
+from baton.protocol.blocks import prompt_keys, unpack_keys
 from baton.protocol.codec import Unreadable
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import (
+    CacheChanges,
     Cancel,
     CancelDone,
     Done,
@@ -44,6 +47,7 @@ from baton.protocol.messages import (
     Span,
     Tokens,
     ToRouter,
+    WatchCache,
 )
 from tests.support.connectors import node
 from tests.support.drive import handed, key, local, sampling
@@ -103,6 +107,7 @@ class Wire:
     def __init__(self) -> None:
         self.coming: list[LinkEvent] = []
         self.said: list[ToRouter] = []
+        self.origins: list[Origin] = []
         self.to_peers: list[ToPeer | DialPeer | DropPeer] = []
 
     def receive(self) -> list[LinkEvent]:
@@ -111,6 +116,7 @@ class Wire:
 
     def to_router(self, origin: Origin, message: ToRouter) -> None:
         self.said.append(message)
+        self.origins.append(origin)
 
     def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
         self.to_peers.append(command)
@@ -138,13 +144,13 @@ class Quiet:
 
 class Bench:
     def __init__(self) -> None:
-        self.executor, self.wire = StepByStep(), Wire()
+        self.executor, self.wire, self.now_s = StepByStep(), Wire(), 0.0
         self.pool = BlockPool(NUM_BLOCKS, BLOCK, cache_prefixes=True)
         limits = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=100)
         self.loop = EngineLoop(
             DecodeScheduler(self.pool, limits), self.executor,
             NodeConnector(node("d0", "decode"), TransferConfig()),
-            self.wire, Quiet(), lambda: 0.0,
+            self.wire, Quiet(), lambda: self.now_s,
         )  # fmt: skip
 
     def hear(self, *events: LinkEvent) -> None:
@@ -213,6 +219,25 @@ def test_a_request_that_cannot_be_read_fails_once() -> None:
     bench, failure = Bench(), Failure("malformed_message", "max_tokens is no integer")
     bench.hear(FromRouter(0, Unreadable(key("r"), failure)))
     assert bench.wire.said == [Failed(key("r"), failure)]
+
+
+def test_each_router_that_watches_hears_what_the_cache_takes_in_until_it_is_gone() -> None:
+    bench, prompt = Bench(), list(range(8))
+    bench.hear(FromRouter(0, WatchCache()))
+    assert bench.wire.said == [CacheChanges(0)]
+    for number in (1, 2):
+        bench.now_s += INTERVAL_S
+        bench.hear(FromRouter(7, local(f"r{number}", [number, *prompt], max_tokens=2)))
+        bench.run()
+    bench.now_s += INTERVAL_S
+    bench.hear(FromRouter(1, WatchCache()), RouterLost(0))
+    told = [
+        (origin, message.number, unpack_keys(message.added))
+        for origin, message in zip(bench.wire.origins, bench.wire.said, strict=True)
+        if isinstance(message, CacheChanges) and message.number + origin
+    ]
+    keys = [prompt_keys([number, *prompt], BLOCK) for number in (1, 2)]
+    assert told == [(0, 1, keys[0]), (0, 2, keys[1]), (1, 0, (*keys[0], *keys[1]))]
 
 
 def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:

@@ -6,6 +6,7 @@ import pytest
 from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
+    NOT_CACHED,
     Accepted,
     Cancel,
     CancelDone,
@@ -104,6 +105,21 @@ def test_a_request_goes_from_one_place_to_closed() -> None:
         Closed(),
     ]
     assert drive.says(D, TokenEntry(KEY, 6, [7])) == []
+
+
+def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed() -> None:
+    drive = Driver(max_attempts=1)
+    (place,) = of_type(drive.step(Begun()), Place)
+    assert isinstance(place, Place)
+    sent = of_type(drive.step(Placed(place.key, None, D, EPOCHS, 64)), Send)
+    assert [send.message.max_uncached_tokens for send in sent] == [64]  # type: ignore[union-attr]
+    refusal = Failure(NOT_CACHED, "no", retryable=True, http_status=503)
+    (again,) = of_type(drive.says(D, Failed(KEY, refusal)), Place)
+    assert isinstance(again, Place)
+    assert (again.is_remote_only, again.avoid) == (True, frozenset())
+    # A node that says so of a prompt without a bound is at fault.
+    drive.step(Placed(again.key, None, D, EPOCHS))
+    assert of_type(drive.says(D, Failed(again.key, refusal)), Outcome) == [Outcome(refusal)]
 
 
 def test_a_gap_loses_the_leg_and_the_choice_resumes_from_what_was_received() -> None:

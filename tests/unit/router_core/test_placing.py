@@ -8,7 +8,7 @@ from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import Beat, Load, NodeFacts, Ready, Role, StepLimits
 from baton.router.admission import Admission
 from baton.router.placing import MAX_PASSED_S, Placing
-from baton.router.policy import Decision, LeastLoaded
+from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
 from baton.router.request.events import Place
 from tests.support.scripted_nodes import hello_of, node_info
@@ -36,7 +36,7 @@ def charge(registry: Registry, decision: Decision) -> None:
         registry.charge(node, decision.placed.key, amount)
 
 
-def full(registry: Registry, policy: LeastLoaded, name: str, num_tokens: int = 40) -> set[str]:
+def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40) -> set[str]:
     """Place a leg if its nodes have room for it; return those that have none."""
     decision = policy.choose(0.0, registry, place(name, num_tokens))
     assert decision is not None
@@ -47,7 +47,7 @@ def full(registry: Registry, policy: LeastLoaded, name: str, num_tokens: int = 4
 
 def test_a_node_without_room_is_waited_for() -> None:
     """Prefill takes two steps of work at once, decode as many requests as it can seat and some."""
-    registry, policy = cluster("p0", "d1"), LeastLoaded("never", 0)
+    registry, policy = cluster("p0", "d1"), CheapestPair("never", 0)
     assert [full(registry, policy, name) for name in "abc"] == [set(), set(), {"p0"}]
     for name in "ab":
         registry.release(NodeId("p0"), place(name).key)
@@ -68,14 +68,14 @@ def test_a_node_without_room_is_waited_for() -> None:
 
 def test_what_other_routers_gave_a_node_takes_its_seats_too() -> None:
     registry = cluster("p0", "d1")
-    policy = LeastLoaded("never", 0)
+    policy = CheapestPair("never", 0)
     assert full(registry, policy, "a") == set()
     registry.beat(1.0, Beat(NodeId("d1"), Epoch("e0"), Load(num_running=4, num_waiting=1)))
     assert full(registry, policy, "b") == {"d1"}
 
 
 def test_a_request_leaves_room_for_as_many_tokens_as_answers_have_had() -> None:
-    registry, policy = cluster("p0", "d1"), LeastLoaded("never", 0)
+    registry, policy = cluster("p0", "d1"), CheapestPair("never", 0)
     leg = Place(Key(RequestId("a")), 40, 1, True, 200)
     before = policy.choose(0.0, registry, leg)
     for _ in range(100):
@@ -90,7 +90,7 @@ def test_a_leg_that_waits_for_one_node_holds_up_nobody_who_goes_to_another() -> 
     """After a second nobody passes it on its own node either, however small."""
     registry, policy, line = (
         cluster("d0", "d1"),
-        LeastLoaded("always", 0),
+        CheapestPair("always", 0),
         Admission(RouterConfig()),
     )
 

@@ -4,10 +4,9 @@ import msgspec
 import pytest
 
 from baton.protocol.blocks import blocks_needed
-from baton.protocol.config import LocalPrefill, RouterConfig
+from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import NodeInfo, Ready
 from baton.protocol.sampling import SamplingParams
 from baton.router.admission import (
     TOKEN_BYTES,
@@ -18,56 +17,18 @@ from baton.router.admission import (
     sampling_of,
 )
 from baton.router.pairs import FIRST_AVOID_S
-from baton.router.policy import Decision, LeastLoaded
-from baton.router.registry import Charge, Registry
+from baton.router.policy import CheapestPair
+from baton.router.registry import Charge
 from baton.router.request.events import NodeProcess, Place
-from tests.support.scripted_nodes import hello_of, node_info
+from tests.support.choosing import PAIRS, choose, cluster, place
+from tests.support.scripted_nodes import node_info
 
-PAIRS = [
-    node_info(name, "prefill" if name.startswith("p") else "decode")
-    for name in ("p1", "p0", "d1", "d0")
-]
 UNREADABLE = TransferError("no route").to_failure()
 LIMITS = Limits(100, 50, 4, prefill_blocks=20, decode_blocks=20)
 
 
-def cluster(*infos: NodeInfo) -> Registry:
-    registry = Registry()
-    for info in infos:
-        registry.hello(0.0, info.node_id, hello_of(info))
-        registry.ready(0.0, info.node_id, Ready(info))
-    return registry
-
-
 def process(name: str, epoch: str = "e0") -> NodeProcess:
     return NodeId(name), Epoch(epoch)
-
-
-def place(
-    name: str = "r",
-    num_tokens: int = 40,
-    *,
-    wants_decode: bool = True,
-    avoid: frozenset[NodeProcess] = frozenset(),
-) -> Place:
-    key = Key(RequestId(name))
-    return Place(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid)
-
-
-def choose(
-    registry: Registry, leg: Place, mode: LocalPrefill = "auto", now_s: float = 0.0
-) -> tuple[str | None, str | None] | None:
-    decision = LeastLoaded(mode, 32).choose(now_s, registry, leg)
-    if decision is None:
-        return None
-    charge(registry, decision)
-    registry.note_pair(decision.placed)
-    return decision.placed.prefill_node, decision.placed.decode_node
-
-
-def charge(registry: Registry, decision: Decision) -> None:
-    for node, amount in decision.charges:
-        registry.charge(node, decision.placed.key, amount)
 
 
 def test_the_least_loaded_pair_is_taken_and_ties_go_by_name() -> None:
@@ -159,7 +120,7 @@ def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
 
 def test_without_prefill_nodes_decode_computes_only_where_the_setting_lets_it() -> None:
     registry = cluster(node_info("d0", "decode"))
-    decision = LeastLoaded("auto", 32).choose(0.0, registry, place())
+    decision = CheapestPair("auto", 32).choose(0.0, registry, place())
     assert decision is not None
     assert decision.is_fallback
     assert decision.path == "local_prefill"

@@ -1,0 +1,111 @@
+"""Which blocks the prefix cache of each node holds, as far as the nodes have said. Pure.
+
+`registry` holds it, feeds it what nodes announce and drops what it knows of a node that is gone;
+`policy` asks it. It holds nothing that was not announced. What it says may be out of date by the
+time a prompt arrives: it is a guess, and the node knows better.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from baton.protocol.blocks import BlockKey, unpack_keys
+from baton.protocol.ids import NodeId
+from baton.protocol.messages import CacheChanges
+
+# Of one node; each takes about 200 bytes here. Of a larger cache the first ones are known.
+MAX_BLOCKS_PER_NODE = 1 << 17
+
+
+@dataclass(slots=True)
+class _KnownCache:
+    place: int  # of the node's bit in the masks
+    keys: set[BlockKey] = field(default_factory=set)
+    next_number: int = 0  # of the node's next message
+
+
+class CacheIndex:
+    """Maps the keys of blocks to masks with a bit for each node that has the block.
+
+    A prompt is looked up once for all nodes, not once for each.
+    """
+
+    def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE) -> None:
+        self.num_gaps = 0  # in the announcements of all nodes, since the start
+        self._max_blocks = max_blocks_per_node
+        self._nodes: dict[NodeId, _KnownCache] = {}
+        self._names: dict[int, NodeId] = {}  # by place
+        self._holders: dict[BlockKey, int] = {}
+
+    def hear(self, node: NodeId, changes: CacheChanges) -> bool:
+        """Take in what a node says. False: something was missed, so it must be asked for all."""
+        if changes.number == 0:
+            self.forget(node)
+            self._add_node(node)
+        known = self._nodes.get(node)
+        if known is None or known.next_number != changes.number:
+            self.num_gaps += 1
+            self.forget(node)
+            return False
+        known.next_number += 1
+        removed = known.keys.intersection(unpack_keys(changes.removed))
+        known.keys -= removed
+        self._clear(known.place, removed)
+        room = self._max_blocks - len(known.keys)
+        self._take_in(known, unpack_keys(changes.added)[:room])
+        return True
+
+    def forget(self, node: NodeId) -> None:
+        """Drop all that is known of a node."""
+        known = self._nodes.pop(node, None)
+        if known is not None:
+            self._clear(known.place, known.keys)
+            del self._names[known.place]
+
+    def num_blocks(self, node: NodeId) -> int:
+        """Return how many blocks a node is known to hold."""
+        known = self._nodes.get(node)
+        return 0 if known is None else len(known.keys)
+
+    def held(self, keys: Sequence[BlockKey]) -> dict[NodeId, int]:
+        """Return how many blocks at the front of a prompt each node holds, if it holds any."""
+        found: dict[NodeId, int] = {}
+        if not keys:
+            return found
+        having, num_blocks = self._holders.get(keys[0], 0), 0
+        while having:
+            num_blocks += 1
+            is_last = num_blocks == len(keys)
+            further = 0 if is_last else having & self._holders.get(keys[num_blocks], 0)
+            if further != having:
+                for node in self._nodes_in(having ^ further):
+                    found[node] = num_blocks
+            having = further
+        return found
+
+    def _add_node(self, node: NodeId) -> None:
+        place = next(place for place in count() if place not in self._names)
+        self._names[place] = node
+        self._nodes[node] = _KnownCache(place)
+
+    def _take_in(self, known: _KnownCache, keys: Sequence[BlockKey]) -> None:
+        bit, holders = 1 << known.place, self._holders
+        known.keys.update(keys)
+        for key in keys:
+            holders[key] = holders.get(key, 0) | bit
+
+    def _clear(self, place: int, keys: set[BlockKey]) -> None:
+        bit, holders = 1 << place, self._holders
+        for key in keys:
+            if left := holders[key] & ~bit:
+                holders[key] = left
+            else:
+                del holders[key]
+
+    def _nodes_in(self, mask: int) -> list[NodeId]:
+        nodes: list[NodeId] = []
+        while mask:
+            lowest = mask & -mask
+            nodes.append(self._names[lowest.bit_length() - 1])
+            mask ^= lowest
+        return nodes

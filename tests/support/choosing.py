@@ -1,0 +1,55 @@
+"""A registry with nodes that never spoke, and the choice of nodes for one leg after the other."""
+
+from baton.protocol.blocks import prompt_keys
+from baton.protocol.config import LocalPrefill
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import NodeInfo, Ready
+from baton.router.policy import CheapestPair, Decision
+from baton.router.registry import Registry
+from baton.router.request.events import NodeProcess, Place
+from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
+
+PAIRS = [
+    node_info(name, "prefill" if name.startswith("p") else "decode")
+    for name in ("p1", "p0", "d1", "d0")
+]
+
+
+def cluster(*infos: NodeInfo) -> Registry:
+    registry = Registry()
+    for info in infos:
+        join(registry, info)
+    return registry
+
+
+def join(registry: Registry, info: NodeInfo) -> None:
+    registry.hello(0.0, info.node_id, hello_of(info))
+    registry.ready(0.0, info.node_id, Ready(info))
+
+
+def place(
+    name: str = "r",
+    num_tokens: int = 40,
+    *,
+    wants_decode: bool = True,
+    avoid: frozenset[NodeProcess] = frozenset(),
+) -> Place:
+    key = Key(RequestId(name))
+    keys = prompt_keys(range(num_tokens), BLOCK_SIZE)
+    return Place(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys)
+
+
+def choose(
+    registry: Registry, leg: Place, mode: LocalPrefill = "auto", now_s: float = 0.0
+) -> tuple[str | None, str | None] | None:
+    decision = CheapestPair(mode, 32).choose(now_s, registry, leg)
+    if decision is None:
+        return None
+    charge(registry, decision)
+    registry.note_pair(decision.placed)
+    return decision.placed.prefill_node, decision.placed.decode_node
+
+
+def charge(registry: Registry, decision: Decision) -> None:
+    for node, amount in decision.charges:
+        registry.charge(node, decision.placed.key, amount)

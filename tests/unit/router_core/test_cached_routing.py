@@ -1,0 +1,102 @@
+"""Which nodes a leg goes to when some of its prompt is cached."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.protocol.blocks import block_hashes, pack_keys
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
+from baton.router.policy import CheapestPair
+from baton.router.registry import Charge, Registry
+from tests.support.choosing import PAIRS, choose, cluster, join, place
+from tests.support.scripted_nodes import BLOCK_SIZE, node_info
+
+
+def holding(registry: Registry, **num_tokens: int) -> Registry:
+    """Let nodes say that they hold so many tokens at the front of every prompt of `place`."""
+    for name, count in num_tokens.items():
+        hashes = block_hashes(range(count), BLOCK_SIZE)
+        assert registry.hears_cache(NodeId(name), CacheChanges(0, pack_keys(hashes)))
+    return registry
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more() -> None:
+    registry = holding(cluster(*PAIRS), p1=36, d1=20)
+    decision = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
+    assert decision is not None
+    assert (decision.placed.prefill_node, decision.placed.decode_node) == ("p1", "d1")
+    assert (decision.num_cached_tokens, decision.charges[0][1].num_tokens) == (36, 4)
+    registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(36, 1))
+    assert choose(registry, place("b"), "never") == ("p0", "d1")  # as much work, and less queue
+    assert choose(registry, place("c"), "never") == ("p1", "d0")  # d1 has a sequence
+    registry.gone(NodeId("p1"))
+    join(registry, node_info("p1", "prefill", "e1"))
+    registry.forget(RequestId("b"))
+    assert choose(registry, place("d"), "never") == ("p0", "d1"), "its successor has nothing cached"
+
+
+def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there() -> None:
+    registry = holding(cluster(*PAIRS), d1=60)
+    decision = CheapestPair("auto", 8).choose(0.0, registry, place("a", 60))
+    assert decision is not None
+    assert decision.path == "local_prefill"
+    assert decision.placed.decode_node == "d1"
+    assert decision.placed.max_uncached_tokens == 16
+    # The last token is computed in any case, so one block of what is cached is of no use.
+    assert decision.num_cached_tokens == 56
+    assert choose(registry, place("b", 69)) == (None, "d1")
+    remote = msgspec.structs.replace(place("c", 60), is_remote_only=True)
+    assert choose(registry, remote) == ("p0", "d0")
+    # A decode node that waits for so much less than the other is given up for.
+    for number in range(20):
+        registry.charge(NodeId("d1"), Key(RequestId(f"busy{number}")), Charge(10, 1))
+    assert choose(registry, place("d", 60)) == ("p1", "d0")
+
+
+def test_a_node_with_room_comes_before_one_that_has_the_prompt() -> None:
+    step = NodeFacts(step=StepLimits(4, 32))
+    registry = cluster(*[msgspec.structs.replace(info, facts=step) for info in PAIRS])
+    holding(registry, p1=200, d1=200)
+    for number in range(5):
+        registry.charge(NodeId("p1"), Key(RequestId(f"p{number}")), Charge(13, 1))
+        registry.charge(NodeId("d1"), Key(RequestId(f"d{number}")), Charge(1, 1))
+    decision = CheapestPair("auto", 32).choose(0.0, registry, place("a", 200))
+    assert decision is not None
+    assert decision.placed.decode_node == "d0"
+    assert decision.placed.prefill_node == "p0"
+    assert decision.full == ()
+
+
+@given(
+    queued=st.lists(st.integers(0, 300), min_size=3, max_size=3),
+    cached=st.lists(st.integers(0, 40).map(BLOCK_SIZE.__mul__), min_size=3, max_size=3),
+    num_legs=st.integers(1, 30),
+)
+def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
+    queued: list[int], cached: list[int], num_legs: int
+) -> None:
+    names = [f"p{number}" for number in range(3)]
+    registry = cluster(*(node_info(name, "prefill") for name in names), node_info("d0", "decode"))
+    holding(registry, **dict(zip(names, cached, strict=True)))
+    for name, num_tokens in zip(names, queued, strict=True):
+        registry.charge(NodeId(name), Key(RequestId(name)), Charge(num_tokens, 1))
+    for number in range(num_legs):
+        before = {node.node_id: node.num_tokens for node in registry.in_service("prefill")}
+        pair = choose(registry, place(f"r{number}", 160), "never")
+        assert pair is not None
+        chosen, saved = NodeId(pair[0] or ""), max(cached) - min(cached)
+        assert before[chosen] <= min(before.values()) + saved
+
+
+def test_blocks_that_need_not_leave_a_host_are_worth_a_little_queue() -> None:
+    def on_host(name: str, host: str) -> NodeInfo:
+        info = node_info(name, "prefill" if name[0] == "p" else "decode", num_blocks=1024)
+        return msgspec.structs.replace(info, reaches=("nixl", f"shm@{host}"))
+
+    registry = cluster(on_host("p0", "a"), on_host("p1", "b"), on_host("d0", "b"))
+    registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(70, 1))
+    assert choose(registry, place("a", 800), "never") == ("p1", "d0")
+    registry.forget(RequestId("a"))
+    registry.charge(NodeId("p1"), Key(RequestId("more")), Charge(10, 1))
+    assert choose(registry, place("b", 800), "never") == ("p0", "d0")
