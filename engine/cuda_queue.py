@@ -21,7 +21,7 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.default_stream(device))  # it has loaded the weights
+        self._has_begun = False
         self._pool = torch.cuda.graph_pool_handle()
         self._launched: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
@@ -31,6 +31,8 @@ class CudaQueue:
 
     def launch(self, work: Work) -> None:
         torch.cuda.set_device(self.device)  # each thread has its own
+        if not self._has_begun:
+            self._wait_for_others()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             ids = work()
             on_host = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
@@ -48,6 +50,7 @@ class CudaQueue:
 
     def capture(self, work: Work) -> Callable[[], Tensor]:
         torch.cuda.set_device(self.device)
+        self._wait_for_others()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             work()  # compiles and loads what a capture may not
@@ -60,3 +63,12 @@ class CudaQueue:
             return ids
 
         return replay
+
+    def _wait_for_others(self) -> None:
+        """Let the stream wait for what this thread and the default stream have put on the device.
+
+        Weights, tables, and the inputs of a graph are written there.
+        """
+        self._stream.wait_stream(torch.cuda.default_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._has_begun = True

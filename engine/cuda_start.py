@@ -5,10 +5,11 @@ line that says what to do.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
+from baton.engine.cuda_faults import GpuMemory, line_of, meaning_of
 from baton.engine.executor import Progress
 from baton.engine.graphs import buckets_up_to
 from baton.engine.plan import Slice, StepPlan
@@ -19,7 +20,6 @@ from baton.protocol.sampling import Sampling
 from baton.runtime.gpus import num_gpus
 
 POOL_SHARE = 0.9  # of the memory that the weights and the largest step leave
-GIB = 1 << 30
 
 
 def why_no_gpu() -> str:
@@ -31,7 +31,12 @@ def why_no_gpu() -> str:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]
         if not num_gpus():
-            return f"no NVIDIA driver or GPU was found ({reason})"
+            return (
+                f"no NVIDIA driver or GPU was found: install the driver, or take --device cpu "
+                f"({reason})"
+            )
+        if meaning := meaning_of(str(error)):
+            return f"{meaning} ({reason})"
         return f"the GPU cannot be used, check it and its driver with nvidia-smi: {reason}"
     return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES leaves no GPU"
 
@@ -41,18 +46,16 @@ def one_line_errors(device: torch.device, doing: str) -> Iterator[None]:
     """Turn what CUDA raises into a `NodeError` that says what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        ours = torch.cuda.memory_reserved(device)
-        raise NodeError(
-            f"the GPU has no memory left {doing}: {free / GIB:.1f} of {total / GIB:.1f} GiB are "
-            f"free and this node has {ours / GIB:.1f}; end what else uses the GPU, or lower "
-            "cache.memory_mib, engine.chunk_tokens or engine.max_num_seqs, or set "
-            "engine.graphs=false"
-        ) from error
-    except torch.AcceleratorError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise NodeError(f"the GPU failed {doing}: {reason}; see nvidia-smi and dmesg") from error
+    except RuntimeError as error:  # the root of what CUDA, its libraries and torch raise
+        memory = None
+        with suppress(RuntimeError):  # after some errors the device answers nothing more
+            memory = memory_of(device)
+        raise NodeError(line_of(str(error), doing, memory)) from error
+
+
+def memory_of(device: torch.device) -> GpuMemory:
+    free, total = torch.cuda.mem_get_info(device)
+    return GpuMemory(free, total, torch.cuda.memory_reserved(device))
 
 
 def free_for_pool(probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int) -> int:

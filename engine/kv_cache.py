@@ -20,6 +20,7 @@ from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import KVLayout
 
+SPARE_BLOCKS = 1  # behind a GPU's pool, for reads that only try a connection
 HOST_SHARE = 0.25  # of the free memory: the weights and other programs take from it too
 
 
@@ -49,10 +50,17 @@ def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCa
     return KVCache(pool, host.generations)
 
 
-def device_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Return a cache in device memory; its generations stay on the host, as no reader sees them."""
-    pool = torch.zeros(tuple(shape), dtype=dtype, device=device)
-    return KVCache(pool, np.zeros(shape[0], dtype=np.uint32))
+def device_cache(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, table: HostPool | None = None
+) -> KVCache:
+    """Return a cache in device memory, with spare blocks behind its own.
+
+    Its generations lie in `table`, where readers on this host see them; without it, in memory of
+    this process.
+    """
+    whole = torch.zeros((shape[0] + SPARE_BLOCKS, *shape[1:]), dtype=dtype, device=device)
+    generations = np.zeros(shape[0], np.uint32) if table is None else table.generations
+    return KVCache(whole[: shape[0]], generations)
 
 
 def pool_shape(

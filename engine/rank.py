@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.cpu import cpu_library, make_cpu_backend
+from baton.engine.cuda_faults import line_without_pool
 from baton.engine.cuda_queue import CudaQueue
-from baton.engine.cuda_start import free_for_pool, one_line_errors, prepare, why_no_gpu
+from baton.engine.cuda_start import (
+    free_for_pool,
+    memory_of,
+    one_line_errors,
+    prepare,
+    why_no_gpu,
+)
 from baton.engine.executor import ExecutorInfo, Progress
 from baton.engine.kv_cache import (
+    SPARE_BLOCKS,
     device_cache,
     host_bytes,
     host_cache,
@@ -38,10 +46,11 @@ from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint, fingerprint
 from baton.kernels.cpu_sampler import CpuSampler
 from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.device_pool import DevicePool
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import KVLayout, NodeFacts
 from baton.runtime.clock import boottime
@@ -77,15 +86,14 @@ class LoadedRank:
     """One rank, ready to compute. `info.ranks` holds this rank's address alone."""
 
     runner: Runner
-    pool: HostPool | PoolMemory
+    pool: HostPool | DevicePool
     port: TransferAgent
     info: ExecutorInfo
 
     def close(self) -> None:
         """End the port, then let go of the pool."""
         self.port.close()
-        if isinstance(self.pool, HostPool):
-            self.pool.close()
+        self.pool.close()
 
 
 def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
@@ -97,8 +105,9 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     _keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
     if plan.device.type == "cuda":
-        with one_line_errors(plan.device, "at the start"):
+        with one_line_errors(plan.device, "while it loads the model"):
             runner, pool = load_runner(plan, config, ranks, progress)
+        with one_line_errors(plan.device, "while it captures its steps"):
             with_graphs = config.engine.graphs
             prepare(runner, plan.max_num_seqs, progress, with_graphs=with_graphs)
     else:
@@ -164,7 +173,7 @@ def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int
 
 def load_runner(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
-) -> tuple[Runner, HostPool | PoolMemory]:
+) -> tuple[Runner, HostPool | DevicePool]:
     """Weights first: they take longest, and a bad folder shows there."""
     checkpoint = Checkpoint(plan.folder)
     place = Placement(
@@ -200,14 +209,15 @@ def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
 
 def _on_gpu(
     plan: RankPlan, config: ClusterConfig, decoder: Decoder, progress: Progress
-) -> tuple[Runner, PoolMemory]:
+) -> tuple[Runner, DevicePool]:
     # Triton is there on Linux only, and slow to import: only a rank on a GPU needs it.
     from baton.engine.attention.cuda import CudaBackend
+    from baton.engine.peer_memory import CudaPeerMemory
     from baton.kernels.device_sampling import sample_tokens
 
-    def runner_over(num_blocks: int) -> Runner:
+    def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
         shape = pool_shape(plan.decoder, config.cache, 1, num_blocks)
-        cache = device_cache(shape, plan.dtype, plan.device)
+        cache = device_cache(shape, plan.dtype, plan.device, generations)
         model, table = plan.decoder, _rope_table(plan)
         backend = CudaBackend(
             cache.pool, model.num_heads, table, model.rms_norm_eps, model.sliding_window,
@@ -219,13 +229,19 @@ def _on_gpu(
     if not plan.num_blocks:
         probe = runner_over(1)
         num_bytes = free_for_pool(probe, plan.chunk_tokens, plan.max_num_seqs, plan.max_model_len)
-        plan = _sized(plan, config, 1, num_bytes // config.cache.shared_by)
+        num_bytes //= config.cache.gpu_shared_by
+        if num_bytes < plan.layout.block_bytes:
+            raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))
+        plan = _sized(plan, config, 1, num_bytes)
         del probe
-    runner = runner_over(plan.num_blocks)
+    table = HostPool(plan.num_blocks, 0)
+    runner = runner_over(plan.num_blocks, table)
     progress("kv pool", 1, 1)
-    address = runner.cache.pool.data_ptr()
-    memory = PoolMemory(address, plan.num_blocks, plan.layout.block_bytes, str(plan.device))
-    return runner, memory
+    pool = runner.cache.pool
+    memory = PoolMemory(
+        pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device), SPARE_BLOCKS
+    )
+    return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
 
 
 def _rope_table(plan: RankPlan) -> Tensor:

@@ -23,7 +23,7 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.packing import RING_TOKENS, PackedStep, Packer, StepInputs
 from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.sampler import Sampler
-from baton.engine.step_queue import StepQueue
+from baton.engine.step_queue import GraphQueue, StepQueue
 from baton.runtime.clock import Clock
 
 MAX_SEQUENCES = 1024  # whose tables stay on the device: as many as the kernels take in one step
@@ -60,6 +60,7 @@ class Runner:
 
     def capture(self, buckets: Sequence[int], progress: Progress) -> None:
         """Capture the decode steps of these sizes, in order; called where plans are launched."""
+        assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
         self._graphs = DecodeGraphs(self._packer.idle(buckets[-1]), self.device)
         for done, bucket in enumerate(reversed(buckets)):  # the memory of the largest serves all
             progress("graphs", done, len(buckets))

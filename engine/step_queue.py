@@ -6,7 +6,7 @@ waits for it. One thread launches, another may collect.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class StepQueue(Protocol):
         """Return the ids of the oldest step when all that it stores is visible to transports."""
         ...
 
+
+@runtime_checkable
+class GraphQueue(StepQueue, Protocol):
+    """The queue of a device that can repeat work without Python."""
+
     def capture(self, work: Work) -> Work:
         """Return what repeats the work on the same memory, without running its Python code.
 
@@ -64,6 +69,3 @@ class HostQueue:
         with torch.inference_mode():
             ids: list[int] = self._work.popleft()().tolist()
         return ids
-
-    def capture(self, work: Work) -> Work:
-        raise NotImplementedError("a CPU has no graphs")

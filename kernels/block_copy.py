@@ -1,8 +1,9 @@
-"""Gather KV blocks into a staging buffer and scatter them back, bit for bit.
+"""Copy KV blocks between pools, or to and from a staging buffer, bit for bit.
 
 A block of all layers is contiguous in the pool, so this is a copy of long rows picked by id, in
-accesses of 16 bytes. A transport that needs one contiguous region of GPU memory calls it; it knows
-no layout. `reference.gather_blocks` defines the meaning.
+accesses of 16 bytes. The `cuda_ipc` transport moves blocks of another process with it; gather and
+scatter are for a transport that needs one contiguous region. It knows no layout.
+`reference.gather_blocks` and `reference.scatter_blocks` define the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -20,46 +21,60 @@ TILE = 4096  # words of 4 bytes: four 16-byte accesses in flight per thread
 
 def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
     """Copy the blocks `block_ids` of `[num_blocks, block_numel]` to the first rows of `out`."""
-    _copy(pool, out, block_ids, gather=True)
+    _copy(pool, block_ids, out, None)
 
 
 def scatter_blocks(blocks: Tensor, block_ids: Tensor, pool: Tensor) -> None:
     """Copy the first rows of `blocks` to the blocks `block_ids`, all different, of `pool`."""
-    _copy(blocks, pool, block_ids, gather=False)
+    _copy(blocks, None, pool, block_ids)
 
 
-def _copy(source: Tensor, target: Tensor, block_ids: Tensor, *, gather: bool) -> None:
+def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy block `source_ids[i]` to block `target_ids[i]`, all different, of another pool.
+
+    `source` may be memory of another GPU that this one can read.
+    """
+    assert len(source_ids) == len(target_ids)
+    _copy(source, source_ids, target, target_ids)
+
+
+def _copy(
+    source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None
+) -> None:
+    """Without ids, blocks are taken or put one after the other."""
     assert source.shape[1] == target.shape[1]
     assert source.dtype == target.dtype
     assert source.is_contiguous()
     assert target.is_contiguous()
-    assert len(block_ids) <= len(target if gather else source)
+    ids = source_ids if source_ids is not None else target_ids
+    assert ids is not None
+    for rows, of in ((source, source_ids), (target, target_ids)):
+        assert of is not None or len(ids) <= len(rows)
     source, target = source.view(torch.int32), target.view(torch.int32)
     words = source.shape[1]
     tiles = triton.cdiv(words, TILE)
-    _copy_kernel[(len(block_ids) * tiles,)](
-        source, target, block_ids, words, tiles, GATHER=gather, TILE=TILE,
+    _copy_kernel[(len(ids) * tiles,)](
+        source, target, source_ids, target_ids, words, tiles, TILE=TILE,
         num_warps=8, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["id_ptr", "tiles"])
+@triton.jit(do_not_specialize=["source_id_ptr", "target_id_ptr", "tiles"])
 def _copy_kernel(
     source_ptr: tl.tensor,
     target_ptr: tl.tensor,
-    id_ptr: tl.tensor,
+    source_id_ptr: tl.tensor,
+    target_id_ptr: tl.tensor,
     words: tl.tensor,
     tiles: tl.tensor,
-    GATHER: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) // tiles
-    block = tl.load(id_ptr + row).to(tl.int64) * words
-    packed = row.to(tl.int64) * words
+    source, target = row, row
+    if source_id_ptr is not None:
+        source = tl.load(source_id_ptr + row)
+    if target_id_ptr is not None:
+        target = tl.load(target_id_ptr + row)
     w = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    if GATHER:
-        value = tl.load(source_ptr + block + w, mask=w < words)
-        tl.store(target_ptr + packed + w, value, mask=w < words)
-    else:
-        value = tl.load(source_ptr + packed + w, mask=w < words)
-        tl.store(target_ptr + block + w, value, mask=w < words)
+    value = tl.load(source_ptr + source.to(tl.int64) * words + w, mask=w < words)
+    tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)

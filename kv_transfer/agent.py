@@ -10,11 +10,12 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns, Checksums
+from baton.kv_transfer.device_pool import DevicePool
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, PoolMemory, Transport
+from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, Transport
 from baton.kv_transfer.transports.choice import make_transports
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError, InvariantBroken
@@ -26,21 +27,21 @@ MIN_WAIT_S = 0.0001
 MAX_WAIT_S = 0.005
 
 
-def make_port(pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
+def make_port(pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
     """Start the agent of the rank that owns `pool`, in the process lifetime `epoch`.
 
-    Publish `.address()` as this rank's `RankAddress`, and `.close()` it before the pool. A pool
-    that is no `HostPool` (a GPU's) can only be read through nixl. Raises `ConfigError` when the
-    configured transport cannot work here.
+    Publish `.address()` as this rank's `RankAddress`, and `.close()` it before the pool. Raises
+    `ConfigError` when the configured transport cannot work here.
     """
     transports = make_transports(pool, epoch, config)
+    enter = None if isinstance(pool, HostPool) else pool.peers.enter
     checksums = None
     if config.verify_kv:
         if not isinstance(pool, HostPool):
             raise ConfigError("transfer.verify_kv needs pools in host memory; turn it off on GPUs")
         checksums = pool.checksums
     limits = AgentLimits(read_s=config.lease_s)
-    return TransferAgent(transports, limits, checksums)
+    return TransferAgent(transports, limits, checksums, enter)
 
 
 class TransferAgent:
@@ -51,7 +52,10 @@ class TransferAgent:
         transports: Sequence[Transport],
         limits: AgentLimits | None = None,
         checksums: Checksums | None = None,
+        enter: Callable[[], None] | None = None,
     ) -> None:
+        """`enter` is called first on the agent's thread, which a GPU must be made current on."""
+        self._enter = enter
         self._transports = tuple(transports)
         self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums)
         self._address = RankAddress({t.name: t.address() for t in transports})
@@ -106,6 +110,8 @@ class TransferAgent:
 
     def _run(self) -> None:
         try:
+            if self._enter is not None:
+                self._enter()
             self._work()
         except Exception as error:  # noqa: BLE001  the loop's top: told to the node by `poll`
             self._error = error

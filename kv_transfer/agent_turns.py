@@ -151,9 +151,13 @@ class AgentTurns:
     def wake_at_s(self, poll_s: float) -> float | None:
         """Return when the next turn is due without a command, or None.
 
-        That is a deadline, or `poll_s` from now where something is under way without a descriptor.
+        That is a deadline, `poll_s` from now where something is under way without a descriptor, or
+        the next call that a transport without a thread of its own needs.
         """
         times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
+        for transport in self._transports.values():
+            if transport.progress_s is not None:
+                times.append(self._clock() + transport.progress_s)
         for peer in self._peers.values():
             connecting = not peer.up and not peer.removed
             if connecting:
@@ -243,8 +247,9 @@ class AgentTurns:
         if reading.posted_s is None:
             reading.posted_s = now_s
         piece_bytes = peer.command.piece.num_bytes
+        slice_bytes = max(self._limits.slice_bytes, peer.transport.least_slice_bytes)
         begin = reading.next_block
-        end = begin + max(1, self._limits.slice_bytes // piece_bytes)
+        end = begin + max(1, slice_bytes // piece_bytes)
         remote = command.remote[begin:end]
         try:
             handle = peer.transport.read(

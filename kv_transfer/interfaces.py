@@ -163,12 +163,17 @@ class TransferPort(Protocol):
 
 
 class PoolMemory(msgspec.Struct, frozen=True):
-    """A registered pool: `num_blocks` blocks of `block_bytes` at `address` on `device`."""
+    """A registered pool: `num_blocks` blocks of `block_bytes` at `address` on `device`.
+
+    `num_spare` more blocks follow them. No sequence owns those: reads that only try a connection
+    land there.
+    """
 
     address: int
     num_blocks: int
     block_bytes: int
     device: str = "cpu"
+    num_spare: int = 0
 
 
 class Transport(Protocol):
@@ -182,6 +187,8 @@ class Transport(Protocol):
 
     name: str
     connect_s: float  # a peer that is not connected for so long is given up
+    least_slice_bytes: int  # slices are not cut smaller than this; 0: as the agent likes
+    progress_s: float | None  # `service` must be called this often, even when nothing is read
 
     def address(self) -> bytes:
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""

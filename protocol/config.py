@@ -16,7 +16,7 @@ from baton.protocol.bounds import MAX_BLOCKS
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 KernelChoice = Literal["auto", "compiled", "torch"]
-TransportChoice = Literal["auto", "shm", "nixl"]
+TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 Routing = Literal["cache-aware", "least-loaded"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -92,8 +92,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_by: Annotated[
         int,
         says(
-            "number of nodes that share the memory from which pools are taken; nodes that are "
+            "number of nodes on this host, which share its memory for their pools; nodes that are "
             "started together are told",
+            ge=1,
+        ),
+    ] = 1
+    gpu_shared_by: Annotated[
+        int,
+        says(
+            "number of nodes that share this node's GPU and its memory; nodes that are started "
+            "together are told",
             ge=1,
         ),
     ] = 1
@@ -354,7 +362,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         TransportChoice,
-        says("how blocks are read; auto takes shm on one host and nixl between hosts"),
+        says(
+            "how blocks are read; auto takes shm on one host, cuda_ipc between GPUs of one host, "
+            "and nixl between hosts"
+        ),
     ] = "auto"
     lease_s: Annotated[
         float, says("how long prefill holds unread blocks when decode does not renew", "s", gt=0)

@@ -114,13 +114,16 @@ class LocalCluster:
         if not self._config.engine.threads and engine.tensor_parallel == 1:
             engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
         gpus = () if engine.device == "cpu" else gpus_of(number)
-        shared_by = nodes_on_gpu(number, num_nodes, len(gpus)) if gpus else num_nodes
-        cache = msgspec.structs.replace(self._config.cache, shared_by=shared_by)
+        on_gpu = nodes_on_gpu(number, num_nodes, len(gpus)) if gpus else 1
+        # A node that cannot use its GPU computes on the CPU, so all are told of the host too.
+        cache = msgspec.structs.replace(
+            self._config.cache, shared_by=num_nodes, gpu_shared_by=on_gpu
+        )
         settings.write_text(
             to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine, cache=cache))
         )
-        if gpus and shared_by > 1:
-            log.info("this node shares its GPU", node=name, gpu=gpus[0], nodes=shared_by)
+        if on_gpu > 1:
+            log.info("this node shares its GPU", node=name, gpu=gpus[0], nodes=on_gpu)
         env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
         return Command(name, (role, "--config", str(settings)), env=env)
 

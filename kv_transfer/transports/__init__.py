@@ -1,1 +1,1 @@
-"""Ways to read bytes from another process's pool: shm on one host, nixl between hosts and GPUs."""
+"""Ways to read bytes from another process's pool: shm and cuda_ipc on one host, nixl beyond it."""

@@ -1,16 +1,23 @@
 """Which transports a rank has, and by which of them one rank reads another.
 
 `agent` asks for a rank's transports, the connector chooses for each pair of ranks that meets. The
-choice is a plain rule over what both have published: same host and shm on both sides take shm,
-other pairs take nixl. A setting forces one. Nothing is tried out here: a rank that could not be
-connected is chosen for again, without the transport that failed.
+choice is a plain rule over what both have published: GPUs of one host that see each other take
+cuda_ipc, same host and shm on both sides take shm, other pairs take nixl. A setting forces one.
+Nothing is tried out here: a rank that could not be connected is chosen for again, without the
+transport that failed.
 """
 
 import os
 from collections.abc import Collection, Sequence
 
+from baton.kv_transfer.device_pool import DevicePool
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory, Transport
+from baton.kv_transfer.transports.cuda_ipc import (
+    CudaIpcAddress,
+    CudaIpcTransport,
+    process_space,
+)
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.kv_transfer.transports.shm import ShmAddress, ShmTransport, this_place
@@ -24,27 +31,24 @@ log = logger("transfer")
 
 SHM = ShmTransport.name
 NIXL = NixlTransport.name
+CUDA_IPC = CudaIpcTransport.name
 
 
 def make_transports(
-    pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
+    pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig
 ) -> list[Transport]:
     """Return the transports of one rank; raises `ConfigError` if `config.transport` cannot work.
 
     `auto` adds nixl to shm only where it can be of use: loading it takes time and a thread, and
     without a network device it reaches nothing that shm does not reach faster.
     """
-    if isinstance(pool, PoolMemory):
-        if config.transport == SHM:
-            raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to nixl")
-        if config.transport == "auto" and not is_installed():
-            log.warning(
-                "a GPU without NIXL can hand no KV blocks over, so decode nodes compute their "
-                "prompts themselves; to split prefill from decode, run `pip install -e '.[nixl]'` "
-                "in baton's folder or start with `make serve EXTRAS=nixl`"
-            )
-            return []
-        return [NixlTransport(pool, epoch, config.device)]
+    if isinstance(pool, DevicePool):
+        return _of_a_gpu(pool, epoch, config)
+    if config.transport == CUDA_IPC:
+        raise ConfigError(
+            "cuda_ipc reads GPU memory and this node computes on a CPU; set transfer.transport to "
+            "auto"
+        )
     transports: list[Transport] = []
     if config.transport != NIXL:
         try:
@@ -63,6 +67,34 @@ def make_transports(
     return transports
 
 
+def _of_a_gpu(pool: DevicePool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
+    """Return cuda_ipc and nixl, or what of them works here. Each that `auto` lacks is one line."""
+    if config.transport == SHM:
+        raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to auto")
+    transports: list[Transport] = []
+    if config.transport != NIXL:
+        try:
+            transports.append(CudaIpcTransport(pool, epoch))
+        except ConfigError as error:
+            if config.transport == CUDA_IPC:
+                raise
+            log.warning("cuda_ipc cannot be used between GPUs of this host", reason=error.message)
+    if config.transport == NIXL or (config.transport == "auto" and is_installed()):
+        try:
+            transports.append(NixlTransport(pool.memory, epoch, config.device))
+        except ConfigError as error:
+            if config.transport == NIXL:
+                raise
+            log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
+    if not transports:
+        log.warning(
+            "this GPU can hand no KV blocks over, so decode nodes compute their prompts "
+            "themselves; to split prefill from decode, run `pip install -e '.[nixl]'` in baton's "
+            "folder or start with `make serve EXTRAS=nixl`"
+        )
+    return transports
+
+
 def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[str, ...]:
     """Return the ways in which the pools of a node can be read, as `NodeInfo` publishes them.
 
@@ -75,7 +107,11 @@ def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[st
         return ()
     if not names:  # a text that no other node has
         return (f"nothing@{here}/{os.getpid()}",)
-    near = {SHM: f"{SHM}@{here}", NIXL: NIXL if config.device else f"{NIXL}@{here}"}
+    near = {
+        SHM: f"{SHM}@{here}",
+        CUDA_IPC: f"{CUDA_IPC}@{here}/{process_space()}",
+        NIXL: NIXL if config.device else f"{NIXL}@{here}",
+    }
     return tuple(sorted(near[name] for name in names))
 
 
@@ -98,7 +134,16 @@ def choose_transport(
                 "transfer.transport is shm, but the two ranks are on different hosts",
                 code="no_transport",
             )
+        if forced == CUDA_IPC and not _see_one_gpu(source, target):
+            raise TransferError(
+                "transfer.transport is cuda_ipc, but decode does not see prefill's GPU: it is on "
+                "another host, hidden by CUDA_VISIBLE_DEVICES, or in a container with its own ipc "
+                "or pid namespace",
+                code="no_transport",
+            )
         return forced
+    if CUDA_IPC in common and _see_one_gpu(source, target):
+        return CUDA_IPC
     if SHM in common and _on_one_host(source, target):
         return SHM
     if NIXL in common:
@@ -107,10 +152,13 @@ def choose_transport(
 
 
 def _on_one_host(source: RankAddress, target: RankAddress) -> bool:
-    """Compare what both say; the proof is the nonce that the reader finds in its mapping."""
     ours, theirs = (ShmAddress.decode(rank.metadata[SHM]) for rank in (source, target))
-    is_one_network = "" in (ours.network, theirs.network) or ours.network == theirs.network
-    return ours.host == theirs.host and is_one_network
+    return ours.shares_host(theirs)
+
+
+def _see_one_gpu(source: RankAddress, target: RankAddress) -> bool:
+    owner, reader = (CudaIpcAddress.decode(rank.metadata[CUDA_IPC]) for rank in (source, target))
+    return owner.can_be_read_by(reader)
 
 
 def _nothing_in_common(source: RankAddress, target: RankAddress, prefix: str) -> TransferError:

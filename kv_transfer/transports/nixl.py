@@ -1,62 +1,85 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-Only an agent's thread calls it. Of each peer one descriptor list is prepared, with the piece of
-every block that is read there, and reads name blocks in it by index. Giving up a read that is in
-flight does not stop it: measured, all of its bytes landed after its handle was released and its
-peer removed. So only a read that has ended, or that failed because its connection broke, counts as
-quiet. A read of a frozen peer never ends; the agent keeps the deadlines.
+Only an agent's thread calls it. A warm-up read connects each pair; between GPUs it lands in a spare
+block of the pool, because UCX would read GPU memory into host memory by TCP and so prove nothing,
+and a timed read follows, which tells NVLink from TCP (`lane`). CPU pools are not timed: between
+hosts 64 MiB would take the network from others, and on one host CMA is the only fast lane.
+Of each peer one descriptor list is prepared, with the piece of every block that is read there, and
+reads name blocks in it by index. Giving up a read that is in flight does not stop it: measured, all
+of its bytes landed after its handle was released and its peer removed. So only a read that has
+ended, or that failed because its connection broke, counts as quiet. A read of a frozen peer never
+ends; the agent keeps the deadlines.
 """
 
 import contextlib
-import hashlib
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.kv_transfer.host_pool import check_piece, check_read
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
+from baton.kv_transfer.transports.lane import TIMED_BYTES, TimedRead, complaint
+from baton.kv_transfer.transports.nixl_address import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
-from baton.protocol.bounds import BlockCount, NumBytes
+from baton.kv_transfer.transports.nixl_rows import (
+    WARM_UP_BYTES,
+    block_rows,
+    one_row,
+    segment,
+    warm_up_bytes,
+)
+from baton.kv_transfer.transports.shm import this_place
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import logger
 
-WARM_UP_BYTES = 64
+log = logger("transfer")
+
 MAX_PARKED = 8
 WARM_UP_S = 600.0  # then a warm-up that has not ended is given up, connection and all
+PROGRESS_S = 0.001  # a peer's read ends only when its owner's UCX gets on
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
-DIGEST_BYTES = 16
-MAX_ADDRESS_BYTES = 1 << 20
-MAX_DEVICE_DIGITS = 3
-
-Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
 
 
 class NixlTransport:
     """Lends the pool at `memory` to other processes and reads the pools of peers.
 
-    `memory` must stay until `close`. `network_device` is UCX's name for the device, such as
-    `mlx5_0:1`; empty stays on loopback. Raises `ConfigError` when NIXL is missing or cannot start.
+    `memory` must stay until `close`; one on a GPU has a spare block. `network_device` is UCX's name
+    for the device, such as `mlx5_0:1`; empty stays on loopback. `has_thread` says whether NIXL gets
+    on by a thread of its own; without, as on GPUs, where that thread crashes (NIXL's issue 2102),
+    `service` is what gets it on. Raises `ConfigError` when NIXL is missing or cannot start.
     """
 
     name = "nixl"
     connect_s = 60.0  # a cold RDMA pair may take most of it
+    least_slice_bytes = 0
 
-    def __init__(self, memory: PoolMemory, epoch: Epoch, network_device: str = "") -> None:
+    def __init__(
+        self,
+        memory: PoolMemory,
+        epoch: Epoch,
+        network_device: str = "",
+        *,
+        has_thread: bool | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        is_on_gpu = memory.device != "cpu"
+        assert memory.num_spare or not is_on_gpu, "a warm-up must not touch the pool"
+        has_thread = not is_on_gpu if has_thread is None else has_thread
+        self.progress_s: float | None = None if has_thread else PROGRESS_S
         self._memory = memory
         self._epoch = epoch
+        self._clock = clock
         self._agent_name = f"baton-{epoch}-{secrets.token_hex(4)}"
         self._agent, self._errors = make_agent(
-            self._agent_name, network_device, is_on_gpu=memory.device != "cpu"
+            self._agent_name, network_device, is_on_gpu=is_on_gpu, has_thread=has_thread
         )
-        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # a warm-up must not touch the pool
+        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # where a CPU's warm-ups land
         try:
             self._sink = self._register()
         except self._errors.at_start as error:
@@ -74,19 +97,30 @@ class NixlTransport:
         self._gone: list[PeerRank] = []
 
     def _register(self) -> Releasable:
-        """Register the pool and the scratch; return the scratch's prepared descriptor."""
-        memory, scratch = self._memory, int(self._scratch.ctypes.data)
-        kind, device = _segment(memory.device)
-        size = memory.num_blocks * memory.block_bytes
+        """Register the pool and where warm-ups land; return the prepared descriptor of those."""
+        memory = self._memory
+        kind, device = segment(memory.device)
+        size = (memory.num_blocks + memory.num_spare) * memory.block_bytes
         self._agent.register_memory([(memory.address, size, device, "")], kind)
-        self._agent.register_memory([(scratch, WARM_UP_BYTES, 0, "")], "DRAM")
-        return self._agent.prep_xfer_dlist("", _row(scratch, WARM_UP_BYTES, 0), "DRAM")
+        sink, sink_kind = int(self._scratch.ctypes.data), "DRAM"
+        if memory.num_spare:
+            sink, sink_kind = self._spare, kind
+        else:
+            self._agent.register_memory([(sink, WARM_UP_BYTES, 0, "")], "DRAM")
+        row = one_row(sink, warm_up_bytes(memory.block_bytes), device)
+        return self._agent.prep_xfer_dlist("", row, sink_kind)
+
+    @property
+    def _spare(self) -> int:
+        """The address of the block that nobody owns."""
+        return self._memory.address + self._memory.num_blocks * self._memory.block_bytes
 
     def address(self) -> bytes:
         memory = self._memory
         return NixlAddress(
             self._epoch, self._agent_name, memory.device, memory.address,
             memory.num_blocks, memory.block_bytes, self._agent.get_agent_metadata(),
+            "/".join(this_place()),
         ).encode()  # fmt: skip
 
     def add_peer(
@@ -124,14 +158,15 @@ class NixlTransport:
             memory = PoolMemory(
                 where.pool_address, where.num_blocks, where.block_bytes, where.device
             )
-            kind, device = _segment(where.device)
-            rows = _rows(memory, piece.remote_offset, piece.num_bytes)
+            kind, device = segment(where.device)
+            rows = block_rows(memory, piece.remote_offset, piece.num_bytes)
             pieces = self._agent.prep_xfer_dlist(added, rows, kind)
-            first = _row(where.pool_address, min(WARM_UP_BYTES, where.block_bytes), device)
+            first = one_row(where.pool_address, warm_up_bytes(where.block_bytes), device)
             source = self._agent.prep_xfer_dlist(added, first, kind)
             zero = np.zeros(1, np.int32)
             handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
             peer = _PreparedPeer(where, piece, pieces, self._target(piece), source)
+            peer.is_to_be_timed = self._memory.num_spare > 0 and parked != where.metadata
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
             undo.pop_all()
         return peer
@@ -140,8 +175,8 @@ class NixlTransport:
         """Return where reads of that piece go; peers of one shape share it."""
         place = (piece.local_offset, piece.num_bytes)
         if place not in self._targets:
-            kind, _ = _segment(self._memory.device)
-            rows = _rows(self._memory, *place)
+            kind, _ = segment(self._memory.device)
+            rows = block_rows(self._memory, *place)
             self._targets[place] = self._agent.prep_xfer_dlist("", rows, kind)
         return self._targets[place]
 
@@ -149,7 +184,38 @@ class NixlTransport:
         found = self._peer(peer)
         if found.warm_up is not None and self._has_ended(found.warm_up):
             found.warm_up = None
+            if found.is_to_be_timed:
+                self._begin_timing(found)
+            elif found.timed is not None:
+                self._judge(found, found.timed)
         return found.warm_up is None
+
+    def _begin_timing(self, peer: "_PreparedPeer") -> None:
+        """Read many pieces into the spare block: the first read's cost of connecting is past."""
+        peer.is_to_be_timed = False
+        where, size = peer.where, peer.piece.num_bytes
+        num_blocks = min(where.num_blocks, -(-TIMED_BYTES // size))
+        into, out_of = np.zeros(num_blocks, np.int32), np.arange(num_blocks, dtype=np.int32)
+        kind, device = segment(self._memory.device)
+        is_one_host = where.host == "/".join(this_place())
+        try:
+            row = one_row(self._spare, size, device)
+            peer.spare = self._agent.prep_xfer_dlist("", row, kind)
+            peer.timed = TimedRead(
+                where.device, self._memory.device, is_one_host, num_blocks * size, self._clock()
+            )
+            handle = self._agent.make_prepped_xfer("READ", peer.spare, into, peer.pieces, out_of)
+            peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
+        except self._errors.all as error:
+            raise self._failed(peer, error) from error
+
+    def _judge(self, peer: "_PreparedPeer", timed: TimedRead) -> None:
+        peer.timed = None
+        seconds = self._clock() - timed.begun_s
+        if said := complaint(timed, seconds):
+            log.warning(said, peer=peer.where.epoch)
+        else:
+            log.info("timed read", peer=peer.where.epoch, bytes=timed.num_bytes, seconds=seconds)
 
     def remove_peer(self, peer: PeerRank) -> None:
         found = self._peers.pop(peer, None)
@@ -203,6 +269,9 @@ class NixlTransport:
         return -1
 
     def service(self) -> list[PeerRank]:
+        if self.progress_s is not None:
+            with contextlib.suppress(*self._errors.all):  # a dead peer's read says so itself
+                self._agent.get_new_notifs()
         self._forget_quiet_ones()
         gone, self._gone = self._gone, []
         return gone
@@ -291,42 +360,6 @@ class NixlTransport:
         return peer.warm_up is not None and monotonic() < peer.give_up_s
 
 
-class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """An agent's metadata and where its pool lies.
-
-    NIXL's own parser can crash on damaged metadata, so the encoded form carries a digest that is
-    checked before NIXL sees a byte. It protects against damage, not against a forger: addresses may
-    only be taken from authenticated peers.
-    """
-
-    epoch: Epoch
-    agent: str  # unique per agent, not only per process
-    device: str  # "cpu" or "cuda:0"
-    pool_address: Address
-    num_blocks: BlockCount
-    block_bytes: NumBytes
-    metadata: bytes
-
-    def encode(self) -> bytes:
-        body = msgspec.msgpack.encode(self)
-        return _digest(body) + body
-
-    @classmethod
-    def decode(cls, data: bytes) -> "NixlAddress":
-        """Raises `TransferError` on anything but an address."""
-        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-        if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
-            raise TransferError("not a nixl address, or a damaged one")
-        try:
-            return msgspec.msgpack.decode(body, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"not a nixl address: {error}") from error
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
-
-
 @dataclass(slots=True, eq=False)
 class _PreparedPeer:
     where: NixlAddress
@@ -337,6 +370,9 @@ class _PreparedPeer:
     warm_up: "_Flight | None" = None
     num_in_flight: int = 0
     gone: bool = False
+    is_to_be_timed: bool = False
+    timed: TimedRead | None = None  # the warm-up is this read
+    spare: Releasable | None = None  # where it lands
     give_up_s: float = 0.0  # of a warm-up, once the peer was removed
 
     def release(self) -> None:
@@ -344,6 +380,8 @@ class _PreparedPeer:
             self.warm_up.release()
         self.pieces.release()
         self.source.release()
+        if self.spare is not None:
+            self.spare.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -354,30 +392,3 @@ class _Flight:
 
     def release(self) -> None:
         self.handle.release()
-
-
-def _segment(device: str) -> tuple[str, int]:
-    """Return NIXL's memory type and device number of "cpu" or "cuda:1"."""
-    kind, _, index = device.partition(":")
-    if (
-        kind not in ("cpu", "cuda")
-        or not (index or "0").isdecimal()
-        or (len(index) > MAX_DEVICE_DIGITS)
-    ):
-        raise TransferError(f"nixl knows no device {device!r}")
-    return ("VRAM" if kind == "cuda" else "DRAM"), int(index or 0)
-
-
-def _rows(memory: PoolMemory, offset: int, num_bytes: int) -> NDArray[np.uint64]:
-    """Return one descriptor per block for those bytes of it: [num_blocks, 3] of address, length,
-    device."""
-    rows = np.empty((memory.num_blocks, 3), np.uint64)
-    offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(memory.block_bytes)
-    rows[:, 0] = offsets + np.uint64(memory.address + offset)
-    rows[:, 1] = num_bytes
-    rows[:, 2] = _segment(memory.device)[1]
-    return rows
-
-
-def _row(address: int, num_bytes: int, device: int) -> NDArray[np.uint64]:
-    return np.array([[address, num_bytes, device]], np.uint64)

@@ -48,6 +48,7 @@ class NixlAgent(Protocol):
     ) -> Releasable: ...
     def transfer(self, handle: Releasable) -> str: ...
     def check_xfer_state(self, handle: Releasable) -> str: ...
+    def get_new_notifs(self) -> object: ...
 
 
 class NixlErrors:
@@ -68,12 +69,13 @@ def is_installed() -> bool:
 
 
 def make_agent(
-    name: str, network_device: str, *, is_on_gpu: bool = False
+    name: str, network_device: str, *, is_on_gpu: bool = False, has_thread: bool = True
 ) -> tuple[NixlAgent, NixlErrors]:
     """Make an agent with the UCX backend that notices dead peers. Raises `ConfigError`.
 
     `network_device` (empty: loopback) goes into the environment, where UCX reads it, so it is one
-    for the whole process. `is_on_gpu` says where the agent's pool lies.
+    for the whole process. `is_on_gpu` says where the agent's pool lies. Without `has_thread` the
+    agent's owner calls `get_new_notifs` now and then: also a peer's reads get on by it.
     """
     os.environ["UCX_NET_DEVICES"] = network_device or "lo"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
@@ -85,7 +87,7 @@ def make_agent(
     errors = NixlErrors(api)
     try:
         with _unspun(api):
-            config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
+            config = api.nixl_agent_config(enable_prog_thread=has_thread, backends=[])
             agent: NixlAgent = api.nixl_agent(name, config)
         # Without it a transfer whose peer dies never ends.
         agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})

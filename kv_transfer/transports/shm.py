@@ -1,20 +1,13 @@
 """Reads between processes of one host: the reader maps the peer's pool and copies its blocks.
 
-The owner passes its memfd over a unix socket to a reader that knows the pool's nonce
-(`pool_lender`). The reader maps it read-only, finds the nonce in the mapping (the proof that both
-see the same memory), and reads the generations again after each copy: a block that got a new owner
-meanwhile fails the read.
-Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands later. Never
-`multiprocessing.shared_memory`: it unlinks when any attacher exits and outlives a killed owner.
+The owner lends its memfd to readers that know the pool's nonce (`owner_links`, `pool_lender`). The
+reader reads the generations again after each copy: a block that got a new owner meanwhile fails the
+read. Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands later.
 """
 
-import fcntl
 import mmap
 import os
-import select
-import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
@@ -30,7 +23,7 @@ from baton.kv_transfer.host_pool import (
 )
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
 from baton.kv_transfer.transports.fence import make_fence
-from baton.kv_transfer.transports.pool_lender import PoolLender, is_trusted, unix_socket
+from baton.kv_transfer.transports.owner_links import OwnerLinks
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
@@ -43,58 +36,37 @@ class ShmTransport:
 
     name = "shm"
     connect_s = 10.0
+    least_slice_bytes = 0
+    progress_s: float | None = None
 
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
         self._fence = make_fence()
         self._pool = pool
         self._epoch = epoch
+        self._pieces: dict[PeerRank, BlockPiece] = {}
         self._ended: set[int] = set()
         self._next_handle = 0
-        self._peers: dict[PeerRank, _MappedPeer] = {}
-        self._links: dict[int, PeerRank] = {}
-        self._gone: list[PeerRank] = []
-        self._poller = select.epoll()
-        self._lender = PoolLender(pool)
-        self._poller.register(self._lender, select.EPOLLIN)
+        self._links = OwnerLinks(pool)
 
     def address(self) -> bytes:
-        host, network = this_place()
-        name, nonce = self._lender.name, self._pool.nonce
-        return ShmAddress(host, name, nonce, self._epoch, network).encode()
+        return ShmAddress.of(self._links, self._pool, self._epoch).encode()
 
     def add_peer(
         self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
     ) -> None:
         where = ShmAddress.decode(address)
-        if where.host != this_place()[0]:
-            raise TransferError("the pool is on another host")
-        if where.epoch != peer.epoch or len(where.nonce) != NONCE_BYTES:
-            raise TransferError("the address is not that peer's")
+        where.check(peer.epoch)
         check_piece(piece, block_bytes, self._pool.shape.block_bytes)
-        self.remove_peer(peer)
-        link = unix_socket()
-        try:
-            link.connect("\0" + where.socket)
-            if not is_trusted(link):
-                raise OSError("its socket is another user's")
-            link.send(where.nonce)
-        except (OSError, ValueError) as error:
-            link.close()
-            raise TransferError(f"cannot reach the owner of the pool: {error}") from error
         shape = PoolShape(num_blocks, block_bytes)
-        self._peers[peer] = _MappedPeer(link, where.nonce, shape, piece)
-        self._links[link.fileno()] = peer
-        self._poller.register(link, select.EPOLLIN)
+        self._links.add(peer, where.socket, where.nonce, shape)
+        self._pieces[peer] = piece
 
     def connected(self, peer: PeerRank) -> bool:
-        return self._peer(peer).mapping is not None
+        return self._links.mapping(peer) is not None
 
     def remove_peer(self, peer: PeerRank) -> None:
-        found = self._peers.pop(peer, None)
-        if found is not None:
-            self._drop_link(found)
-            if found.mapping is not None:
-                found.mapping.close()
+        self._links.remove(peer)
+        self._pieces.pop(peer, None)
 
     def read(
         self,
@@ -103,11 +75,10 @@ class ShmTransport:
         local: Sequence[int],
         generations: Sequence[int],
     ) -> int:
-        found = self._peer(peer)
-        mapping, piece = found.mapping, found.piece
+        mapping = self._links.mapping(peer)
         if mapping is None:
             raise TransferError("the pool is not mapped yet")
-        mine = self._pool.shape
+        mine, piece = self._pool.shape, self._pieces[peer]
         source, target = check_read(remote, mapping.shape.num_blocks, local, mine.num_blocks)
         expected = np.asarray(generations, np.int64)
         if len(expected) != len(source):
@@ -121,7 +92,7 @@ class ShmTransport:
         # After the copy: a generation is bumped before the first store of a block's next owner, so
         # equal numbers mean that nothing of the next owner was copied.
         self._fence()
-        _check_generations(mapping, source, expected)
+        mapping.check_generations(source, expected)
         self._next_handle += 1
         self._ended.add(self._next_handle)
         return self._next_handle
@@ -135,63 +106,13 @@ class ShmTransport:
         return True
 
     def fileno(self) -> int:
-        return self._poller.fileno()
+        return self._links.fileno()
 
     def service(self) -> list[PeerRank]:
-        for descriptor, _ in self._poller.poll(0):
-            if descriptor == self._lender.fileno():
-                self._lender.service()
-            elif descriptor in self._links:
-                self._hear_owner(descriptor)
-        gone, self._gone = self._gone, []
-        return gone
+        return self._links.service()
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.remove_peer(peer)
-        self._lender.close()
-        self._poller.close()
-
-    # --- the reader's side ----------------------------------------------------------------------
-
-    def _peer(self, peer: PeerRank) -> "_MappedPeer":
-        found = self._peers.get(peer)
-        if found is None:
-            raise TransferError("unknown peer")
-        if found.failure:
-            raise TransferError(found.failure)
-        return found
-
-    def _hear_owner(self, descriptor: int) -> None:
-        """Take the pool that the owner sent, or notice that its process ended."""
-        owner = self._links[descriptor]
-        peer = self._peers[owner]
-        assert peer.link is not None
-        try:
-            said, descriptors, _, _ = socket.recv_fds(peer.link, 16, 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            said, descriptors = b"", []
-        try:
-            if descriptors and peer.mapping is None:
-                peer.mapping = _Mapping(descriptors[0], peer.shape, peer.nonce)
-            elif not said:
-                raise TransferError("the owner of the pool is gone")
-        except TransferError as error:
-            peer.failure = error.message
-            self._drop_link(peer)
-            self._gone.append(owner)
-        finally:
-            for received in descriptors:
-                os.close(received)
-
-    def _drop_link(self, peer: "_MappedPeer") -> None:
-        if peer.link is not None:
-            del self._links[peer.link.fileno()]
-            self._poller.unregister(peer.link)
-            peer.link.close()
-            peer.link = None
+        self._links.close()
 
 
 class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -202,6 +123,11 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
     epoch: Epoch
     network: str = ""  # the namespace of the socket; an older owner does not say
+
+    @classmethod
+    def of(cls, links: OwnerLinks, pool: HostPool, epoch: Epoch) -> "ShmAddress":
+        host, network = this_place()
+        return cls(host, links.name, pool.nonce, epoch, network)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -214,49 +140,23 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"not an shm address: {error}") from error
 
+    def check(self, peer: Epoch) -> None:
+        """Raise `TransferError` unless this is an address of `peer`, on this host."""
+        if self.host != this_place()[0]:
+            raise TransferError("the pool is on another host")
+        if self.epoch != peer or len(self.nonce) != NONCE_BYTES:
+            raise TransferError("the address is not that peer's")
+
+    def shares_host(self, other: "ShmAddress") -> bool:
+        """Compare what both say; the proof is the nonce that the reader finds in its mapping."""
+        is_one_network = "" in (self.network, other.network) or self.network == other.network
+        return self.host == other.host and is_one_network
+
 
 def this_place() -> tuple[str, str]:
     """Return the id of this boot of the kernel, and of the namespace of our abstract sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
-
-
-@dataclass(slots=True)
-class _MappedPeer:
-    link: socket.socket | None
-    nonce: bytes
-    shape: PoolShape
-    piece: BlockPiece
-    mapping: "_Mapping | None" = None
-    failure: str = ""
-
-
-class _Mapping:
-    """A peer's pool, mapped read-only. Raises `TransferError` when it is not what was announced."""
-
-    def __init__(self, descriptor: int, shape: PoolShape, nonce: bytes) -> None:
-        self.shape = shape
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if os.fstat(descriptor).st_size != shape.file_bytes:
-                raise TransferError("the pool has another size than announced")
-            # Unless it is sealed, a shrinking file would be SIGBUS in the middle of a copy.
-            if not seals & fcntl.F_SEAL_SHRINK:
-                raise TransferError("the pool is not sealed against shrinking")
-            self.file = mmap.mmap(descriptor, shape.file_bytes, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise TransferError(f"cannot map the pool: {error}") from error
-        begin = shape.nonce_offset
-        if self.file[begin : begin + NONCE_BYTES] != nonce:
-            self.file.close()
-            raise TransferError("the pool's nonce is not in the mapping: not the same memory")
-        self.generations = np.frombuffer(
-            self.file, np.uint32, shape.num_blocks, shape.generations_offset
-        )
-
-    def close(self) -> None:
-        del self.generations  # a view would keep the file open
-        self.file.close()
 
 
 def piece_view(
@@ -326,12 +226,3 @@ def _run_ends(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _runs(ends: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
     """Return (begin, end) of each run."""
     return pairwise([0, *(np.flatnonzero(ends) + 1).tolist()])
-
-
-def _check_generations(
-    mapping: _Mapping, blocks: NDArray[np.int64], expected: NDArray[np.int64]
-) -> None:
-    changed = mapping.generations[blocks] != expected
-    if changed.any():
-        block = int(blocks[changed.argmax()])
-        raise TransferError(f"block {block} of the peer has a new owner", code="stale_block")

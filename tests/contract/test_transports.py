@@ -1,4 +1,7 @@
-"""What every transport must do, with a process at either end; nixl with CMA and over TCP alone."""
+"""What every transport must do, with a process at either end.
+
+nixl with CMA, over TCP alone, and polled, as it runs on GPUs; cuda_ipc on memfds.
+"""
 
 import itertools
 import os
@@ -21,6 +24,7 @@ from baton.kv_transfer.interfaces import (
     ReadQuiet,
     RemovePeer,
 )
+from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.config import TransportChoice
@@ -38,8 +42,11 @@ needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is no
 MODES = [
     "shm",
     "faulty",
+    "cuda_ipc",
+    "faulty cuda_ipc",
     pytest.param("nixl", marks=needs_nixl),
     pytest.param("nixl-tcp", marks=needs_nixl),
+    pytest.param("nixl-polled-tcp", marks=needs_nixl),
 ]
 _epochs = itertools.count()
 _tickets = itertools.count()
@@ -53,13 +60,19 @@ class Peers:
         self._stack = ExitStack()
 
     def start(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
-        transport: TransportChoice = "nixl" if self.mode.startswith("nixl") else "shm"
-        faults = UNRULY if self.mode == "faulty" else None
+        found = [name for name in ("nixl", "cuda_ipc") if name in self.mode]
+        transport: TransportChoice = found[0] if found else "shm"  # type: ignore[assignment]
+        faults = UNRULY if "faulty" in self.mode else None
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
-        return self._start(PeerOptions(epoch, transport, NUM_BLOCKS, block_bytes, limits, faults))
+        return self._start(
+            PeerOptions(
+                epoch, transport, NUM_BLOCKS, block_bytes, limits, faults,
+                is_polled="polled" in self.mode,
+            )
+        )  # fmt: skip
 
     def _start(self, options: PeerOptions) -> TransferPeer:
-        peer = TransferPeer(options, {"UCX_TLS": "tcp"} if self.mode == "nixl-tcp" else {})
+        peer = TransferPeer(options, {"UCX_TLS": "tcp"} if self.mode.endswith("tcp") else {})
         self._stack.callback(peer.close)
         return peer
 
@@ -217,10 +230,22 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
     (name, data), dice = next(iter(owner.address.metadata.items())), random.Random(0)
     other = PeerRank(Epoch("someone-else"))
     damaged = [b"", data[:-1], data[: len(data) // 2], data + b"x", dice.randbytes(300)]
+    wheres: list[ShmAddress | CudaIpcAddress] = []
     if name == "shm":
         where = msgspec.structs.replace(ShmAddress.decode(data), epoch=other.epoch)
-        damaged.append(msgspec.structs.replace(where, nonce=bytes(16)).encode())
-        damaged.append(msgspec.structs.replace(where, host="elsewhere").encode())
+        changed = [{"nonce": bytes(16)}, {"host": "elsewhere"}]
+        wheres = [msgspec.structs.replace(where, **change) for change in changed]
+    if name == "cuda_ipc":
+        whole = CudaIpcAddress.decode(data)
+        table = msgspec.structs.replace(whole.table, epoch=other.epoch)
+        elsewhere = msgspec.structs.replace(table, host="elsewhere")
+        changes = [
+            {"table": elsewhere},
+            {"table": table, "handle": b"0 0"},
+            {"table": table, "block_bytes": 9},
+        ]
+        wheres = [msgspec.structs.replace(whole, **change) for change in changes]
+    damaged += [where.encode() for where in wheres]
     for _ in range(8):
         wrong = bytearray(data)
         wrong[dice.randrange(8, 16)] ^= 1 << dice.randrange(8)
@@ -236,7 +261,7 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
         (event,) = reader.wait(1)
         assert isinstance(event, PeerDown), command
         reasons.append(event.failure.message)
-    assert ("the pool is on another host" in reasons) == (name == "shm")
+    assert ("the pool is on another host" in reasons) == (name != "nixl")
     (end,) = run(reader, read(owner, [4], [4]))
     assert end.failure is None
 
@@ -319,7 +344,7 @@ def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(peers: Peers) -> None:
 
 
 def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: Peers) -> None:
-    # shm copies without the peer, so there the deadline is never met.
+    # shm and cuda_ipc copy without the peer, so there the deadline is never met.
     deadline_s = 0.3 if peers.mode.startswith("nixl") else 30.0
     limits = AgentLimits(slice_bytes=256 << 10, read_s=deadline_s, quiet_s=deadline_s)
     reader, owner = peers.pair(limits, block_bytes=1 << 20)
@@ -327,7 +352,7 @@ def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: 
     expected = owner.digests(tuple(range(NUM_BLOCKS)))
     owner.stop()
     (end,) = run(reader, read(owner, range(32), range(32)))
-    if peers.mode == "nixl-tcp":
+    if peers.mode.endswith("tcp"):
         # Nothing can be copied while it is stopped, and what was asked for may still come.
         assert end.failure is not None
         assert not end.quiet
@@ -380,7 +405,7 @@ def test_a_cancelled_read_in_flight_is_not_quiet_until_it_has_ended() -> None:
         peers.close()
 
 
-@pytest.mark.parametrize("mode", ["shm", "faulty"])
+@pytest.mark.parametrize("mode", ["shm", "faulty", "cuda_ipc", "faulty cuda_ipc"])
 def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
     peers = Peers(mode)
     try:

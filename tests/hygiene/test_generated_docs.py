@@ -15,7 +15,10 @@ from tools.house import OTHERS, SHIPPED, figures
 # Where a whole section is handed on under another name.
 ALIASES = {"config", "settings"}
 # What `serve` and its like write for the processes that they start, and people seldom do.
-LAUNCHERS = {"engine.shared_cpus", "cache.shared_by", "router.shares_port", "router.name"}
+LAUNCHERS = {
+    "engine.shared_cpus", "cache.shared_by", "cache.gpu_shared_by", "router.shares_port",
+    "router.name",
+}  # fmt: skip
 
 
 def test_generated_pages_are_fresh() -> None:

@@ -94,12 +94,13 @@ def _silu() -> object:
 
 
 def _blocks() -> None:
-    from baton.kernels.block_copy import gather_blocks, scatter_blocks
+    from baton.kernels.block_copy import gather_blocks, move_blocks, scatter_blocks
 
     pool = torch.empty(3, 4096, dtype=torch.bfloat16)
     ids = torch.zeros(2, dtype=torch.int32)
     gather_blocks(pool, ids, pool)
     scatter_blocks(pool, ids, pool)
+    move_blocks(pool, ids, pool, ids)
 
 
 def _sampling(dtype: torch.dtype, vocab: int) -> object:

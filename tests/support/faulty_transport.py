@@ -50,6 +50,7 @@ class FaultyTransport:
         landed: Landed | None = None,
     ) -> None:
         self.name, self.connect_s = inner.name, inner.connect_s
+        self.least_slice_bytes, self.progress_s = inner.least_slice_bytes, inner.progress_s
         self._inner = inner
         self._faults = faults
         self._random = random.Random(seed)

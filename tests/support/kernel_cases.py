@@ -259,6 +259,11 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     reference.scatter_blocks(twin, ids, target_twin)
     assert_equal_bits(target, target_twin)
     assert_equal_bits(target[ids.long()], pool[ids.long()])
+    places = torch.tensor([2, 6, 1], dtype=torch.int32, device=device)
+    moved, moved_twin = pool.flip(0).contiguous(), pool.flip(0).contiguous()
+    block_copy.move_blocks(pool, ids, moved, places)
+    moved_twin[places.long()] = pool[ids.long()]
+    assert_equal_bits(moved, moved_twin)
 
 
 def rotation_table(max_position: int, head_dim: int) -> Tensor:

@@ -20,8 +20,9 @@ from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.node import EngineNode, MakeExecutor, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
 from baton.kv_transfer import agent
+from baton.kv_transfer.device_pool import DevicePool
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import PoolMemory, Transport
+from baton.kv_transfer.interfaces import Transport
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch
@@ -164,7 +165,7 @@ def wrap_transports(
     make = agent.make_transports
 
     def make_wrapped(
-        pool: HostPool | PoolMemory, epoch: Epoch, config: TransferConfig
+        pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig
     ) -> list[Transport]:
         assert isinstance(pool, HostPool)
         return [wrap(inner, pool) for inner in make(pool, epoch, config)]

@@ -21,14 +21,25 @@ import numpy as np
 
 from baton.kv_transfer.agent import TransferAgent
 from baton.kv_transfer.agent_turns import AgentLimits
+from baton.kv_transfer.device_pool import DevicePool
 from baton.kv_transfer.host_pool import HostPool
-from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, BlockPiece, PeerRank
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentCommand,
+    AgentEvent,
+    BlockPiece,
+    PeerRank,
+    PoolMemory,
+    Transport,
+)
 from baton.kv_transfer.transports.choice import make_transports
+from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
 from tests.support.faulty_transport import Faults, FaultyTransport
+from tests.support.memfd_memory import device_pool
 from tests.support.sources import REPOSITORY
 
 MAX_MESSAGE_BYTES = 1 << 17
@@ -44,6 +55,7 @@ class PeerOptions(msgspec.Struct, frozen=True):
     limits: AgentLimits = AgentLimits()
     faults: Faults | None = None
     rank: int = 0  # of those with the same epoch
+    is_polled: bool = False  # nixl as it runs on GPUs: without its thread, with a spare block
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -153,13 +165,27 @@ class TransferPeer:
 
 class _Child:
     def __init__(self, options: PeerOptions) -> None:
-        self._pool = HostPool(options.num_blocks, options.block_bytes)
-        self._blocks = np.frombuffer(self._pool.buffer, np.uint8).reshape(options.num_blocks, -1)
-        config = TransferConfig(transport=options.transport)
-        transports = make_transports(self._pool, options.epoch, config)
+        has_spare = options.transport == "cuda_ipc" or options.is_polled
+        self._memory = HostPool(options.num_blocks + has_spare, options.block_bytes)
+        self._blocks = np.frombuffer(self._memory.buffer, np.uint8).reshape(-1, options.block_bytes)
+        self._pool: HostPool | DevicePool = self._memory
+        self._generations, enter = self._memory.generations, None
+        if options.transport == "cuda_ipc":
+            self._pool = device_pool(self._memory, num_spare=1)
+            self._generations, enter = self._pool.table.generations, self._pool.peers.enter
+        transports = self._transports(options)
         if options.faults is not None:
             transports = [FaultyTransport(inner, options.faults) for inner in transports]
-        self._agent = TransferAgent(transports, options.limits)
+        self._agent = TransferAgent(transports, options.limits, None, enter)
+
+    def _transports(self, options: PeerOptions) -> list[Transport]:
+        if options.is_polled:
+            memory = PoolMemory(
+                self._memory.address, options.num_blocks, options.block_bytes, num_spare=1
+            )
+            return [NixlTransport(memory, options.epoch, has_thread=False)]
+        config = TransferConfig(transport=options.transport)
+        return make_transports(self._pool, options.epoch, config)
 
     def serve(self, link: socket.socket) -> None:
         link.send(msgspec.msgpack.encode(self._answer(Request())))
@@ -168,12 +194,13 @@ class _Child:
             link.send(msgspec.msgpack.encode(self._answer(request)))
         self._agent.close()
         self._pool.close()
+        self._memory.close()
 
     def _answer(self, request: Request) -> Answer:
         if request.fill is not None:
             data = random.Random(request.fill).randbytes(self._blocks.size)
             self._blocks[:] = np.frombuffer(data, np.uint8).reshape(self._blocks.shape)
-        self._pool.generations[list(request.bump)] += 1
+        self._generations[list(request.bump)] += 1
         for command in request.commands:
             self._agent.send(command)
         digests = (hashlib.blake2b(self._blocks[b], digest_size=16) for b in request.digests)

@@ -26,7 +26,7 @@ from baton.kv_transfer.interfaces import (
     Read,
     ReadEnded,
 )
-from baton.kv_transfer.transports.nixl import NixlAddress
+from baton.kv_transfer.transports.nixl_address import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import make_agent
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import NodeError

@@ -1,18 +1,21 @@
 """Where a rank computes, and what it says when that is not the GPU."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
+import yaml
 
 from baton.engine import cuda_start, rank
+from baton.engine.cuda_faults import GpuMemory, line_without_pool
 from baton.engine.rank import plan_rank
-from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.transports import choice
-from baton.kv_transfer.transports.choice import make_transports, reaches_of
+from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import CacheConfig, ClusterConfig, TransferConfig
 from baton.protocol.errors import ConfigError, NodeError
-from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
+from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config
 
@@ -68,30 +71,77 @@ def test_a_gpu_that_cannot_be_used_is_one_line(
     monkeypatch.setattr(cuda_start, "num_gpus", lambda: 1)
     assert plan_rank(config_for("auto"), 1).device.type == "cpu"
     assert len(caplog.records) == 1
-    with pytest.raises(ConfigError, match=r"nvidia-smi: The NVIDIA driver .* too old") as raised:
+    with pytest.raises(ConfigError, match=r"update the driver, .* too old") as raised:
         plan_rank(config_for("cuda"), 1)
     assert "\n" not in raised.value.message
 
 
-def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    gib = 1 << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (gib, 80 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 9 * gib)
-    device = torch.device("cuda", 0)
-    with (
-        pytest.raises(NodeError, match=r"1\.0 of 80\.0 GiB are free and this node has 9\.0"),
-        cuda_start.one_line_errors(device, "at the start"),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
 
 
-def test_without_nixl_a_gpu_serves_alone_and_a_split_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            "the GPU has no memory left while it loads the model: 1.0 of 80.0 GiB are free, this "
+            "node has 9.0 and others have 70.0; end what else uses the GPU (nvidia-smi lists it), "
+            "or lower cache.memory_mib",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(h)"),
+            "the GPU has no memory left while it loads the model",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable"),
+            "another program has the GPU to itself",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: no kernel image is available\nMore lines"),
+            "this torch has no code for this GPU",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: an illegal memory access\nCUDA kernel errors"),
+            "the GPU failed while it loads the model: CUDA error: an illegal memory access; see",
+        ),
+    ],
+)
+def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, line: str
 ) -> None:
-    monkeypatch.setattr(choice, "is_installed", lambda: False)
-    pool = PoolMemory(0, 4, 4096, "cuda:0")
-    assert make_transports(pool, Epoch("e"), TransferConfig()) == []
-    assert "pip install -e '.[nixl]'" in caplog.text
+    monkeypatch.setattr(cuda_start, "memory_of", lambda _device: MEMORY)
+    with (
+        pytest.raises(NodeError) as raised,
+        cuda_start.one_line_errors(torch.device("cuda", 0), "while it loads the model"),
+    ):
+        raise error
+    assert raised.value.message.startswith(line)
+    assert "\n" not in raised.value.message
+
+
+def test_a_gpu_without_room_for_a_pool_says_who_has_its_memory() -> None:
+    crowded = line_without_pool(MEMORY, 2 << 20)
+    assert "others have 70.0; end what else uses the GPU" in crowded
+    alone = line_without_pool(GpuMemory(1 << 30, 80 << 30, 79 << 30), 2 << 20)
+    assert "others have 0.0; lower engine.chunk_tokens" in alone
+
+
+def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two nodes with a GPU each that both compute on the CPU must not take its memory twice."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    config = ClusterConfig(prefill=1, decode=2)
+    caches = []
+    for command in LocalCluster(config, "ipc://unused")._commands(tmp_path):
+        cache = yaml.safe_load((tmp_path / f"{command.name}.yaml").read_text())["cache"]
+        caches.append((cache["shared_by"], cache.get("gpu_shared_by", 1)))
+    assert caches == [(3, 2), (3, 1), (3, 2)]
+
+
+def test_a_node_that_can_hand_nothing_over_has_no_way_in_common_with_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = reaches_of([RankAddress({})], TransferConfig())
     monkeypatch.setattr(choice.os, "getpid", lambda: 1)
     assert not set(one) & set(reaches_of([RankAddress({})], TransferConfig()))

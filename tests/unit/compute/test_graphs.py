@@ -2,6 +2,8 @@
 
 import random
 from collections import deque
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
+from baton.engine.cuda_queue import CudaQueue
 from baton.engine.device_tables import DeviceTables
 from baton.engine.graphs import buckets_up_to
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.scheduler import NodeLimits
+from baton.engine.step_queue import GraphQueue, HostQueue
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Failed, Tokens
 from baton.protocol.sampling import Sampling
@@ -193,6 +197,45 @@ def test_a_table_is_extended_and_sent_whole_only_when_it_is_another() -> None:
     assert changed("three", 4) == [(0, 4)], "in the row that was named least recently"
     assert changed("one", 5, 7, 9, 2) == []
     assert changed("two", 1) == [(0, 1)]
+
+
+def test_a_capture_waits_for_what_other_streams_have_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights come by the default stream, a graph's inputs by the one of the calling thread."""
+    done: list[str] = []
+
+    class Stream:
+        def __init__(self, _device: torch.device) -> None: ...
+
+        def wait_stream(self, other: str) -> None:
+            done.append(f"wait for {other}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    for name, replacement in {
+        "Stream": Stream,
+        "CUDAGraph": SimpleNamespace,
+        "graph_pool_handle": lambda: None,
+        "set_device": lambda _device: None,
+        "default_stream": lambda _device: "default",
+        "current_stream": lambda _device: "current",
+        "stream": lambda _stream: nullcontext(),
+        "graph": lambda *_, **__: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+
+    def work() -> torch.Tensor:
+        done.append("work")
+        return torch.zeros(1)
+
+    queue = CudaQueue(torch.device("cuda", 0))
+    assert isinstance(queue, GraphQueue)
+    assert not isinstance(HostQueue(), GraphQueue)
+    assert done == [], "tables and rings are made after the queue"
+    queue.capture(work)
+    assert done == ["wait for default", "wait for current", "work", "synchronize", "work"]
 
 
 # --- on no device -------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A transfer agent's turns on a transport that does what the test says, and its thread."""
 
 import select
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -36,6 +37,8 @@ class ScriptedTransport:
 
     name = "scripted"
     connect_s = 10.0
+    least_slice_bytes = 0
+    progress_s: float | None = None
 
     def __init__(self) -> None:
         self.up: set[PeerRank] = {A, B}
@@ -145,6 +148,21 @@ def test_a_read_is_cut_into_slices_of_which_two_are_in_flight() -> None:
     assert driven.transport.posted[2:] == [(A, (8, 9), (58, 59))]
     driven.clock.advance(2.0)
     assert driven.end(1, 3) == [ReadEnded(7, 100.0, 102.0, 1000)]
+
+
+def test_a_transport_that_launches_whole_spans_gets_them_whole() -> None:
+    driven = Driven(A)
+    driven.transport.least_slice_bytes = 1000
+    driven.turns.hear(read(7, 12))
+    assert driven.settle() == []
+    assert [len(remote) for _, remote, _ in driven.transport.posted] == [10, 2]
+
+
+def test_a_transport_without_a_thread_is_called_often_even_when_nothing_is_read() -> None:
+    driven = Driven(A)
+    assert driven.turns.wake_at_s(0.005) is None
+    driven.transport.progress_s = 0.001
+    assert driven.turns.wake_at_s(0.005) == 100.001
 
 
 def test_peers_are_served_in_turn() -> None:
@@ -328,6 +346,24 @@ def test_the_thread_answers_commands_and_closes_its_transports() -> None:
     agent.send(read(2, 4))
     assert transport.closed
     assert agent.poll() == []
+
+
+def test_the_thread_enters_the_gpu_before_it_calls_a_transport() -> None:
+    transport, order = ScriptedTransport(), []
+    agent = TransferAgent(
+        [transport], LIMITS, enter=lambda: order.append(threading.current_thread().name)
+    )
+    agent.close()
+    assert order == ["transfer agent"]
+
+    def fail() -> None:
+        raise RuntimeError("no context")
+
+    agent = TransferAgent([transport], LIMITS, enter=fail)
+    assert select.select([agent.fileno()], [], [], 10.0)[0]
+    with pytest.raises(InvariantBroken, match="no context"):
+        agent.poll()
+    agent.close()
 
 
 def test_a_bug_in_the_thread_is_raised_in_the_node() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
-from baton.kv_transfer.transports import nixl_binding
+from baton.kv_transfer.transports import choice, nixl_binding
 from baton.kv_transfer.transports.choice import choose_transport, make_transports, reaches_of
+from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress, process_space
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.shm import ShmAddress, this_place
 from baton.protocol.config import TransferConfig
@@ -18,6 +19,7 @@ from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.protocol.pairs import pair_problem
 from tests.support.connectors import node, rank_address
+from tests.support.memfd_memory import GPU, device_pool
 
 EPOCH = Epoch("e")
 NIXL = RankAddress({"nixl": b"agent"})
@@ -119,10 +121,74 @@ def test_ucx_is_told_to_read_within_a_gpu_unless_the_user_says_otherwise(
     if given is None:
         monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
-        NixlTransport(PoolMemory(0, 1, 4096, device), EPOCH)
+        NixlTransport(PoolMemory(0, 1, 4096, device, num_spare=1), EPOCH)
     assert os.environ.get(name) == found
 
 
-def test_shm_cannot_be_asked_for_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="nixl"):
-        make_transports(PoolMemory(0, 1, 4096, "cuda:0"), EPOCH, TransferConfig(transport="shm"))
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def gpu(
+    number: int = 0, host: str = "a", visible: str = "01", processes: str = "here"
+) -> RankAddress:
+    """Return what a rank on that GPU publishes where NIXL is installed."""
+    table = ShmAddress(host, "socket", b"n" * 16, EPOCH)
+    ids = tuple(f"GPU-{one}" for one in visible)
+    where = CudaIpcAddress(table, b"handle", 4096, f"GPU-{number}", ids, processes)
+    return RankAddress({"cuda_ipc": where.encode(), **NIXL.metadata})
+
+
+@pytest.mark.parametrize(
+    ("reader", "found"),
+    [
+        (gpu(0), "cuda_ipc"),  # two processes on one GPU
+        (gpu(1, visible="10"), "cuda_ipc"),
+        (gpu(1, visible="1"), "nixl"),
+        (gpu(1, host="b"), "nixl"),
+        (gpu(1, processes="in another container"), "nixl"),
+        (both("a"), "nixl"),  # a CPU
+    ],
+)
+def test_gpus_of_one_host_that_see_each_other_share_memory(reader: RankAddress, found: str) -> None:
+    assert choose_transport(gpu(0), reader, "auto") == found
+    if found == "cuda_ipc":
+        assert choose_transport(gpu(0), reader, "auto", {"cuda_ipc"}) == "nixl"
+        assert choose_transport(gpu(0), reader, "cuda_ipc") == "cuda_ipc"
+    else:
+        with pytest.raises(TransferError, match="cuda_ipc, but"):
+            choose_transport(gpu(0), reader, "cuda_ipc")
+
+
+def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened() -> None:
+    with closing(HostPool(3, 4096)) as memory, closing(device_pool(memory)) as pool:
+        (only,) = make_transports(pool, EPOCH, TransferConfig(transport="cuda_ipc"))
+        where = CudaIpcAddress.decode(only.address())
+        assert (where.gpu, where.visible) == (GPU, (GPU,))
+        assert where.can_be_read_by(where)
+        found = reaches_of([RankAddress({"cuda_ipc": only.address()})], TransferConfig())
+        assert found == (f"cuda_ipc@{'/'.join(this_place())}/{process_space()}",)
+        only.close()
+
+
+def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "is_installed", lambda: False)
+    with (
+        closing(HostPool(3, 4096)) as memory,
+        closing(device_pool(memory, lacking="no handles here")) as pool,
+    ):
+        with pytest.raises(ConfigError, match="no handles here"):
+            make_transports(pool, EPOCH, TransferConfig(transport="cuda_ipc"))
+        assert make_transports(pool, EPOCH, TransferConfig()) == []
+    first, second = caplog.records
+    assert first.fields == {"reason": "no handles here"}  # type: ignore[attr-defined]
+    assert "pip install -e '.[nixl]'" in second.getMessage()
+
+
+def test_what_the_device_cannot_have_is_refused() -> None:
+    with closing(HostPool(2, 4096)) as memory, closing(device_pool(memory)) as pool:
+        with pytest.raises(ConfigError, match="shm cannot read a GPU's memory"):
+            make_transports(pool, EPOCH, TransferConfig(transport="shm"))
+        with pytest.raises(ConfigError, match="computes on a CPU"):
+            make_transports(memory, EPOCH, TransferConfig(transport="cuda_ipc"))

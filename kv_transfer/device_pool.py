@@ -1,0 +1,75 @@
+"""One rank's KV pool in a GPU's memory, and what other processes of the host can do with it.
+
+The rank's loader makes a `DevicePool` in place of a `HostPool`; `choice` makes its transports. What
+touches a GPU is behind `PeerMemory`, which the engine implements: this room imports no torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.interfaces import PoolMemory
+
+
+class PeerPool(Protocol):
+    """The pool of another process in this process's GPU address space."""
+
+    def copy(
+        self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
+    ) -> Callable[[], bool]:
+        """Launch the copy of pieces `remote` of that pool to pieces `local` of ours.
+
+        Pieces have `num_bytes` and are numbered through a pool; numbers are in range. The returned
+        function says whether the copy has ended. Both raise `TransferError`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmap the pool. No copy of it may be in flight."""
+        ...
+
+
+class PeerMemory(Protocol):
+    """What `cuda_ipc` needs of a GPU. `enter`, `open` and what it returns belong to the agent's
+    thread."""
+
+    @property
+    def gpu(self) -> str:
+        """The id of the GPU that the local pool lies on, equal in every process of the host."""
+        ...
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """The ids of all GPUs that this process can use."""
+        ...
+
+    def handle(self) -> bytes:
+        """Return the bytes with which another process opens the local pool.
+
+        Raises `ConfigError` where the memory cannot be shared.
+        """
+        ...
+
+    def enter(self) -> None:
+        """Make the GPU current on the calling thread, and compile what copies need."""
+        ...
+
+    def open(self, handle: bytes, shape: PoolShape) -> PeerPool:
+        """Map the pool of another process. Raises `TransferError`."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class DevicePool:
+    """A pool in a GPU's memory. `table` is a host pool of empty blocks: generations alone."""
+
+    memory: PoolMemory
+    table: HostPool
+    peers: PeerMemory
+
+    def close(self) -> None:
+        self.table.close()

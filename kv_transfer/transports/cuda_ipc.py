@@ -1,0 +1,235 @@
+"""Reads between GPUs of one host: the reader maps the peer's GPU memory and one kernel copies.
+
+The owner lends a table of generations as `shm` lends a pool (`owner_links`); with it comes proof of
+the same host and news of the owner's death. Its address carries the plain bytes of the GPU memory's
+handle. A read is one launch; when it has ended, the generations are read again: a block that got a
+new owner meanwhile fails the read. A launched copy cannot be stopped, so a read is quiet only once
+the GPU has ended it. Only an agent's thread calls it; what touches a GPU is in `PeerMemory`.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv_transfer.device_pool import DevicePool, PeerPool
+from baton.kv_transfer.host_pool import PoolShape, check_piece, check_read
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank
+from baton.kv_transfer.transports.fence import make_fence
+from baton.kv_transfer.transports.owner_links import Mapping, OwnerLinks
+from baton.kv_transfer.transports.shm import ShmAddress, piece_numbers
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
+
+CLOSE_POLL_S = 0.0005
+
+
+class CudaIpcTransport:
+    """Lends the GPU pool `pool` to other processes of this host and reads the pools of peers.
+
+    Raises `ConfigError` where the memory cannot be shared.
+    """
+
+    name = "cuda_ipc"
+    connect_s = 10.0
+    least_slice_bytes = 1 << 30  # a span is one launch; the GPU needs a few milliseconds for it
+    progress_s: float | None = None
+
+    def __init__(self, pool: DevicePool, epoch: Epoch) -> None:
+        self._fence = make_fence()
+        self._handle = pool.peers.handle()
+        self._pool = pool
+        self._epoch = epoch
+        self._links = OwnerLinks(pool.table)
+        self._peers: dict[PeerRank, _OpenPeer] = {}
+        self._flights: dict[int, _Copy] = {}
+        self._next_handle = 0
+        # Removed with copies in flight: unmapped when the last of them has ended.
+        self._leaving: list[_OpenPeer] = []
+
+    def address(self) -> bytes:
+        table = ShmAddress.of(self._links, self._pool.table, self._epoch)
+        peers, block_bytes = self._pool.peers, self._pool.memory.block_bytes
+        return CudaIpcAddress(
+            table, self._handle, block_bytes, peers.gpu, peers.visible, process_space()
+        ).encode()
+
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
+        where = CudaIpcAddress.decode(address)
+        where.table.check(peer.epoch)
+        if where.block_bytes != block_bytes:
+            raise TransferError("the address is not that peer's")
+        check_piece(piece, block_bytes, self._pool.memory.block_bytes)
+        self.remove_peer(peer)
+        self._links.add(peer, where.table.socket, where.table.nonce, PoolShape(num_blocks, 0))
+        self._peers[peer] = _OpenPeer(where.handle, PoolShape(num_blocks, block_bytes), piece)
+
+    def connected(self, peer: PeerRank) -> bool:
+        """Open the GPU's memory once the table is mapped: then the owner is known and trusted."""
+        if self._links.mapping(peer) is None:
+            return False
+        found = self._peers[peer]
+        if found.pool is None:
+            found.pool = self._pool.peers.open(found.handle, found.shape)
+        return True
+
+    def remove_peer(self, peer: PeerRank) -> None:
+        self._links.remove(peer)
+        found = self._peers.pop(peer, None)
+        if found is not None:
+            self._leaving.append(found)
+            self._forget_quiet_ones()
+
+    def read(
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
+    ) -> int:
+        table = self._links.mapping(peer)
+        found, memory = self._peers[peer], self._pool.memory
+        if table is None or found.pool is None:
+            raise TransferError("the pool is not open yet")
+        mine, piece = PoolShape(memory.num_blocks, memory.block_bytes), found.piece
+        source, target = check_read(remote, found.shape.num_blocks, local, mine.num_blocks)
+        expected = np.asarray(generations, np.int64)
+        if len(expected) != len(source):
+            raise TransferError("a read needs a generation for each remote block")
+        has_ended = found.pool.copy(
+            piece_numbers(source, found.shape, piece.remote_offset, piece),
+            piece_numbers(target, mine, piece.local_offset, piece),
+            piece.num_bytes,
+        )
+        self._next_handle += 1
+        self._flights[self._next_handle] = _Copy(peer, found, has_ended, source, expected)
+        found.in_flight.add(self._next_handle)
+        return self._next_handle
+
+    def test(self, handle: int) -> bool:
+        copy = self._flights[handle]
+        try:
+            ended = copy.has_ended()
+        except TransferError:
+            self._drop(handle)
+            raise
+        if not ended:
+            return False
+        self._drop(handle)
+        # A generation is bumped before the first store of a block's next owner. So equal numbers
+        # after the copy mean that nothing of the next owner was copied.
+        self._fence()
+        self._table_of(copy).check_generations(copy.source, copy.generations)
+        return True
+
+    def cancel(self, handle: int) -> bool:
+        if handle not in self._flights:
+            return True
+        try:
+            if not self._flights[handle].has_ended():
+                return False
+        except TransferError:
+            pass  # the GPU has given the copy up
+        self._drop(handle)
+        return True
+
+    def fileno(self) -> int:
+        return self._links.fileno()
+
+    def service(self) -> list[PeerRank]:
+        self._forget_quiet_ones()
+        return self._links.service()
+
+    def close(self) -> None:
+        """Wait for the copies that are in flight: the GPU would still store into the pool."""
+        while self._flights:
+            for handle in list(self._flights):
+                self.cancel(handle)
+            time.sleep(CLOSE_POLL_S if self._flights else 0.0)
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+        self._forget_quiet_ones()
+        self._links.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _table_of(self, copy: "_Copy") -> Mapping:
+        """Return the generations to check a copy by. Raises `TransferError` without its owner."""
+        if self._peers.get(copy.peer) is not copy.owner:
+            raise TransferError("the peer was removed")
+        table = self._links.mapping(copy.peer)
+        assert table is not None, "a peer that is read has a table"
+        return table
+
+    def _drop(self, handle: int) -> None:
+        self._flights.pop(handle).owner.in_flight.remove(handle)
+
+    def _forget_quiet_ones(self) -> None:
+        """Unmap the pools of removed peers that no copy reads any more."""
+        for peer in list(self._leaving):
+            for handle in list(peer.in_flight):
+                self.cancel(handle)
+            if not peer.in_flight:
+                self._leaving.remove(peer)
+                if peer.pool is not None:
+                    peer.pool.close()
+
+
+class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank's table of generations and GPU memory can be had.
+
+    The handle opens the memory to any process of this user that sees the GPU, so addresses may only
+    travel between authenticated peers.
+    """
+
+    table: ShmAddress
+    handle: bytes
+    block_bytes: int
+    gpu: str
+    visible: tuple[str, ...]  # the GPUs that the process can use, as a reader
+    processes: str  # the namespaces that CUDA's handles live in
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "CudaIpcAddress":
+        """Raises `TransferError` on anything but an address."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"not a cuda_ipc address: {error}") from error
+
+    def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
+        """Compare what both say: one host, one driver's handles, and a GPU that the reader sees."""
+        is_near = self.table.shares_host(reader.table) and self.processes == reader.processes
+        return is_near and self.gpu in reader.visible
+
+
+def process_space() -> str:
+    """Return the namespaces of processes and of shared memory: CUDA's handles need both."""
+    return "/".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "ipc"))
+
+
+@dataclass(slots=True, eq=False)
+class _OpenPeer:
+    handle: bytes
+    shape: PoolShape
+    piece: BlockPiece
+    pool: PeerPool | None = None
+    in_flight: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    peer: PeerRank
+    owner: _OpenPeer
+    has_ended: Callable[[], bool]
+    source: NDArray[np.int64]
+    generations: NDArray[np.int64]

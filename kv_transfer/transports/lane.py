@@ -1,0 +1,41 @@
+"""Whether a timed read between two GPUs went the way that it should have gone.
+
+UCX takes the fastest lane that it can use and does not say which. Where NVLink or PCIe peer access
+cannot be used, it stages GPU memory through the host or sends it by TCP: everything works, many
+times slower. `nixl` times one read of each pair of GPUs and asks here. Pure.
+"""
+
+import msgspec
+
+TIMED_BYTES = 64 << 20
+LEAST_BYTES = 4 << 20  # of a pool: less than that times the start of a read
+LEAST_BYTES_PER_S = 10e9  # PCIe 4.0 brings 20, NVLink hundreds, TCP on one host 1 to 3
+
+
+class TimedRead(msgspec.Struct, frozen=True):
+    """A read that has begun: from which device into which, and how much."""
+
+    owner: str
+    reader: str
+    is_one_host: bool
+    num_bytes: int
+    begun_s: float
+
+
+def complaint(read: TimedRead, seconds: float) -> str:
+    """Return what to say of a read that took `seconds`; empty if nothing looks wrong.
+
+    Between hosts the network decides, and its speed is not known here.
+    """
+    if not read.is_one_host or read.num_bytes < LEAST_BYTES:
+        return ""
+    rate = read.num_bytes / max(seconds, 1e-9)
+    if rate >= LEAST_BYTES_PER_S:
+        return ""
+    least = LEAST_BYTES_PER_S / 1e9
+    return (
+        f"nixl reads {read.owner} of its peer into {read.reader} at {rate / 1e9:.2g} GB/s, where "
+        f"GPUs of one host should reach {least:.0f}: UCX went through host "
+        "memory or TCP and not over NVLink or PCIe; leave UCX_TLS unset, let containers share the "
+        "host's ipc and pid namespaces, and see the lane with UCX_PROTO_INFO=y"
+    )

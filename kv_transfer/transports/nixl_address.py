@@ -1,0 +1,55 @@
+"""The address of a NIXL agent: what one rank publishes so that another can read its pool.
+
+Only `nixl` and tools use it.
+"""
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from baton.protocol.bounds import BlockCount, NumBytes
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
+
+DIGEST_BYTES = 16
+MAX_ADDRESS_BYTES = 1 << 20
+
+Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
+
+
+class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+    """An agent's metadata and where its pool lies.
+
+    NIXL's own parser can crash on damaged metadata, so the encoded form carries a digest that is
+    checked before NIXL sees a byte. It protects against damage, not against a forger: addresses may
+    only be taken from authenticated peers.
+    """
+
+    epoch: Epoch
+    agent: str  # unique per agent, not only per process
+    device: str  # "cpu" or "cuda:0"
+    pool_address: Address
+    num_blocks: BlockCount
+    block_bytes: NumBytes
+    metadata: bytes
+    host: str = ""  # where the pool lies; an older owner does not say
+
+    def encode(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return _digest(body) + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> "NixlAddress":
+        """Raises `TransferError` on anything but an address."""
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
+            raise TransferError("not a nixl address, or a damaged one")
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"not a nixl address: {error}") from error
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()

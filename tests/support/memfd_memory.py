@@ -1,0 +1,103 @@
+"""A GPU's memory for tests of `cuda_ipc`: pools are memfds, and a launched copy ends only later.
+
+A handle names a descriptor of the owner's process, so it is worth nothing once that has ended.
+Half of a copy's blocks are there at once and the rest lands when its end is asked for again and
+again: whoever reuses or unmaps blocks too early sees it.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv_transfer.device_pool import DevicePool
+from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.interfaces import BlockPiece, PoolMemory
+from baton.kv_transfer.transports.shm import copy_blocks, piece_view
+from baton.protocol.errors import ConfigError, TransferError
+
+TESTS_UNTIL_IT_ENDS = 4
+GPU = "GPU-0"
+
+
+class MemfdMemory:
+    """The `PeerMemory` over `pool`, whose generations nobody reads."""
+
+    def __init__(
+        self, pool: HostPool, visible: tuple[str, ...] = (GPU,), lacking: str = ""
+    ) -> None:
+        self.pool = pool
+        self.gpu = GPU
+        self.visible = visible
+        self.lacking = lacking  # why memory cannot be shared
+        self.thread: int | None = None  # that entered
+
+    def handle(self) -> bytes:
+        if self.lacking:
+            raise ConfigError(self.lacking)
+        return f"{os.getpid()} {self.pool.fileno()}".encode()
+
+    def enter(self) -> None:
+        self.thread = threading.get_ident()
+
+    def open(self, handle: bytes, shape: PoolShape) -> "MemfdPool":
+        assert self.thread == threading.get_ident(), "a thread without the GPU"
+        try:
+            process, number = map(int, handle.split())
+            descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"the memory cannot be opened: {error}") from error
+        try:
+            file = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        return MemfdPool(self.pool, file, shape)
+
+
+class MemfdPool:
+    """The `PeerPool` of a mapped memfd."""
+
+    def __init__(self, own: HostPool, file: mmap.mmap, shape: PoolShape) -> None:
+        self._own = own
+        self._file = file
+        self._shape = shape
+        self._num_in_flight = 0
+
+    def copy(
+        self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
+    ) -> Callable[[], bool]:
+        self._num_in_flight += 1
+        half = len(remote) // 2
+        self._copy(remote[:half], local[:half], num_bytes)
+        tests_left = TESTS_UNTIL_IT_ENDS
+
+        def has_ended() -> bool:
+            nonlocal tests_left
+            tests_left -= 1
+            if tests_left > 0:
+                return False
+            assert tests_left == 0, "an end is told once"
+            self._copy(remote[half:], local[half:], num_bytes)
+            self._num_in_flight -= 1
+            return True
+
+        return has_ended
+
+    def _copy(self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int) -> None:
+        piece = BlockPiece(0, 0, num_bytes)
+        target = piece_view(self._own.buffer, self._own.shape, piece)
+        copy_blocks(target, local, piece_view(self._file, self._shape, piece), remote)
+
+    def close(self) -> None:
+        assert not self._num_in_flight, "unmapped under a copy"
+        self._file.close()
+
+
+def device_pool(pool: HostPool, *, num_spare: int = 0, **memory: object) -> DevicePool:
+    """Return `pool`, less `num_spare` blocks, as a GPU's; `memory` is for `MemfdMemory`."""
+    num_blocks = pool.shape.num_blocks - num_spare
+    where = PoolMemory(pool.address, num_blocks, pool.shape.block_bytes, "cuda:0", num_spare)
+    return DevicePool(where, HostPool(num_blocks, 0), MemfdMemory(pool, **memory))  # type: ignore[arg-type]
