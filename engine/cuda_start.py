@@ -86,15 +86,17 @@ def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graph
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute a prompt of two tokens, and its last one again, so that every kernel is compiled.
+    """Compute a prompt of two tokens, its last one again, and one of a context as long as any.
 
-    Stores into block 0 alone: nobody owns it yet, and its owner stores before reading.
+    So every kernel is compiled, that which merges the parts of long contexts too. Stores into block
+    0 alone: nobody owns it yet, and its owner stores before reading.
     """
     key = Key(RequestId("warm-up"))
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
-    for start in (0, 1):
-        tokens = (0, 0)[start:]
-        part = Slice(key, start, len(tokens), tokens, (0,), (0,), sampling, 2)
+    num_blocks = max(1, runner.backend.table_blocks)
+    longest = (num_blocks - 1) * runner.cache.pool.shape[4]
+    for start, length, width in ((0, 2, 1), (1, 1, 1), (longest, 1, num_blocks)):
+        part = Slice(key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2)
         runner.execute(StepPlan(start, (part,)))
 
 

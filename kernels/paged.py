@@ -134,6 +134,25 @@ def fold(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    m, p, shrink = weigh(m, s, visible, scale_log2, MASKED)
+    if ORDERED:
+        ones = tl.full((s.shape[1], 16), 1.0, v.dtype)
+        norm = tl.dot(p.to(v.dtype), ones, norm * shrink[:, None], input_precision="ieee")
+    else:
+        norm = norm * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return m, norm, acc
+
+
+@triton.jit
+def weigh(
+    m: tl.tensor,
+    s: tl.tensor,
+    visible: tl.tensor,
+    scale_log2: tl.tensor,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the new maximum, the weights of a tile, and what shrinks the sums before it."""
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -141,14 +160,7 @@ def fold(
     if MASKED:  # infinity less infinity is NaN
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, scale_log2, -top[:, None]))
-    shrink = tl.exp2(m - top)
-    if ORDERED:
-        ones = tl.full((s.shape[1], 16), 1.0, v.dtype)
-        norm = tl.dot(p.to(v.dtype), ones, norm * shrink[:, None], input_precision="ieee")
-    else:
-        norm = norm * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return m_new, norm, acc
+    return m_new, p, tl.exp2(m - top)
 
 
 @triton.jit

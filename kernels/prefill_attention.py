@@ -1,8 +1,9 @@
 """Paged prefill attention: a ragged batch of chunks over prefix and chunk, on tensor cores.
 
 A program takes a tile of queries of one head and walks the keys in tiles cut at absolute positions:
-first those that all its queries see, without a mask, then those on the diagonal. A query's bits
-therefore depend neither on how its prompt was cut into chunks nor on the rest of the batch. With
+first those that all its queries see, without a mask, then those on the diagonal. Where registers
+allow, the scores of the next tile are computed while those of this one become weights (`ahead`). A
+query's bits depend neither on how its prompt was cut into chunks nor on the rest of the batch. With
 `ordered`, keys are cut into splits as decode cuts them, and the bits are decode's. The runner's
 attention layer calls it. `reference.paged_prefill_attention` defines the meaning.
 """
@@ -29,6 +30,7 @@ from baton.kernels.paged import (
     load_rows,
     merge,
     slot_rows,
+    weigh,
 )
 from baton.kernels.tilings import padded, prefill_tiling
 
@@ -64,7 +66,7 @@ def paged_prefill_attention(
         GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
         BLOCK_SIZE=block_size, WINDOWED=window is not None,
         SPLIT=ORDERED_SPLIT if ordered else 0, QUERIES=tiles.queries, KEYS=tiles.keys,
-        MAX_BATCH=MAX_BATCH, UPCAST=interpreted(),
+        AHEAD=tiles.ahead, MAX_BATCH=MAX_BATCH, UPCAST=interpreted(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -97,6 +99,7 @@ def _prefill_kernel(
     SPLIT: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
     MAX_BATCH: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
@@ -129,11 +132,11 @@ def _prefill_kernel(
     table = table_ptr + sequence.to(tl.int64) * stride_table
 
     m = tl.full((QUERIES,), float("-inf"), tl.float32)
+    norm = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, DIM), tl.float32)
     end = tl.minimum(first_position + QUERIES, context_len)
     first_key = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     if SPLIT:
-        norm = tl.zeros((QUERIES,), tl.float32)
         for start in range(first_key // SPLIT * SPLIT, end, SPLIT):
             m_next = tl.full((QUERIES,), float("-inf"), tl.float32)
             norm_next = tl.zeros((QUERIES, 16), tl.float32)
@@ -144,8 +147,12 @@ def _prefill_kernel(
                 HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, True, UPCAST,
             )  # fmt: skip
             m, norm, acc = merge(m, norm, acc, m_next, tl.max(norm_next, 1), acc_next)
+    elif AHEAD:
+        m, norm, acc = _attend_ahead(
+            m, norm, acc, q, kv_ptr, table, first_key, end, first_position, window, scale_log2,
+            stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, WINDOWED, UPCAST,
+        )  # fmt: skip
     else:
-        norm = tl.zeros((QUERIES,), tl.float32)
         seen_by_all = (first_position + 1) // KEYS * KEYS
         if WINDOWED:
             whole = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
@@ -202,7 +209,6 @@ def _attend(
     The place of the boundary between phases can therefore not change a bit.
     """
     d = tl.arange(0, DIM)
-    position = first_position + tl.arange(0, QUERIES)
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
     for tile_start in range(start, end, KEYS):
         rows = slot_rows(blocks, tile_start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
@@ -211,10 +217,174 @@ def _attend(
         n = tile_start + tl.arange(0, KEYS)
         k = load_rows(kv, n < end, HEAD_DIM, DIM, MASKED)
         v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, MASKED)
-        visible = (n[None, :] <= position[:, None]) & (n < end)[None, :]
-        if WINDOWED:
-            visible &= n[None, :] > position[:, None] - window
+        visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
         m, norm, acc = fold(
             m, norm, acc, q, k, v, visible, scale_log2, MASKED, ORDERED, UPCAST
         )  # fmt: skip
     return m, norm, acc
+
+
+@triton.jit
+def _attend_ahead(
+    m: tl.tensor,
+    norm: tl.tensor,
+    acc: tl.tensor,
+    q: tl.tensor,
+    kv_ptr: tl.tensor,
+    table: tl.tensor,
+    first_key: tl.tensor,
+    end: tl.tensor,
+    first_position: tl.tensor,
+    window: tl.tensor,
+    scale_log2: tl.tensor,
+    stride_block: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold the keys `first_key:end` into a tile of queries, the scores one tile ahead.
+
+    While a tile's scores become weights, the tensor cores compute the next tile's scores; the
+    weights are multiplied with their values a tile later. Triton leaves a product in flight only if
+    the loop uses it in its next turn, behind a wait: so the values' product comes first in a turn.
+    """
+    blocks = load_blocks(table, first_key, end, BLOCK_SIZE, KEYS)
+    after = load_blocks(table, first_key + KEYS, end, BLOCK_SIZE, KEYS)
+    s = _scores(q, kv_ptr, blocks, first_key, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, UPCAST)
+    ahead = _scores(
+        q, kv_ptr, after, first_key + KEYS, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, UPCAST
+    )
+    after = load_blocks(table, first_key + 2 * KEYS, end, BLOCK_SIZE, KEYS)
+    visible = _visible(first_key, end, first_position, window, QUERIES, KEYS, WINDOWED)
+    m, p, shrink = weigh(m, s, visible, scale_log2, True)
+    norm = norm * shrink + tl.sum(p, 1)
+    start = first_key + KEYS
+    seen_by_all = tl.maximum((first_position + 1) // KEYS * KEYS, start)
+    if WINDOWED:
+        whole = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
+        whole = tl.minimum(tl.maximum(whole, start), seen_by_all)
+        m, norm, acc, ahead, p, blocks, after = _phase(
+            m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, start, whole, end,
+            first_position, window, scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES,
+            KEYS, True, True, UPCAST,
+        )  # fmt: skip
+        start = whole
+    m, norm, acc, ahead, p, blocks, after = _phase(
+        m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, start, seen_by_all, end,
+        first_position, window, scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS,
+        False, WINDOWED, UPCAST,
+    )  # fmt: skip
+    m, norm, acc, ahead, p, blocks, after = _phase(
+        m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, seen_by_all, end, end,
+        first_position, window, scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS,
+        True, WINDOWED, UPCAST,
+    )  # fmt: skip
+    # Only the last tile has dead slots, whose values must not be loaded.
+    last = (end - 1) // KEYS * KEYS
+    rows = slot_rows(blocks, last, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
+    values = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :] + BLOCK_SIZE * HEAD_DIM
+    v = load_rows(values, last + tl.arange(0, KEYS) < end, HEAD_DIM, DIM, True)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+    return m, norm, acc
+
+
+@triton.jit
+def _phase(
+    m: tl.tensor,
+    norm: tl.tensor,
+    acc: tl.tensor,
+    s: tl.tensor,
+    p: tl.tensor,
+    blocks: tl.tensor,
+    after: tl.tensor,
+    q: tl.tensor,
+    kv_ptr: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    end: tl.tensor,
+    first_position: tl.tensor,
+    window: tl.tensor,
+    scale_log2: tl.tensor,
+    stride_block: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Weigh the tiles `start:stop`, with the same arithmetic in every phase.
+
+    The place of the boundary between phases can therefore not change a bit. `s` are the scores of
+    the tile at `start`, `p` the weights of the tile before it; `blocks` hold the tile before it,
+    `after` the next one. All are returned as they are for `stop`.
+    """
+    d = tl.arange(0, DIM)
+    for tile_start in range(start, stop, KEYS):
+        rows = slot_rows(blocks, tile_start - KEYS, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
+        values = kv_ptr + rows[:, None] + d[None, :] + BLOCK_SIZE * HEAD_DIM
+        v = load_rows(values, tl.arange(0, KEYS) >= 0, HEAD_DIM, DIM, False)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        ahead = _scores(
+            q, kv_ptr, after, tile_start + KEYS, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS,
+            UPCAST,
+        )  # fmt: skip
+        blocks = load_blocks(table, tile_start, end, BLOCK_SIZE, KEYS)
+        after = load_blocks(table, tile_start + 2 * KEYS, end, BLOCK_SIZE, KEYS)
+        visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
+        m, p, shrink = weigh(m, s, visible, scale_log2, MASKED)
+        norm = norm * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        s = ahead
+    return m, norm, acc, s, p, blocks, after
+
+
+@triton.jit
+def _scores(
+    q: tl.tensor,
+    kv_ptr: tl.tensor,
+    blocks: tl.tensor,
+    start: tl.tensor,
+    stride_block: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tl.tensor:
+    """Return the products of queries and the keys `start:start + KEYS`, dead ones included.
+
+    Whatever a dead key holds stays in its own column, which is masked.
+    """
+    rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
+    keys = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :]
+    k = load_rows(keys, tl.arange(0, KEYS) >= 0, HEAD_DIM, DIM, False)
+    if UPCAST:
+        k = k.to(tl.float32)
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
+
+
+@triton.jit
+def _visible(
+    start: tl.tensor,
+    end: tl.tensor,
+    first_position: tl.tensor,
+    window: tl.tensor,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> tl.tensor:
+    """Return which of the keys `start:start + KEYS` each query sees."""
+    position = first_position + tl.arange(0, QUERIES)
+    n = start + tl.arange(0, KEYS)
+    visible = (n[None, :] <= position[:, None]) & (n < end)[None, :]
+    if WINDOWED:
+        visible &= n[None, :] > position[:, None] - window
+    return visible

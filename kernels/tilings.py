@@ -24,12 +24,13 @@ class DecodeTiling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """Queries by keys of a tile, and its resources."""
+    """Queries by keys of a tile, and its resources. `ahead` overlaps scores with the softmax."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
+    ahead: bool = False
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -46,10 +47,11 @@ DECODE: dict[Row, DecodeTiling] = {
     (FP32, 128): DecodeTiling(32, 4, 2, 4),
     (FP32, 256): DecodeTiling(16, 4, 2, 3),
 }
+# Two programs of heads up to 64 share a multiprocessor: one multiplies while the other weighs.
 PREFILL: dict[Row, PrefillTiling] = {
     (BF16, 32): PrefillTiling(128, 64, 8, 3),
     (BF16, 64): PrefillTiling(128, 64, 8, 3),
-    (BF16, 128): PrefillTiling(128, 64, 8, 3),
+    (BF16, 128): PrefillTiling(128, 64, 8, 3, True),
     (BF16, 256): PrefillTiling(128, 32, 8, 3),
     (FP32, 32): PrefillTiling(32, 32, 16, 2),
     (FP32, 64): PrefillTiling(32, 32, 16, 2),

@@ -310,6 +310,10 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "decode alone": lambda: check_decode_alone(_with(decode, contexts=(600, 3, 0, 17)), "cpu"),
         "prefill fp32": lambda: check_prefill(prefill, "cpu"),
         "prefill bf16 tiles": lambda: check_prefill(wide, "cpu"),
+        "prefill bf16 tiles ahead": lambda: check_prefill(_with(wide, head_dim=128), "cpu"),
+        "prefill bf16 short ahead": lambda: check_prefill(
+            _with(prefill, dtype=bf16, head_dim=112), "cpu"
+        ),
         "prefill bf16 big blocks": lambda: check_prefill(
             _with(prefill, dtype=bf16, block_size=128), "cpu"
         ),
@@ -320,6 +324,15 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "prefill window": lambda: check_prefill(_with(cut, window=37), "cpu"),
         "prefill window bf16": lambda: check_prefill(_with(wide, window=5), "cpu"),
         "prefill chunks": lambda: check_prefill_chunks(cut, "cpu"),
+        "prefill chunks bf16": lambda: check_prefill_chunks(
+            _with(cut, dtype=bf16, head_dim=80), "cpu"
+        ),
+        "prefill chunks far window bf16": lambda: check_prefill_chunks(
+            _with(wide, contexts=(330,), window=200, head_dim=128), "cpu"
+        ),
+        "prefill far window bf16": lambda: check_prefill(
+            _with(wide, contexts=(330,), window=200, head_dim=128), "cpu"
+        ),
         "prefill chunks window": lambda: check_prefill_chunks(_with(cut, window=20), "cpu"),
         "ordered": lambda: check_decode_as_prefill(one, "cpu", 9),
         "ordered chunks": lambda: check_prefill_chunks(

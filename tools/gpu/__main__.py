@@ -5,7 +5,8 @@ Each section runs in a process of its own, so that a kernel that breaks or hangs
 only, and its memory is free when the next begins. This process touches no device. The exit code is
 0 when every section is complete: all of it was reached, and no row and no check failed. Software
 that this machine lacks is reported and does not count, and a missed target is a figure, not a
-failure. The exit code is 2 for unknown arguments, else 1.
+failure. The exit code is 2 for unknown arguments, else 1. The last lines say PASS, FAIL or a value
+for each claim.
 """
 
 import argparse
@@ -36,33 +37,51 @@ from tools.gpu.rows import (
     markdown,
     targets_for,
 )
+from tools.gpu.summary import last_lines
 
 MODULE = "tools.gpu"
-TOTAL_S = 510.0
+TOTAL_S, SMOKE_S = 465.0, 118.0
 CLOSING_S = 5.0  # the part of a section's time between its own end and a forced one
 GONE_S = 15.0  # the longest wait for a section's process that was killed
 # Name, title, and the share of the time that a section may take while the others wait. The first
 # section runs on a machine that has read nothing from disk yet.
 SECTIONS = (
-    ("environment", "Machine and floors", 90.0),
-    ("correctness", "Kernels against their torch twins", 95.0),
-    ("kernels", "Kernel speed", 135.0),
-    ("engine", "Steps of the engine", 110.0),
-    ("split", "Split against colocated", 80.0),
+    ("environment", "Machine and floors", 80.0),
+    ("correctness", "Kernels against their torch twins", 65.0),
+    ("split", "Split against colocated", 70.0),
+    ("transfer", "Reads between two processes", 30.0),
+    ("engine", "Steps of the engine", 120.0),
+    ("kernels", "Kernel speed", 100.0),
 )
+SMOKE_SECTIONS = ("environment", "correctness", "split", "transfer")
 
 
 class Options(msgspec.Struct, frozen=True):
     out: Path
     total_s: float = TOTAL_S
     sections: tuple[str, ...] = tuple(name for name, _, _ in SECTIONS)
+    device: str = "cuda"
+    is_smoke: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(".baton/gpu"), help="folder of the report")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="time for all sections")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"time for all sections, {TOTAL_S:g} or with --smoke {SMOKE_S:g} if not given",
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="see first whether the GPU works: every kernel once, and the split",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="cpu runs every section tiny, with TRITON_INTERPRET=1, to test this command",
+    )  # fmt: skip
     parser.add_argument(
         "--only", nargs="+", choices=[name for name, _, _ in SECTIONS], help="sections to run"
     )
@@ -70,20 +89,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     die_with_parent()
     try:
-        check_device()
+        check_device(given.device)
         given.out.mkdir(parents=True, exist_ok=True)
         if given.section:
-            from tools.gpu.worker import work
+            from tools.gpu.worker import Job, work
 
-            work(given.section, given.out, given.seconds)
+            work(Job(given.section, given.seconds, given.device, given.smoke), given.out)
             return 0
-        report = run(Options(given.out, given.seconds, chosen(given.only)), words)
+        seconds = given.seconds or (SMOKE_S if given.smoke else TOTAL_S)
+        only = given.only or (SMOKE_SECTIONS if given.smoke else None)
+        options = Options(given.out, seconds, chosen(only), given.device, given.smoke)
+        report = run(options, words)
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"baton: {given.out} cannot be written: {error}", file=sys.stderr)
         return 1
+    print("\n".join(last_lines(report)))
     return 0 if report.has_passed else 1
 
 
@@ -93,11 +116,11 @@ def chosen(only: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name for name in names if not only or name in only or name == names[0])
 
 
-def check_device() -> None:
+def check_device(device: str) -> None:
     """Raise `NodeError` if there is no GPU to measure."""
     import torch
 
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise NodeError(f"no CUDA device: torch {torch.__version__} sees no GPU to measure")
 
 
@@ -118,7 +141,7 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
         start_s = clock()
         if held:
             section.state, section.reason = "failed", held
-        elif not _run_section(section, options.out):
+        elif not _run_section(section, options):
             held = f"the process of {name} would not end, and a busy GPU measures nothing"
         section.wall_s = clock() - start_s
         fill(report, section, read_events(events_file(options.out, name)))
@@ -134,11 +157,13 @@ def allotted(left_s: float, shares: Sequence[float]) -> float:
     return max(0.0, left_s) * shares[0] / sum(shares)
 
 
-def _run_section(section: Section, out: Path) -> bool:
+def _run_section(section: Section, options: Options) -> bool:
     """Run a section in a child until it ends or its time is over; return whether it is gone."""
+    out = options.out
     arguments = (
-        "--section", section.name, "--out", str(out),
-        "--seconds", f"{max(0.0, section.budget_s - CLOSING_S):.1f}",
+        "--section", section.name, "--out", str(out), "--device", options.device,
+        "--seconds", f"{max(0.1, section.budget_s - CLOSING_S):.1f}",
+        *(("--smoke",) if options.is_smoke else ()),
     )  # fmt: skip
     deadline_s = monotonic() + section.budget_s
     with (out / f"{section.name}.log").open("w") as log:
@@ -197,7 +222,7 @@ def fill(report: GpuReport, section: Section, events: Sequence[Event]) -> None:
 
 def write(report: GpuReport, out: Path) -> None:
     """Write `report.json` and `report.md`, each of which is whole at every moment."""
-    pages = [heading(report), *map(markdown, report.sections)]
+    pages = [heading(report), *map(markdown, report.sections), *last_lines(report)]
     for name, content in (
         ("report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n"),
         ("report.md", "\n".join(pages).encode()),

@@ -10,7 +10,7 @@ import msgspec
 
 from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape
 
-Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "x floor"]
+Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "s", "GiB", "%", "x floor"]
 TARGETS_HOLD_FOR = "H200"
 COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
 
@@ -56,6 +56,17 @@ class CopyCase(msgspec.Struct, frozen=True):
         payload = self.num_blocks * block_bytes
         num_calls = max(4, min(64, 2 * COLD_BYTES // payload))
         return num_calls, min(num_calls, max(4, -(-COLD_BYTES // payload)))
+
+
+class KvRead(msgspec.Struct, frozen=True):
+    """Blocks that one process reads of another's pool."""
+
+    name: str
+    num_blocks: int
+    target: Target | None = None
+
+    def key(self, transport: str) -> str:
+        return f"KV reads {self.name}, {transport}"
 
 
 class TokensCase(msgspec.Struct, frozen=True):
@@ -212,6 +223,8 @@ STEPS = (
     _decode(LLAMA3_8B, 128, 1024, 12.4, 10.9),
 )
 
+# 9 and 65 MiB: the blocks of 64 and of 464 tokens of an 8B model.
+KV_READS = (KvRead("8 MB", 4, Target(1.4)), KvRead("64 MB", 29, Target(1.9)))
 GATHER, SCATTER = "gather", "scatter"
 HANDOVER_PROMPTS = (512, 2048, 4096)
 HANDOVER_TARGET = Target(2.0, adds_floor=True)
@@ -230,4 +243,5 @@ def targets() -> dict[str, Target]:
     for copy in KERNELS.copies:
         if copy.target is not None:
             found |= {f"{way} {copy.key}": copy.target for way in (GATHER, SCATTER)}
+    found |= {read.key("cuda_ipc"): read.target for read in KV_READS if read.target is not None}
     return found | {handover_key(tokens): HANDOVER_TARGET for tokens in HANDOVER_PROMPTS}

@@ -15,6 +15,7 @@ from baton.engine.sampler import Sampler, SampleRow
 from baton.kernels import reference
 from baton.kernels.block_copy import gather_blocks, scatter_blocks
 from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rms_norm import add_rms_norm
 from baton.kernels.rope_store import rope_and_store
@@ -52,16 +53,20 @@ MODELS = (
 )
 
 
-def run(desk: Desk, models: tuple[Model, ...] = MODELS) -> None:
+def run(
+    desk: Desk,
+    models: tuple[Model, ...] = MODELS,
+    block_sizes: tuple[int, ...] = BLOCK_SIZES,
+) -> None:
     """Run the section."""
     torch.manual_seed(0)
-    for block_size in BLOCK_SIZES:
+    for block_size in block_sizes:
         layout = Layout(desk.device, block_size=block_size)
         for model in models:
             name = f"{model.name}, blocks of {block_size}"
             desk.check(f"decode attention, {name}", partial(_decode, model, layout))
             desk.check(f"prefill attention, {name}", partial(_prefill, model, layout))
-            if block_size == BLOCK_SIZES[0]:
+            if block_size == block_sizes[0]:
                 for key, work in OTHERS.items():
                     desk.check(f"{key}, {model.name}", partial(work, model, layout))
 
@@ -214,20 +219,32 @@ def _copy(model: Model, layout: Layout) -> Check:
     return _equal(key, torch.cat([staged, target]), torch.cat([twin, target_twin]))
 
 
-def _sampling(model: Model, layout: Layout) -> Check:
-    """Compare greedy and drawn rows alone with the same rows in a batch."""
-    sampler = Sampler()
+def _sample_rows() -> list[SampleRow]:
     kinds = ((0.0, 0, 1.0), (0.8, 50, 0.9), (1.0, 0, 0.95), (0.7, 20, 1.0))
-    rows = [
+    return [
         SampleRow(Sampling(seed, 8, temperature=heat, top_k=k, top_p=p), 0, 100 + seed, 0)
         for seed, (heat, k, p) in enumerate(kinds)
     ]
+
+
+def _sampling(model: Model, layout: Layout) -> Check:
+    """Compare greedy and drawn rows alone with the same rows in a batch."""
+    sampler, rows = Sampler((), sample_tokens), _sample_rows()
     logits = 3 * torch.randn(len(rows), model.vocab_size, device=layout.device)
     together = sampler.sample(logits.clone(), rows)
     alone = [sampler.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
     key = f"sampling: tokens in any batch, {model.name}"
     same = together == alone and together[0] == int(logits[0].argmax())
     return Check(key, same, f"{together} together, {alone} alone")
+
+
+def _sampling_on_host(model: Model, layout: Layout) -> Check:
+    """Compare what the device's kernels draw with what torch draws on a CPU."""
+    rows = _sample_rows()
+    logits = 3 * torch.randn(len(rows), model.vocab_size, device=layout.device)
+    ours = Sampler((), sample_tokens).sample(logits.clone(), rows)
+    theirs = Sampler().sample(logits.cpu(), rows)
+    return Check(f"sampling: device = CPU, {model.name}", ours == theirs, f"{ours} and {theirs}")
 
 
 def _close(key: str, ours: Tensor, twin: Tensor) -> Check:
@@ -257,4 +274,5 @@ OTHERS = {
     "SiLU · mul": _silu,
     "gather and scatter of blocks": _copy,
     "sampling: tokens in any batch": _sampling,
+    "sampling: device = CPU": _sampling_on_host,
 }

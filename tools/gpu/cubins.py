@@ -40,6 +40,7 @@ class Cubin(msgspec.Struct, frozen=True):
     shared_bytes: int
     num_warps: int
     wgmma: int  # products on warpgroups
+    waits: int  # for products on warpgroups
     mma: int  # products on warps
     tf32: int
     wide_loads: int  # of 16 bytes
@@ -97,9 +98,10 @@ def _compile(launch: Launch) -> Cubin:
     ptx = built.asm["ptx"]
     # Masked loads are inline assembly with a predicate in front; copies to shared are `cp.async`.
     wide = re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\S* .*, 0x10,", ptx)
+    wgmma, waits = ptx.count("wgmma.mma_async"), ptx.count("wgmma.wait_group")
     return Cubin(
         kernel.__name__, registers, local_bytes, built.metadata.shared, built.metadata.num_warps,
-        ptx.count("wgmma.mma_async"), ptx.count("mma.sync"), ptx.count("tf32"), len(wide),
+        wgmma, waits, ptx.count("mma.sync"), ptx.count("tf32"), len(wide),
     )  # fmt: skip
 
 

@@ -1,33 +1,37 @@
 """Measure steps of whole models in baton's own runner, with random weights made on the GPU.
 
 This is a section of the GPU benchmark. Shapes are those of published models; the values do not
-matter. A step's time is the one that `Runner.execute` reports: packing on the host, the decoder,
-sampling and the wait for the device. The same forward pass replayed as a CUDA graph shows how much
-of an eager step is launching; baton serves eager steps today.
+matter. A decode step is measured three times: launched operation by operation, replayed, and as it
+is served, by the real scheduler with the next step launched before this one is collected
+(`serving`). A step's time is the one that the runner reports: packing on the host, the decoder,
+sampling and the wait for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from baton.engine.attention.backend import Backend, Batch
+from baton.engine.attention.backend import Backend
 from baton.engine.attention.plain import PlainBackend
 from baton.engine.cuda_queue import CudaQueue
 from baton.engine.kv_cache import KVCache, device_cache
 from baton.engine.layers.linear import Linear
+from baton.engine.layers.product_rule import Product, keeps_bits
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import Rope
 from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
-from baton.engine.step_queue import HostQueue, StepQueue
+from baton.engine.step_queue import HostQueue, StepQueue, Work
 from baton.engine.tensor_parallel import SingleRank
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
+from tools.gpu import serving
 from tools.gpu.cases import STEPS, StepCase
 from tools.gpu.floors import Shape, decode_work, prefill_work
 from tools.gpu.rows import Check, Measured, Unreached
@@ -42,16 +46,31 @@ WEIGHT_SCALE = 0.02
 ROUNDS, WARM_UPS = 15, 3
 BUILD_S = 15.0  # a model is not begun if less time than this is left
 SHARED_BLOCKS = 8192  # 128 sequences of 1k tokens
+MAX_POSITIONS = 40_960  # of Qwen3; block tables on the device are as wide
 SPARE_BYTES = 6 << 30  # memory for activations and logits beside weights and pool
 AGREEMENT = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=True)
+KEEPS_BITS = "rows keep their bits"
 AGREES = "a decoder on the kernels agrees with the CPU's"
 LARGEST_ERROR = 1e-3  # fp32, sums in another order
 
 
-def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> None:
-    """Run the section: models one after the other, each built once per size of pool."""
+def run(
+    desk: Desk,
+    steps: Sequence[StepCase] = STEPS,
+    rounds: int = ROUNDS,
+    weights: Mapping[str, tuple[int, int]] | None = None,
+) -> None:
+    """Run the section: models one after the other, each built once per size of pool.
+
+    `weights` are the shapes whose products are asked whether they keep the bits of a row.
+    """
     torch.manual_seed(0)
-    desk.check(AGREES, lambda: agreement(desk.device))
+    shape = AGREEMENT if desk.device.type == "cuda" else steps[0].shape
+    desk.check(AGREES, partial(agreement, desk.device, shape))
+    for name, sizes in (weights or {}).items():
+        for product in products(desk.device):
+            key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
+            desk.check(key, partial(keeps, desk.device, key, product, sizes))
     for model in _models(steps):
         shape, num_blocks = model[0].shape, max(map(_num_blocks, model))
         if lacking := _lacking(desk, shape, num_blocks):
@@ -68,9 +87,24 @@ def run(desk: Desk, steps: Sequence[StepCase] = STEPS, rounds: int = ROUNDS) -> 
             for case in model:
                 desk.emit(Measured(case.key, "ms", error=str(error)[:200]))
             continue
-        for case in model:
-            _measure(desk, runner, case, rounds)
+        _measure(desk, runner, model, rounds)
         del runner  # free its memory before the next runner is built
+
+
+def products(device: torch.device) -> dict[str, Product]:
+    """Return the products that linear layers can take; the interpreter is too slow for ours."""
+    from baton.kernels.fixed_product import fixed_product
+
+    library: dict[str, Product] = {"library": torch.nn.functional.linear}
+    return library | {"fixed order": fixed_product} if device.type == "cuda" else library
+
+
+def keeps(device: torch.device, key: str, product: str, sizes: tuple[int, int]) -> Check:
+    """Return whether a row has the same bits among any number of rows: ours must, cuBLAS may."""
+    weight = torch.randn(sizes, dtype=torch.bfloat16, device=device)
+    holds = keeps_bits(products(device)[product], weight)
+    return Check(key, holds, "in every batch" if holds else "not in every batch",
+                 is_target=product == "library")  # fmt: skip
 
 
 def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
@@ -82,14 +116,17 @@ def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
     return [list(cases) for _, cases in groupby(steps, pool_of)]
 
 
-def _measure(desk: Desk, runner: Runner, case: StepCase, rounds: int) -> None:
-    if case.kind == "prefill":
-        desk.measure(Measured(case.key, "ms"), lambda: prefill(runner, case, rounds), 10.0)
-        return
-    desk.measure(Measured(case.key, "ms"), lambda: decode(runner, case, rounds))
-    if desk.device.type == "cuda":
-        key = f"{case.key}, forward as a CUDA graph"
-        desk.measure(Measured(key, "ms"), lambda: replayed(desk, runner, case, key))
+def _measure(desk: Desk, runner: Runner, model: Sequence[StepCase], rounds: int) -> None:
+    """Measure eager steps before the capture: from then on decode steps are replayed."""
+    decoding = [case for case in model if case.kind == "decode"]
+    for case in model:
+        if case.kind == "prefill":
+            desk.measure(Measured(case.key, "ms"), partial(prefill, runner, case, rounds), 10.0)
+            continue
+        key = f"{case.key}, eager"
+        desk.measure(Measured(key, "ms"), partial(decode, runner, case, key, rounds))
+    if decoding and desk.has_time(f"graphs of {decoding[0].shape.name}", 15.0):
+        serving.run(desk, runner, decoding, rounds)
 
 
 def _num_blocks(case: StepCase) -> int:
@@ -105,12 +142,12 @@ def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
     return f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
 
 
-def decode(runner: Runner, case: StepCase, rounds: int) -> Measured:
+def decode(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
     """Measure one step again and again; it stores the same keys and values every time."""
     plan = StepPlan(0, decoding(case))
     took = [_step_s(runner, plan) for _ in range(WARM_UPS + rounds)][WARM_UPS:]
     work = decode_work(case.shape, case.batch, case.context)
-    return Measured(case.key, "ms", work, timing_of(took))
+    return Measured(key, "ms", work, timing_of(took))
 
 
 def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
@@ -128,51 +165,6 @@ def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
     note = f"{len(plans)} steps" if len(plans) > 1 else ""
     work = prefill_work(case.shape, case.context)
     return Measured(case.key, "ms", work, timing_of(took), note=note)
-
-
-def replayed(desk: Desk, runner: Runner, case: StepCase, key: str) -> Measured:
-    """Measure the forward pass alone, without packing and sampling, captured once."""
-    batch = runner.pack(decoding(case))
-    rows = torch.arange(case.batch, device=desk.device)
-    runner.backend.begin(batch)
-    prepared = Prepared(runner.backend)
-    with torch.inference_mode():
-        timing = desk.watch.kernels([lambda: runner.decoder.forward(batch, rows, prepared)])
-    work = decode_work(case.shape, case.batch, case.context)
-    return Measured(key, "ms", work, timing, note="not served today; no packing, no sampling")
-
-
-class Prepared:
-    """A backend whose step was begun earlier: a capture must not copy from host memory."""
-
-    def __init__(self, inner: Backend) -> None:
-        self._inner = inner
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def is_batch_invariant(self) -> bool:
-        return self._inner.is_batch_invariant
-
-    @property
-    def table_blocks(self) -> int:
-        return self._inner.table_blocks
-
-    def begin(self, batch: Batch) -> None:
-        """Do nothing, because the step was begun earlier."""
-
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
-        return self._inner.attend(layer, qkv, head_norms)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._inner.add_rms_norm(x, residual, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._inner.silu_mul(gate_up)
 
 
 def _step_s(runner: Runner, plan: StepPlan) -> float:
@@ -212,8 +204,8 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
         device,
     )
     cache.pool.normal_()  # reading zeros takes less power
-    positions = num_blocks * BLOCK_SIZE
-    return make_runner(shape, decoder, cache, positions, with_kernels=device.type == "cuda")
+    positions = min(num_blocks * BLOCK_SIZE, MAX_POSITIONS)
+    return make_runner(shape, decoder, cache, positions, with_kernels=True)
 
 
 def make_runner(
@@ -223,14 +215,26 @@ def make_runner(
     table = rope_table(Rope(THETA), shape.head_dim, positions)
     backend: Backend
     device = cache.pool.device
-    queue: StepQueue = CudaQueue(device) if device.type == "cuda" else HostQueue()
+    queue: StepQueue = CudaQueue(device) if device.type == "cuda" else RepeatingQueue()
+    sampler = Sampler()
     if with_kernels:
         from baton.engine.attention.cuda import CudaBackend
+        from baton.kernels.device_sampling import sample_tokens
 
         backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
+        sampler = Sampler((), sample_tokens)
     else:
         backend = PlainBackend(cache.pool, shape.num_heads, table, EPS, window=None)
-    return Runner(decoder, backend, cache, Sampler(), queue, monotonic)
+    return Runner(decoder, backend, cache, sampler, queue, monotonic)
+
+
+class RepeatingQueue(HostQueue):
+    """A CPU that repeats captured work by calling it again, for tests of this section."""
+
+    def capture(self, work: Work) -> Work:
+        with torch.inference_mode():
+            work()
+        return work
 
 
 def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.sampler import Draws, SampleRow
 from baton.kernels.block_copy import gather_blocks, scatter_blocks
 from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rms_norm import add_rms_norm
 from baton.kernels.rope_store import rope_and_store
@@ -214,7 +215,7 @@ class Kernels:
         return lambda: silu_mul(gate_up), num_bytes
 
     def sample(self, case: SamplingCase) -> Measured:
-        """Measure wall time: the sampler hands ids to the host, and a step waits for them."""
+        """Measure the device's sampler as a step has it: the ids stay on the device."""
         rows = [
             SampleRow(
                 Sampling(seed, 8, temperature=case.temperature, top_k=case.top_k,
@@ -224,11 +225,16 @@ class Kernels:
             for seed in range(case.batch)
         ]  # fmt: skip
         shape = (case.batch, self.cases.vocab_size)
-        logits = case.spread * torch.randn(shape, device=self.desk.device)
-        sampler = Sampler()
-        timing = self.desk.watch.wall(lambda: sampler.sample(logits, rows))
-        note = "wall time, with the ids on the host"
-        return Measured(case.key, case.unit, Work(4 * logits.numel()), timing, note=note)
+        draws = Draws.of(rows, (), self.desk.device)
+        calls = [
+            partial(
+                sample_tokens, case.spread * torch.randn(shape, device=self.desk.device),
+                draws.ints, draws.reals, draws.held_back,
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        timing = self.desk.watch.kernels(calls)
+        return Measured(case.key, case.unit, Work(4 * shape[0] * shape[1]), timing)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.desk.device, dtype=self._dtype)

@@ -36,7 +36,8 @@ class Timing(msgspec.Struct, frozen=True):
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
     """One case. Without `timing`, `error` names the failure in one line, or `note` what is missing.
 
-    `payload_bytes` are the bytes that a rate in TB/s counts, if fewer than all moved bytes.
+    `payload_bytes` are the bytes that a rate in TB/s counts, if fewer than all moved bytes. `value`
+    is a figure that no time is behind.
     """
 
     key: str
@@ -46,6 +47,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     payload_bytes: int = 0
     note: str = ""
     error: str = ""
+    value: float | None = None
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
@@ -166,7 +168,10 @@ class Judge(msgspec.Struct, frozen=True):
     def row(self, measured: Measured) -> Row:
         timing = measured.timing
         if timing is None:
-            return Row(measured.key, measured.unit, None, note=measured.note, error=measured.error)
+            return Row(
+                measured.key, measured.unit, measured.value, note=measured.note,
+                error=measured.error,
+            )  # fmt: skip
         floor_s = None if self.floors is None else self.floors.seconds(measured.work)
         value, low, high = (
             _value(measured, seconds, floor_s)
@@ -213,6 +218,8 @@ def _value(measured: Measured, seconds: float, floor_s: float | None) -> float |
             return 1e3 * seconds
         case "x floor":
             return seconds / floor_s if floor_s else None
+        case _:
+            return seconds
 
 
 def _verdict(

@@ -3,7 +3,7 @@
 This is a section of the GPU benchmark. It serves a random model twice through `LLM`, which starts
 real node processes: once with a prefill and a decode node, once with a decode node that computes
 prompts itself. Both roles share one GPU here, so neither isolation nor throughput is measured or
-claimed. Only a machine without NIXL leaves it untried.
+claimed.
 """
 
 import statistics
@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.llm import LLM
 from baton.protocol.config import (
     CacheConfig,
@@ -70,10 +69,6 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
     """Run the section; logs of the nodes go to `folder`."""
     plan = plan or SplitPlan()
     desk.emit(Note(CLAIM))
-    if plan.device == "cuda" and not is_installed():
-        reason = "refused: GPU pools are read through NIXL, and no NIXL wheel is installed"
-        desk.emit(Check("greedy tokens, split against colocated", None, reason))
-        return
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
         model, records = Path(scratch) / "model", Path(scratch) / "records"
         write_model(model, plan.shape, desk.device)
@@ -191,11 +186,6 @@ def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> 
                 f"{num_bytes / 2**20:.0f} MiB a prompt, by the reader's clock",
             )
         )  # fmt: skip
-    if plan.device == "cuda":
-        desk.emit(Note(
-            "KV is read through NIXL; the gather, cuda_ipc copy and scatter that the targets for "
-            "one GPU are about has no transport yet, so no row claims them."
-        ))  # fmt: skip
 
 
 def _is_of(one: Handover, num_bytes: int, tolerance: int) -> bool:

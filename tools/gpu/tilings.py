@@ -69,10 +69,11 @@ def candidates(own: Tiling) -> Iterator[Tiling]:
         ):
             yield DecodeTiling(max(keys, 16), num_warps, num_stages, blocks)
         return
-    for (queries, keys, num_warps), num_stages in product(
-        ((128, 64, 8), (64, 64, 4), (128, 32, 8), (64, 32, 4), (64, 128, 4), (128, 128, 8)), (2, 3)
-    ):
-        yield PrefillTiling(queries, keys, num_warps, num_stages)
+    for (queries, keys, num_warps), num_stages, ahead in product(
+        ((128, 64, 8), (64, 64, 4), (128, 32, 8), (64, 32, 4), (64, 128, 4), (128, 128, 8)),
+        (2, 3), (True, False),
+    ):  # fmt: skip
+        yield PrefillTiling(queries, keys, num_warps, num_stages, ahead)
 
 
 def line(name: str, row: Row, tiling: Tiling, kernel: Cubin, seconds: float | None) -> str:

@@ -123,16 +123,20 @@ def _copy_s(watch: Stopwatch, copy_bytes: int) -> float:
     return watch.kernels([lambda: target.copy_(source), lambda: source.copy_(target)]).median_s
 
 
-def environment() -> Environment:
+def environment(device: torch.device) -> Environment:
     """Return the machine and the versions that are installed on it."""
-    properties = torch.cuda.get_device_properties(0)
+    name, memory_bytes, multiprocessors = "no GPU", 0, 0
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        name, memory_bytes = found.name, found.total_memory
+        multiprocessors = found.multi_processor_count
     return Environment(
-        gpu=properties.name,
-        memory_gib=properties.total_memory / 2**30,
-        multiprocessors=properties.multi_processor_count,
+        gpu=name,
+        memory_gib=memory_bytes / 2**30,
+        multiprocessors=multiprocessors,
         driver=smi("driver_version") or "unknown",
         clocks=clocks(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # msgspec refuses the subclass that it is
         cuda=torch.version.cuda or "none",
         triton=_version("triton"),
         nixl=_version("nixl-cu13", "nixl-cu12"),

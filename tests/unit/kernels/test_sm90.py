@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from baton.kernels.tilings import decode_tiling
+from baton.kernels.tilings import decode_tiling, prefill_tiling
 from tests.support.module_process import said_by
 from tests.support.sources import REPOSITORY
 
@@ -55,6 +55,14 @@ def attention(reports: Reports, kernel: str, start: str) -> Reports:
 def test_prefill_in_bf16_multiplies_on_warpgroups(reports: Reports) -> None:
     prefill = attention(reports, "_prefill_kernel", "prefill bf16")
     assert all(int(r["wgmma"]) >= 12 and r["mma"] == 0 for r in prefill), prefill
+
+
+def test_the_next_scores_are_in_flight_during_the_softmax(reports: Reports) -> None:
+    """One wait for products in each turn of both loops; two would leave the tensor cores idle."""
+    cases = ("_prefill_kernel", "prefill bf16 128")
+    (found,) = (report for report in reports if (report["kernel"], report["case"]) == cases)
+    assert prefill_tiling(torch.bfloat16, 128, ordered=False).ahead
+    assert 0 < int(found["waits"]) <= 2 + 2 * 1 + 2 + 1, "before, in, and after two loops, and last"
 
 
 def test_ordered_sums_come_from_the_same_instructions_in_both_attentions(reports: Reports) -> None:

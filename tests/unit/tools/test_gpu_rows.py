@@ -9,7 +9,7 @@ import torch
 from baton.bench.report.provenance import collect
 from tools.gpu import __main__ as gpu
 from tools.gpu import engine, split
-from tools.gpu.cases import KERNELS, STEPS, Target, handover_key, targets
+from tools.gpu.cases import KERNELS, KV_READS, STEPS, Target, handover_key, targets
 from tools.gpu.floors import (
     LLAMA3_8B,
     QWEN3_06B,
@@ -36,6 +36,7 @@ from tools.gpu.rows import (
     targets_for,
 )
 from tools.gpu.section import Desk
+from tools.gpu.summary import last_lines
 from tools.gpu.timing import Stopwatch
 
 # What one H200 was measured to do, and the floors that follow from it.
@@ -69,6 +70,7 @@ def test_every_target_belongs_to_a_row_that_is_measured() -> None:
     measured |= {f"{way} {case.key}" for case in KERNELS.copies for way in ("gather", "scatter")}
     measured |= {case.key for case in STEPS}
     measured |= {handover_key(tokens) for tokens in (512, 2048, 4096)}
+    measured |= {read.key("cuda_ipc") for read in KV_READS}
     assert set(targets()) <= measured
     assert targets()["prefill attention 8k"] == Target(400, 500)
     assert targets()["Qwen3-8B decode b32 ctx 1k"] == Target(8.3, 7.3)
@@ -261,3 +263,29 @@ def test_a_split_server_that_left_no_record_of_a_hand_over_is_an_error() -> None
     assert events == [
         Measured("hand-over overhead, 40 tokens", "ms", error="no record of a hand-over")
     ]
+
+
+def test_last_lines_say_pass_fail_or_values() -> None:
+    report = GpuReport(collect({}, ["gpu"]))
+    section = Section("engine", "Steps", 10.0, 5.0, "complete")
+    report.sections = [section]
+    gpu.fill(
+        report, section,
+        [
+            Check("a replayed step has the bits of the eager step of its bucket, x", True, "equal"),
+            Check("ordered attention: decode = prefill, 8B", False, "differ"),
+            Check("rows keep their bits: library, qkv", False, "no", is_target=True),
+            Check("rows keep their bits: fixed order, qkv", True, "yes"),
+            Check("lane nixl, two processes on one GPU", None, "no NIXL wheel is installed"),
+            Measured("Qwen3-8B decode b1 ctx 1k", "ms", timing=Timing(5e-3, 4e-3, 6e-3, 5)),
+            Measured("capture of Qwen3-8B, time", "s", value=4.25),
+        ],
+    )  # fmt: skip
+    said = dict(line.split(": ", 1) for line in last_lines(report))
+    assert said["graph = eager"] == "PASS equal"
+    assert said["bits in any batch and chunking"].startswith("FAIL (ordered attention")
+    assert said["invariance per weight shape"].startswith("1 of 2 hold, not rows keep their bits")
+    assert said["lane"] == "not tried (no NIXL wheel is installed)"
+    assert said["decode ms, served by the loop"] == "Qwen3-8B decode b1 ctx 1k 5 ms"
+    assert said["capture"] == "capture of Qwen3-8B, time 4.25 s"
+    assert said["decode ms, eager"] == "not tried"

@@ -1,0 +1,127 @@
+"""A process that lists which variants of its kernels a rank on a GPU compiles, without a GPU.
+
+Triton's own binder decides for each call, by types, alignment and the values of its arguments,
+which variant it takes. Here a driver without a device stands under it, and a hook notes the variant
+where Triton would compile. `tests/unit/compute/test_cuda_backend.py` starts this one. It prints
+the variants after the warm-up, and those that 200 random batches add, as JSON.
+"""
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from baton.engine.attention.cuda import CudaBackend
+from baton.engine.cuda_start import prepare
+from baton.engine.kv_cache import KVCache
+from baton.engine.layers.rope import rope_table
+from baton.engine.model_config import Rope
+from baton.engine.plan import Slice, StepPlan
+from baton.engine.runner import Runner
+from baton.engine.sampler import Sampler
+from baton.kernels.device_sampling import sample_tokens
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.sampling import Sampling
+from baton.runtime.clock import monotonic
+from tools.gpu.engine import RepeatingQueue, random_decoder
+from tools.gpu.floors import Shape
+
+# The heads of Qwen3-8B; what only linear layers see is small.
+SHAPE = Shape("thin", 256, 96, 2, 32, 8, 128, 640, is_tied=True)
+NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 48, 16, 4096, 64
+NUM_BATCHES = 200
+
+
+class NoDriver:
+    """What the binder asks of a driver."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Variants:
+    """Notes each variant that Triton would compile, and lets it compile none."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], None] = {}
+
+    def note(self, *, key: object, fn: object, **_: object) -> bool:
+        self.found[str(getattr(fn, "name", fn)).rpartition(".")[2], str(key)] = None
+        return True
+
+
+def draw(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+    """Call the sampler, and return tokens that exist: nothing has computed its own."""
+    return sample_tokens(logits, ints, reals, held_back).zero_()
+
+
+def runner(*, is_ordered: bool) -> Runner:
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    sizes = (NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
+    cache = KVCache(torch.zeros(sizes, dtype=dtype), np.zeros(NUM_BLOCKS, np.uint32))
+    table = rope_table(Rope(1e6), SHAPE.head_dim, MAX_LEN)
+    backend = CudaBackend(cache.pool, SHAPE.num_heads, table, 1e-6, is_ordered=is_ordered)
+    decoder = random_decoder(SHAPE, dtype, device)
+    return Runner(decoder, backend, cache, Sampler((2,), draw), RepeatingQueue(), monotonic)
+
+
+def batch(luck: random.Random, step: int) -> StepPlan:
+    """Return a step of sequences that decode, prompts at any place, or both."""
+    num_decoding = luck.choice((0, 1, 1, 2, 5, 16, 33, MAX_SEQS))
+    lengths = [1] * num_decoding + [luck.randint(2, 90) for _ in range(luck.randint(0, 3))]
+    slices = []
+    for number, length in enumerate(lengths or [1]):
+        start = luck.randint(0, MAX_LEN - length - 1)
+        blocks = -(-(start + length) // BLOCK_SIZE)
+        sampling = Sampling(
+            seed=luck.randint(0, 9), max_tokens=9, temperature=luck.choice((0.0, 0.7, 1.0)),
+            top_k=luck.choice((0, 1, 50)), top_p=luck.choice((1.0, 0.9)),
+            min_p=luck.choice((0.0, 0.1)), min_tokens=luck.choice((0, 4)),
+            stop_token_ids=tuple(range(3, 3 + luck.randint(0, 5))),
+        )  # fmt: skip
+        draws = luck.choice(((0,), (0,), (0, 1, 2), ())) if length > 1 else (0,)
+        slices.append(
+            Slice(
+                Key(RequestId(f"{step}-{number}")), start, length,
+                tuple(luck.randint(0, 639) for _ in range(length)),
+                tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)), draws,
+                sampling if draws else None, start + length,
+            )
+        )  # fmt: skip
+    return StepPlan(step, tuple(slices))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(NoDriver())
+    said = {}
+    for is_ordered in (False, True):
+        variants = Variants()
+        triton.knobs.runtime.jit_cache_hook = variants.note
+        rank = runner(is_ordered=is_ordered)
+        # Without graphs: their capture compiles what it takes.
+        prepare(rank, MAX_SEQS, lambda *_: None, with_graphs=False)
+        after_warm_up = set(variants.found)
+        luck = random.Random(0)
+        for step in range(NUM_BATCHES):
+            rank.execute(batch(luck, step))
+        said["ordered" if is_ordered else "default"] = {
+            "warm_up": Counter(name for name, _ in after_warm_up),
+            "added": sorted(set(variants.found) - after_warm_up),
+        }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

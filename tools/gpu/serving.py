@@ -1,0 +1,181 @@
+"""Measure decode steps as they are served: captured, replayed, and planned by the real scheduler.
+
+The engine section calls it with a runner that has captured nothing yet. `served` keeps two steps
+launched, as the engine's loop does, and takes the time from one result to the next. The idle share
+is what that is more than steps that follow each other on the device without a host between them.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.block_pool import BlockPool
+from baton.engine.graphs import buckets_up_to
+from baton.engine.plan import StepPlan
+from baton.engine.runner import Runner
+from baton.engine.scheduler import NodeLimits
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import Decode
+from baton.protocol.sampling import Sampling
+from tools.gpu import engine
+from tools.gpu.cases import StepCase
+from tools.gpu.floors import decode_work
+from tools.gpu.rows import Check, Measured
+from tools.gpu.section import Desk
+from tools.gpu.timing import timing_of
+
+MAX_LAUNCHED = 2  # as the engine's loop has it
+CHUNK_TOKENS = 2048
+BURST = 8  # steps that are launched without a look at their results
+CAPTURE, IDLE = "capture", "idle share"
+GRAPH_IS_EAGER = "a replayed step has the bits of the eager step of its bucket"
+WAITS = "waits in a replayed step"
+COPIES = "copies to the device in a replayed step"
+
+
+def run(desk: Desk, runner: Runner, cases: Sequence[StepCase], rounds: int) -> None:
+    """Report capture, checks and rows of the decode cases of one model and pool."""
+    name = cases[0].shape.name
+    largest = max(case.batch for case in cases)
+    desk.check(f"{CAPTURE} of {name}", partial(capture, desk, runner, name, largest), 10.0)
+    for case in cases:
+        desk.check(f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case))
+        desk.check(f"{WAITS}, {case.key}", partial(waits, desk, runner, case))
+        key = f"{case.key}, graph"
+        desk.measure(Measured(key, "ms"), partial(engine.decode, runner, case, key, rounds))
+        desk.measure(Measured(case.key, "ms"), partial(served, desk, runner, case, rounds), 12.0)
+
+
+def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
+    """Capture every bucket that a node would, and report the time and the memory that it takes."""
+    buckets = buckets_up_to(largest)
+    free, start_s = desk.watch.free_bytes(), time.perf_counter()
+    runner.capture(buckets, lambda *_: None)
+    desk.watch.synchronize()  # the capture's own work belongs to it
+    took_s = time.perf_counter() - start_s
+    taken = (free - desk.watch.free_bytes()) / 2**30
+    key = f"{CAPTURE} of {name}"
+    desk.emit(Measured(f"{key}, time", "s", value=took_s))
+    desk.emit(Measured(f"{key}, memory", "GiB", value=taken))
+    return Check(key, True, f"{len(buckets)} buckets up to {buckets[-1]} rows")
+
+
+def graph_is_eager(runner: Runner, case: StepCase) -> Check:
+    """Compare tokens, and the keys and values of every layer, of a replay and of the eager step."""
+    plan = StepPlan(0, engine.decoding(case))
+    last = torch.tensor([part.block_table[-1] for part in plan.slices])
+    found = []
+    for is_replayed in (True, False):
+        graphs = runner._graphs
+        if not is_replayed:
+            runner._graphs = None
+        try:
+            tokens = runner.execute(plan).tokens
+        finally:
+            runner._graphs = graphs
+        found.append((tokens, runner.cache.pool[last.to(runner.device)].clone()))
+    (replayed, ours), (eager, theirs) = found
+    is_equal = replayed == eager and torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    detail = "tokens, keys and values are equal" if is_equal else "they differ"
+    return Check(f"{GRAPH_IS_EAGER}, {case.key}", is_equal, detail)
+
+
+def waits(desk: Desk, runner: Runner, case: StepCase) -> Check:
+    """Check that the launch of a replayed step neither waits nor copies to the device twice."""
+    plan = StepPlan(0, engine.decoding(case))
+    is_cuda = runner.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with CopiesToDevice() as copies:
+            runner.launch(plan)
+    finally:
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    runner.collect()
+    detail = f"{copies.count}, at most 1 wanted"
+    desk.emit(Check(f"{COPIES}, {case.key}", copies.count <= 1, detail))
+    return Check(f"{WAITS}, {case.key}", True, "0")
+
+
+class CopiesToDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that bring host memory to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        from_host = any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors)
+        to_device = any(tensor.device.type == "cuda" for tensor in results)
+        self.count += from_host and to_device
+        return out
+
+
+def served(desk: Desk, runner: Runner, case: StepCase, rounds: int) -> Measured:
+    """Measure steps of a full batch under the real scheduler; report the device's idle share."""
+    stamps = _stamps(runner, case, engine.WARM_UPS + rounds)
+    took = [after - before for before, after in pairwise(stamps)]
+    timing = timing_of(took[engine.WARM_UPS :])
+    busy_s = _busy_s(runner, case)
+    idle = max(0.0, 1.0 - busy_s / timing.median_s)
+    desk.emit(Measured(f"{IDLE}, {case.key}", "%", value=100 * idle))
+    work = decode_work(case.shape, case.batch, case.context)
+    return Measured(case.key, "ms", work, timing, note="served by the loop")
+
+
+def _stamps(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
+    """Return the ends of the steps in which every sequence decodes."""
+    num_output = num_steps + 2  # the first token comes with the prompt
+    scheduler = DecodeScheduler(
+        BlockPool(len(runner.cache.pool), engine.BLOCK_SIZE, cache_prefixes=False),
+        NodeLimits(CHUNK_TOKENS, max(case.batch, 2), case.context + 1),
+    )
+    length = max(1, case.context - num_output)
+    sampling = Sampling(seed=0, max_tokens=num_output, temperature=0.0)
+    for number in range(case.batch):
+        tokens = [3 + (7 * place + number) % 600 for place in range(length)]
+        key = Key(RequestId(f"served-{number}"))
+        scheduler.add(0.0, 0, Decode(key, tokens, length, sampling))
+    stamps: list[float] = []
+    launched: deque[StepPlan] = deque()
+    while True:
+        while len(launched) < MAX_LAUNCHED and (plan := scheduler.plan(0.0)):
+            runner.launch(plan)
+            launched.append(plan)
+        if not launched:
+            return stamps
+        plan, result = launched.popleft(), runner.collect()
+        scheduler.settle(0.0, plan, result)
+        scheduler.outputs.take_router_messages()
+        if len(plan.slices) == case.batch and all(part.length == 1 for part in plan.slices):
+            stamps.append(time.perf_counter())
+
+
+def _busy_s(runner: Runner, case: StepCase) -> float:
+    """Return the time of a step on the device: of many that are launched one behind the other."""
+    plan = StepPlan(0, engine.decoding(case))
+    took = []
+    for _ in range(3):
+        runner.execute(plan)
+        start_s = time.perf_counter()
+        for _ in range(BURST):
+            runner.launch(plan)
+        for _ in range(BURST):
+            runner.collect()
+        took.append((time.perf_counter() - start_s) / BURST)
+    return statistics.median(took)

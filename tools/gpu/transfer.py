@@ -1,0 +1,121 @@
+"""Measure reads of KV blocks between two processes on one GPU, by each transport that works here.
+
+This is a section of the GPU benchmark. A child owns a pool, this process reads scattered blocks of
+it through a transfer agent, as a decode node does, and compares what came. A rate counts the bytes
+of the blocks once, by the agent's own stamps.
+"""
+
+import random
+import select
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded
+from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
+from baton.runtime.clock import monotonic
+from tools.gpu.cases import KV_READS, KvRead
+from tools.gpu.floors import Work
+from tools.gpu.lender import OWNER, Lender, Lent, make_pool, marks
+from tools.gpu.rows import Check, Measured
+from tools.gpu.section import Desk
+from tools.gpu.timing import timing_of
+
+READER = Epoch("reader")
+EVENT_TIMEOUT_S = 60.0
+
+
+class TransferPlan(msgspec.Struct, frozen=True):
+    device: str = "cuda"
+    block_bytes: int = 9 << 18  # of Qwen3-8B, 16 tokens: 2.25 MiB
+    reads: tuple[KvRead, ...] = KV_READS
+    transports: tuple[TransportChoice, ...] = ("cuda_ipc", "nixl")
+    rounds: int = 20
+
+
+def run(desk: Desk, plan: TransferPlan | None = None) -> None:
+    """Run the section."""
+    plan = plan or TransferPlan()
+    for transport in plan.transports:
+        key = lane_key(transport)
+        if transport == "nixl" and not is_installed():
+            desk.emit(Check(key, None, "no NIXL wheel is installed"))
+            continue
+        desk.check(key, partial(_measure, desk, plan, transport), 20.0)
+
+
+def lane_key(transport: str) -> str:
+    return f"lane {transport}, two processes on one GPU"
+
+
+def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Check:
+    """Report a row for each size; return whether every block came as it was."""
+    num_blocks = 2 * max(read.num_blocks for read in plan.reads)
+    pool, blocks = make_pool(plan.device, num_blocks, plan.block_bytes)
+    port = make_port(pool, READER, TransferConfig(transport=transport))
+    try:
+        lent = Lent(plan.device, num_blocks, plan.block_bytes, transport)
+        with Lender(lent) as owner:
+            port.send(AddPeer(OWNER, transport, owner.address, num_blocks, plan.block_bytes))
+            up = _next(port)
+            if not isinstance(up, PeerUp):
+                raise TransferError(f"the pool cannot be read: {up}")
+            num_wrong = sum(
+                _rounds(desk, plan, port, blocks, read, transport) for read in plan.reads
+            )
+    finally:
+        del blocks
+        port.close()
+        pool.close()
+    detail = f"{transport}: " + (f"{num_wrong} blocks differ" if num_wrong else "all bytes equal")
+    return Check(lane_key(transport), not num_wrong, detail)
+
+
+def _rounds(
+    desk: Desk,
+    plan: TransferPlan,
+    port: TransferAgent,
+    blocks: Tensor,
+    read: KvRead,
+    transport: str,
+) -> int:
+    """Report the rate of a size; return how many blocks came wrong."""
+    luck, took, num_wrong = random.Random(read.num_blocks), [], 0
+    for number in range(plan.rounds + 2):
+        remote = luck.sample(range(len(blocks)), read.num_blocks)
+        local = luck.sample(range(len(blocks)), read.num_blocks)
+        blocks.zero_()
+        desk.watch.synchronize()  # the agent copies on another stream
+        port.send(Read(number, OWNER, tuple(remote), tuple(local), (0,) * len(remote)))
+        end = _next(port)
+        if not isinstance(end, ReadEnded) or end.failure is not None:
+            raise TransferError(f"a read failed: {end}")
+        num_wrong += _num_wrong(blocks, remote, local)
+        if number >= 2:
+            took.append(end.ended_s - end.posted_s)
+    payload = read.num_blocks * plan.block_bytes
+    desk.emit(Measured(read.key(transport), "TB/s", Work(2 * payload), timing_of(took), payload))
+    return num_wrong
+
+
+def _num_wrong(blocks: Tensor, remote: Sequence[int], local: Sequence[int]) -> int:
+    wanted = marks(remote).to(blocks.device)
+    found = blocks[torch.tensor(local, device=blocks.device)]
+    return int((found != wanted[:, None]).any(1).sum())
+
+
+def _next(port: TransferAgent) -> AgentEvent:
+    deadline_s = monotonic() + EVENT_TIMEOUT_S
+    while (left_s := deadline_s - monotonic()) > 0:
+        select.select([port.fileno()], [], [], left_s)
+        if events := port.poll():
+            (event,) = events
+            return event
+    raise TransferError(f"nothing was heard of the transfer for {EVENT_TIMEOUT_S:g} s")
