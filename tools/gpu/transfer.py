@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from baton.kv_transfer.agent import TransferAgent, make_port
-from baton.kv_transfer.interfaces import AddPeer, AgentEvent, PeerUp, Read, ReadEnded
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentEvent,
+    BlockPiece,
+    PeerRank,
+    PeerUp,
+    Read,
+    ReadEnded,
+)
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import TransferError
@@ -29,6 +37,7 @@ from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
 
 READER = Epoch("reader")
+RANK = PeerRank(OWNER)
 EVENT_TIMEOUT_S = 60.0
 
 
@@ -63,7 +72,8 @@ def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Chec
     try:
         lent = Lent(plan.device, num_blocks, plan.block_bytes, transport)
         with Lender(lent) as owner:
-            port.send(AddPeer(OWNER, transport, owner.address, num_blocks, plan.block_bytes))
+            whole = BlockPiece(0, 0, plan.block_bytes)
+            port.send(AddPeer(RANK, transport, owner.address, num_blocks, plan.block_bytes, whole))
             up = _next(port)
             if not isinstance(up, PeerUp):
                 raise TransferError(f"the pool cannot be read: {up}")
@@ -93,7 +103,7 @@ def _rounds(
         local = luck.sample(range(len(blocks)), read.num_blocks)
         blocks.zero_()
         desk.watch.synchronize()  # the agent copies on another stream
-        port.send(Read(number, OWNER, tuple(remote), tuple(local), (0,) * len(remote)))
+        port.send(Read(number, RANK, tuple(remote), tuple(local), (0,) * len(remote)))
         end = _next(port)
         if not isinstance(end, ReadEnded) or end.failure is not None:
             raise TransferError(f"a read failed: {end}")
