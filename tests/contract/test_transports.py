@@ -24,14 +24,12 @@ from baton.kv_transfer.interfaces import (
     ReadQuiet,
     RemovePeer,
 )
-from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.config import TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.faulty_transport import Faults
-from tests.support.transfer_peer import PeerOptions, TransferPeer
+from tests.support.transfer_peer import PeerOptions, TransferPeer, wrong_addresses
 
 # Late, twice and in fits, but never wrong: such a transport must keep the whole contract.
 UNRULY = Faults(delay=0.5, duplicate=0.5, stall=0.1, delay_tests=3, stall_tests=10)
@@ -39,15 +37,9 @@ LIMITS = AgentLimits(slice_bytes=256 << 10)
 NUM_BLOCKS = 64
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
-MODES = [
-    "shm",
-    "faulty",
-    "cuda_ipc",
-    "faulty cuda_ipc",
-    pytest.param("nixl", marks=needs_nixl),
-    pytest.param("nixl-tcp", marks=needs_nixl),
-    pytest.param("nixl-polled-tcp", marks=needs_nixl),
-]
+NIXL = ("nixl", "nixl-tcp", "nixl-polled-tcp")  # polled: as it runs on GPUs
+MODES = ["shm", "faulty", "cuda_ipc", "faulty cuda_ipc"]
+MODES += [pytest.param(mode, marks=needs_nixl) for mode in NIXL]  # type: ignore[misc]
 _epochs = itertools.count()
 _tickets = itertools.count()
 
@@ -230,22 +222,7 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
     (name, data), dice = next(iter(owner.address.metadata.items())), random.Random(0)
     other = PeerRank(Epoch("someone-else"))
     damaged = [b"", data[:-1], data[: len(data) // 2], data + b"x", dice.randbytes(300)]
-    wheres: list[ShmAddress | CudaIpcAddress] = []
-    if name == "shm":
-        where = msgspec.structs.replace(ShmAddress.decode(data), epoch=other.epoch)
-        changed = [{"nonce": bytes(16)}, {"host": "elsewhere"}]
-        wheres = [msgspec.structs.replace(where, **change) for change in changed]
-    if name == "cuda_ipc":
-        whole = CudaIpcAddress.decode(data)
-        table = msgspec.structs.replace(whole.table, epoch=other.epoch)
-        elsewhere = msgspec.structs.replace(table, host="elsewhere")
-        changes = [
-            {"table": elsewhere},
-            {"table": table, "handle": b"0 0"},
-            {"table": table, "block_bytes": 9},
-        ]
-        wheres = [msgspec.structs.replace(whole, **change) for change in changes]
-    damaged += [where.encode() for where in wheres]
+    damaged += wrong_addresses(name, data, other.epoch)
     for _ in range(8):
         wrong = bytearray(data)
         wrong[dice.randrange(8, 16)] ^= 1 << dice.randrange(8)

@@ -33,7 +33,9 @@ from baton.kv_transfer.interfaces import (
     Transport,
 )
 from baton.kv_transfer.transports.choice import make_transports
+from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
@@ -161,6 +163,23 @@ class TransferPeer:
             return self._process.wait(30.0)
         self.kill()
         return -int(signal.SIGKILL)
+
+
+def wrong_addresses(name: str, data: bytes, epoch: Epoch) -> list[bytes]:
+    """Return whole addresses of a process `epoch` that lead nowhere; none for nixl."""
+    replace = msgspec.structs.replace
+    if name == "shm":
+        where = replace(ShmAddress.decode(data), epoch=epoch)
+        return [replace(where, nonce=bytes(16)).encode(), replace(where, host="elsewhere").encode()]
+    if name != "cuda_ipc":
+        return []
+    whole = CudaIpcAddress.decode(data)
+    table = replace(whole.table, epoch=epoch)
+    return [
+        replace(whole, table=replace(table, host="elsewhere")).encode(),
+        replace(whole, table=table, handle=b"0 0").encode(),
+        replace(whole, table=table, block_bytes=9).encode(),
+    ]
 
 
 class _Child:
