@@ -41,7 +41,7 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
     for endpoint in endpoints:
         address = bindable(endpoint)
         keys.check(address, setting)
-        if keys.secret or address.is_loopback:
+        if keys.pairs or address.is_loopback:
             continue
         log.warning(
             "every process that can reach this address is trusted: keep it on a private network",
@@ -107,8 +107,9 @@ def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool =
 
     Of a port that is shared, others may listen on it who share it too.
     """
+    name = None if host in ("", "*") else host
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(f"the host name {host!r} does not resolve: {error.strerror}") from error
     family, kind, protocol, _, address = infos[0]

@@ -54,9 +54,13 @@ class NodeHttp:
         host = host.strip("[]")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"node.http is {address!r}: write host:port, such as 127.0.0.1:9100")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        is_any = host == "*" and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if ":" in host or is_any else socket.AF_INET
+        bound = "" if host == "*" else host
         try:
-            listener = socket.create_server((host, int(port)), family=family)
+            listener = socket.create_server(
+                (bound, int(port)), family=family, dualstack_ipv6=is_any
+            )
         except OSError as error:
             raise ConfigError(f"cannot serve node.http on {address}: {error.strerror}") from error
         shown = f"[{host}]" if ":" in host else host

@@ -236,7 +236,7 @@ class EngineSockets:
             self._refusing.add(origin)
             log.error(
                 "the router refused this node's key"
-                if self._keys.secret
+                if self._keys.pairs
                 else "the router refused this node, which has no key",
                 router=dialer.endpoint,
                 hint="keys.file must name a copy of the router's key, or neither side may have one",

@@ -399,7 +399,11 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
-        str, says("file with the cluster's key, the same on all hosts, from `baton keygen FILE`")
+        str,
+        says(
+            "file with the cluster's key, the same on all hosts, from `baton keygen FILE`; it is "
+            "read again when it changes, and may hold several keys, of which the first one counts"
+        ),
     ] = ""
     insecure: Annotated[
         bool, says("talk to other hosts without a key; only where the control network is private")

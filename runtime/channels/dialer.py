@@ -16,12 +16,14 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.framing import HEADER, HEADER_BYTES, SESSION_BITS, Session, Verdict
 from baton.runtime.channels.identity import new_identity
-from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
 from baton.runtime.channels.wire import ConnectionChange, Wire, tell_malformed
 from baton.runtime.clock import monotonic
 
-# After a refused handshake ZMQ may never try again, so the dialer does, no more often than this.
+# After a refused handshake ZMQ may never try again, so the dialer does: with its next key soon, and
+# once all keys were refused, no more often than this.
 RETRY_S = 1.0
+NEXT_KEY_S = 0.05
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -53,6 +55,7 @@ class Dialer(Generic[Out, In]):
         address = bindable(endpoint)
         keys.check(address, "dialling")
         self.endpoint = address.dial_endpoint
+        self._may_be_ipv6 = not address.is_ipv4
         self.connected = False  # as of the last `receive`
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
@@ -61,6 +64,9 @@ class Dialer(Generic[Out, In]):
         self._session = Session(secrets.randbits(SESSION_BITS))
         self._lost: str | None = None
         self._retry_s: float | None = None
+        self._keys = keys
+        self._pair: KeyPair | None = None  # of the connection
+        self._num_tried = 0  # keys, since the last connection, with which the handshake failed
         self._wire = Wire(context, zmq.DEALER, keys)
         self.socket = self._wire.socket
         self._name = name
@@ -102,6 +108,9 @@ class Dialer(Generic[Out, In]):
                     self._changed(change)
             elif self._retry_s is not None and monotonic() >= self._retry_s:
                 self._lost = "the handshake failed"
+                self._num_tried += 1
+            elif self._pair is not None and self._pair not in self._keys.pairs:
+                self._lost = "the key of the connection was removed"
             else:
                 self._wire.settle(self._retry_s and self._retry_s - monotonic())
                 return None
@@ -140,12 +149,13 @@ class Dialer(Generic[Out, In]):
 
     def _changed(self, change: ConnectionChange) -> None:
         if change == "up":
-            self.refusals, self._retry_s = 0, None
+            self.refusals, self._retry_s, self._num_tried = 0, None, 0
         elif change == "lost" and self.connected:
             self._lost = "the connection was lost"
         elif self._retry_s is None:
             # Restarting at once would be refused at once, as fast as both sides can.
-            self._retry_s = monotonic() + RETRY_S
+            has_next = (self._num_tried + 1) % max(1, len(self._keys.pairs)) != 0
+            self._retry_s = monotonic() + (NEXT_KEY_S if has_next else RETRY_S)
         self.refusals += change == "refused"
         self.connected = change == "up"
 
@@ -162,5 +172,9 @@ class Dialer(Generic[Out, In]):
 
     def _connect(self) -> None:
         """Under an identity of its own: no two connections of a listener can be confused."""
+        if pairs := self._keys.pairs:
+            self._pair = pairs[self._num_tried % len(pairs)]
+            self._wire.lock(self._pair)
+        self.socket.setsockopt(zmq.IPV6, int(self._may_be_ipv6))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
         self.socket.connect(self.endpoint)

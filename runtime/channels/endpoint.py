@@ -35,6 +35,14 @@ class Endpoint(msgspec.Struct, frozen=True):
             return False
 
     @property
+    def is_ipv4(self) -> bool:
+        """Whether it is written as an IPv4 address, and not as a name, which may have others."""
+        try:
+            return ipaddress.ip_address(self.host).version == 4
+        except ValueError:
+            return False
+
+    @property
     def is_wildcard(self) -> bool:
         return not self.path and self.host in ("*", "0.0.0.0", "::")
 
@@ -53,7 +61,8 @@ class Endpoint(msgspec.Struct, frozen=True):
             wanted = f"ipc://{self.path}"
         else:
             host = self.host if self.is_wildcard else _numeric(self.host)
-            socket.setsockopt(zmq.IPV6, int(":" in host))
+            # A star is every address: libzmq takes IPv4 alone where the system has no IPv6.
+            socket.setsockopt(zmq.IPV6, int(":" in host or host == "*"))
             wanted = f"tcp://{_bracketed(host)}:{self.port or '*'}"
         try:
             socket.bind(wanted)

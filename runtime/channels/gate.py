@@ -1,4 +1,4 @@
-"""Who may connect to a listener: those who have proved that they hold the cluster's key.
+"""Who may connect to a listener: those who have proved that they hold the cluster's first key.
 
 Used by `wire` only. ZMQ asks by its authentication protocol (ZAP, RFC 27) over a socket inside the
 process, once per handshake, and waits for the answer. The listener answers on its own thread, so
@@ -8,7 +8,7 @@ there is nothing to start or to join, and no socket of its context is without an
 import zmq
 from zmq.utils import z85
 
-from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.keys import KeyPair
 
 # One per context, so a context has one listener with a key.
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -19,11 +19,16 @@ DOMAIN = b"baton"
 class Gate:
     """Answers the questions of one listener."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys) -> None:
-        self._allowed = z85.decode(keys.public)
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Let in no dialer until `allow`."""
+        self._allowed = b""
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ZAP_ENDPOINT)
+
+    def allow(self, pair: KeyPair) -> None:
+        """Let in those who hold this key, and no others."""
+        self._allowed = z85.decode(pair.public)
 
     def answer(self) -> None:
         """Answer one question that is there."""

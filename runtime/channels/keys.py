@@ -1,12 +1,16 @@
-"""The key of a cluster: who has it may talk to its routers and nodes, nobody else.
+"""The keys of a cluster: who has the first one may talk to its routers and nodes.
 
-One file, made by `baton keygen` and copied to each host, serves every process: listeners prove that
-they have it and let in those who have it too. Channels get it as `Keys`; without one they stay on
-this host, unless the settings say that the network is private. It never sends a key anywhere.
+One file, made by `baton keygen` and copied to each host, serves every process. Listeners prove that
+they have its first key and let in those who have that key too; dialers try one key after the other.
+The file is read again when it changes, so that keys can be exchanged while a cluster runs. Without
+a key, channels stay on this host, unless the settings say that the network is private. A key is
+never sent anywhere.
 """
 
 import os
 import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,58 +19,104 @@ import zmq
 from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import Endpoint
+from baton.runtime.clock import monotonic
+from baton.runtime.log import logger
 
-# The file is one line: this word, the secret half, the public half (Z85, 40 characters each).
+# A line is this word, the secret half, the public half (Z85, 40 characters each).
 FORMAT = "baton-key-1"
-MAX_FILE_BYTES = 1024
+MAX_FILE_BYTES = 4096
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
+# The longest time until a changed file counts.
+LOOK_AGAIN_S = 1.0
 HOW_TO = (
     "make a key with `baton keygen FILE`, copy it to each host and name it with --keys FILE "
     "(keys.file); or set --keys-insecure where the control network is private"
 )
 
+log = logger("keys")
 
-class Keys(msgspec.Struct, frozen=True):
-    """Both halves of the cluster's key in Z85, or none."""
 
-    secret: bytes = b""
-    public: bytes = b""
-    is_insecure: bool = False  # without a key, other hosts may be reached all the same
+class KeyPair(msgspec.Struct, frozen=True):
+    """Both halves of a key in Z85."""
+
+    secret: bytes
+    public: bytes
+
+    def __repr__(self) -> str:
+        return "KeyPair(hidden)"
+
+
+class Keys:
+    """The keys of a process: those of a file, or none. Threads may share it.
+
+    A file that became unreadable or damaged leaves the last good keys.
+    """
+
+    def __init__(
+        self, file: str = "", *, is_insecure: bool = False, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """Read the file; raises `ConfigError` if it is missing, open to others or damaged.
+
+        With `is_insecure`, other hosts may be reached without a key.
+        """
+        self._file = file
+        self._is_insecure = is_insecure
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state = _state_of(file) if file else (0, 0, 0)
+        self._pairs = _read(file) if file else ()
+        self._look_at_s = clock() + LOOK_AGAIN_S
+
+    @property
+    def pairs(self) -> tuple[KeyPair, ...]:
+        """The keys that the file holds now, in its order."""
+        if self._file and self._clock() >= self._look_at_s:
+            with self._lock:
+                self._look()
+        return self._pairs
+
+    @property
+    def first(self) -> KeyPair | None:
+        """The key in use."""
+        return self.pairs[0] if self._pairs else None
+
+    @property
+    def look_in_s(self) -> float | None:
+        """How long the keys stay as they are at least; None is for ever."""
+        return max(0.0, self._look_at_s - self._clock()) if self._file else None
 
     def check(self, endpoint: Endpoint, what: str) -> None:
         """Raises `ConfigError` where a channel at `endpoint` would have to trust other hosts."""
-        if not self.secret and not self.is_insecure and not endpoint.is_loopback:
+        if not self._pairs and not self._is_insecure and not endpoint.is_loopback:
             raise ConfigError(f"{what} {endpoint} reaches beyond this host: {HOW_TO}")
 
     def __repr__(self) -> str:
-        return f"Keys({'with' if self.secret else 'without'} a key)"
+        return f"Keys({len(self._pairs)} of {self._file or 'no file'})"
+
+    def _look(self) -> None:
+        self._look_at_s = self._clock() + LOOK_AGAIN_S
+        state = _state_of(self._file)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._pairs = _read(self._file)
+        except ConfigError as error:
+            log.warning("the keys of the cluster stay as they were", reason=error.message)
+        else:
+            log.info("keys of the cluster read again", file=self._file, keys=len(self._pairs))
 
 
 NO_KEYS = Keys()
 
 
 def load_keys(config: KeysConfig) -> Keys:
-    """What the settings name; raises `ConfigError` when the file is missing, open or damaged."""
-    if not config.file:
-        return Keys(is_insecure=config.insecure)
-    path = config.file
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES)
-            # Of the open file, so that nobody can put another in its place in between.
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise ConfigError(f"cannot read the key {path} (keys.file): {error.strerror}") from error
-    if mode & OTHERS:
-        raise ConfigError(
-            f"the key {path} (keys.file) is open to others: run `chmod 600 {path}`, or make a new "
-            "one with `baton keygen` if somebody may have read it"
-        )
-    return _parsed(content, path)
+    """Return what the settings name; raises `ConfigError` as `Keys` does."""
+    return Keys(config.file, is_insecure=config.insecure)
 
 
 def write_key(path: Path) -> None:
-    """Makes a new key that only this user can read; raises `ConfigError`, also if it is there."""
+    """Make a new key that only this user can read; raises `ConfigError`, also if it is there."""
     _check_curve()
     public, secret = zmq.curve_keypair()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -80,20 +130,51 @@ def write_key(path: Path) -> None:
         file.write(b" ".join((FORMAT.encode(), secret, public)) + b"\n")
 
 
-def _parsed(content: bytes, path: str) -> Keys:
-    damaged = ConfigError(f"{path} (keys.file) is not a key of `baton keygen`, or it is damaged")
-    words = content.split()
+def _state_of(file: str) -> tuple[int, int, int]:
+    """Return what changes when the file is written or replaced."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(path: str) -> tuple[KeyPair, ...]:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES)
+            # Of the open file, so that no other can take its place in between.
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot read the key {path} (keys.file): {error.strerror}") from error
+    if mode & OTHERS:
+        raise ConfigError(
+            f"the key {path} (keys.file) is open to others: run `chmod 600 {path}`, or make a new "
+            "one with `baton keygen` if somebody may have read it"
+        )
+    pairs = tuple(_parsed(line, path) for line in content.splitlines() if line.strip())
+    if not pairs:
+        raise _damaged(path)
+    return pairs
+
+
+def _parsed(line: bytes, path: str) -> KeyPair:
+    words = line.split()
     if len(words) != 3 or words[0] != FORMAT.encode():
-        raise damaged
+        raise _damaged(path)
     _check_curve()
     _, secret, public = words
     try:
         is_pair = zmq.curve_public(secret) == public
     except (ValueError, zmq.ZMQError):
-        raise damaged from None
+        is_pair = False
     if not is_pair:
-        raise damaged
-    return Keys(secret, public)
+        raise _damaged(path)
+    return KeyPair(secret, public)
+
+
+def _damaged(path: str) -> ConfigError:
+    return ConfigError(f"{path} (keys.file) is not a key of `baton keygen`, or it is damaged")
 
 
 def _check_curve() -> None:

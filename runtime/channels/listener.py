@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
+from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.framing import (
     HEADER,
@@ -24,12 +25,17 @@ from baton.runtime.channels.framing import (
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import Wire, tell_malformed
 from baton.runtime.clock import monotonic
+from baton.runtime.log import logger
 
+# Until the system has given a port back that this listener binds again with another key.
+REBIND_S = 0.01
 # When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
 # a moment before it takes the connection away.
 PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
 FRAMES_PER_LOOK = 256  # a peer that floods must not keep newcomers waiting for their handshakes
+
+log = logger("channel")
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -76,6 +82,9 @@ class Listener(Generic[Out, In]):
         self._probes_at_s: deque[float] = deque()
         self._num_read = 0  # frames since the last look at the connections
         self._events: deque[Received[In]] = deque()
+        self._keys = keys
+        self._pair = keys.first
+        self._is_bound = True
         self._wire = Wire(context, zmq.ROUTER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -83,6 +92,8 @@ class Listener(Generic[Out, In]):
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.close)
+            if self._pair is not None:
+                self._wire.lock(self._pair)
             self.endpoint = address.bind(self.socket)
             undo.pop_all()
 
@@ -126,8 +137,7 @@ class Listener(Generic[Out, In]):
                 continue
             self._num_read = 0
             if not self._look_around() and not self._wire.readable():
-                next_s = self._probes_at_s[0] - monotonic() if self._probes_at_s else None
-                self._wire.settle(next_s)
+                self._wire.settle(self._idle_s())
                 return None
         # A flood of frames that are no messages must not keep the caller here.
         self._wire.wake_if_readable(anything_else=True)
@@ -174,7 +184,41 @@ class Listener(Generic[Out, In]):
             self._probes_at_s.popleft()
             self._probe()
             return True
+        if self._keys.first != self._pair or not self._is_bound:
+            return self._change_key()
         return False
+
+    def _idle_s(self) -> float | None:
+        """Return after which time without news there may be something to do."""
+        times = [] if self._is_bound else [REBIND_S]
+        if self._probes_at_s:
+            times.append(self._probes_at_s[0] - monotonic())
+        if (look_in_s := self._keys.look_in_s) is not None:
+            times.append(look_in_s)
+        return min(times, default=None)
+
+    def _change_key(self) -> bool:
+        """Listen with the first key of now, and return whether that was possible already.
+
+        Every connection ends, because one that was made with the key of before may be that of a
+        stranger. All others dial again.
+        """
+        address = bindable(self.endpoint)
+        if self._is_bound:
+            self.socket.unbind(self.endpoint)
+            self._is_bound = False
+        pair = self._keys.first
+        assert pair is not None, "keys that were read stay until others are"
+        self._wire.lock(pair)
+        try:
+            self.endpoint = address.bind(self.socket)
+        except ConfigError:
+            return False  # the system has not given the address back yet
+        self._pair, self._is_bound = pair, True
+        log.info("listening with another key: all connections begin anew", address=self.endpoint)
+        now_s = monotonic()
+        self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
+        return True
 
     def _read(self) -> None:
         peer = self.socket.recv(zmq.NOBLOCK)

@@ -19,7 +19,8 @@ from baton.protocol.codec import MAX_MESSAGE_BYTES
 from baton.runtime.channels.alarm import Alarm
 from baton.runtime.channels.framing import HEADER_BYTES
 from baton.runtime.channels.gate import DOMAIN, Gate
-from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.keys import KeyPair, Keys
+from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
 log = logger("channel")
@@ -59,26 +60,28 @@ class Wire:
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
     ) -> None:
-        """With a key, a ROUTER lets in those who have it and a DEALER speaks only to those."""
+        """With keys, the owner says by `lock` which one counts, before it binds or connects."""
+        has_keys = bool(keys.pairs)
         self.socket: zmq.Socket[bytes] = context.socket(kind)
-        self._refusals = _REFUSALS if kind is zmq.ROUTER else (*_REFUSALS, _CLOSED)
+        self._is_listener = kind is zmq.ROUTER
+        self._refusals = _REFUSALS if self._is_listener else (*_REFUSALS, _CLOSED)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         # Larger frames cost their sender the connection before any memory is set aside for them.
-        overhead_bytes = HEADER_BYTES + (CURVE_BYTES if keys.secret else 0)
+        overhead_bytes = HEADER_BYTES + (CURVE_BYTES if has_keys else 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + overhead_bytes)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        self._gate = self._lock(context, kind, keys) if keys.secret else None
+        self._gate = Gate(context) if has_keys and self._is_listener else None
         self._monitor = self.socket.get_monitor_socket(_WATCHED)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = False
         self._alarm = Alarm()
-        self._is_alarm_set = False
+        self._alarm_at_s: float | None = None
         self._epoll = select.epoll()
         watched = [self.socket, self._monitor, *([self._gate.socket] if self._gate else [])]
         descriptors = [socket.getsockopt(zmq.FD) for socket in watched]
@@ -88,6 +91,19 @@ class Wire:
 
     def fileno(self) -> int:
         return self._epoll.fileno()
+
+    def lock(self, pair: KeyPair) -> None:
+        """From the next bind or connect on, let in, or speak to, only those who have this key."""
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+        if self._gate is None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, pair.public)
+            return
+        self._gate.allow(pair)
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        # With no gate to ask, no dialer is let in.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def readable(self) -> bool:
         return _has_input(self.socket)
@@ -115,13 +131,18 @@ class Wire:
 
     def settle(self, wake_in_s: float | None = None) -> None:
         """To be called once there is nothing left to read. The descriptor fires after `wake_in_s`
-        at the latest, if that is given."""
+        at the latest, if that is given, or earlier."""
         if self._awake:
             self._awake = False
             os.eventfd_read(self._wake)
-        if wake_in_s is not None or self._is_alarm_set:
+        if wake_in_s is None and self._alarm_at_s is None:
+            return
+        now_s = monotonic()
+        wanted_s = None if wake_in_s is None else now_s + wake_in_s
+        # Setting the timer costs more than all else here, and an early wake-up costs nothing.
+        if wanted_s is None or not (now_s < (self._alarm_at_s or 0.0) <= wanted_s):
             self._alarm.set(wake_in_s)
-            self._is_alarm_set = wake_in_s is not None
+            self._alarm_at_s = wanted_s
 
     def skip_rest(self) -> None:
         """Read what is left of a message of several parts."""
@@ -139,20 +160,6 @@ class Wire:
         self.socket.close(linger_ms)
         if self._gate is not None:
             self._gate.close()
-
-    def _lock(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
-    ) -> Gate | None:
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        if kind is not zmq.ROUTER:
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
-            return None
-        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        # With nobody to ask, nobody is let in.
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        return Gate(context, keys)
 
 
 def _has_input(socket: "zmq.Socket[bytes]") -> bool:

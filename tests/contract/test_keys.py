@@ -27,31 +27,23 @@ from baton.runtime.channels.framing import HEADER, HEADER_BYTES
 from baton.runtime.channels.keys import NO_KEYS, Keys, load_keys, write_key
 from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
-from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends, note, wait
+from tests.support.channel_ends import (
+    DEADLINE_S,
+    Ends,
+    answers,
+    connect,
+    ends,
+    new_key,
+    note,
+    until_refused,
+    wait,
+)  # fmt: skip
 from tests.support.checkpoints import model_folder
 from tests.support.cluster import START_TIMEOUT_S, Cluster
 
 # What a ZMTP 3.0 client with CURVE sends first: signature, version, mechanism, filler.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 REMOTE = "tcp://192.0.2.1:5570"  # an address of no host
-
-
-def new_key(folder: Path, name: str = "own.key") -> Keys:
-    write_key(folder / name)
-    return load_keys(KeysConfig(str(folder / name)))
-
-
-def until_refused(dialer: Dialer[ToRouter, ToNode], pair: Ends, count: int = 1) -> None:
-    """Both sides at work until the dialer was turned down so often; nothing else may happen."""
-    deadline_s = monotonic() + DEADLINE_S
-    while dialer.refusals < count:
-        assert pair.listener.receive() is None
-        said = dialer.receive()
-        assert said is None or isinstance(said, Disconnected)
-        assert not dialer.connected
-        assert monotonic() < deadline_s
-        # Also without news: a dialer that was refused for good tries again by the clock.
-        select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)
 
 
 def until_connected(dialer: Dialer[ToRouter, ToNode], pair: Ends) -> None:
@@ -119,8 +111,10 @@ def test_who_has_another_key_or_none_is_kept_out_while_others_talk(
 @pytest.mark.parametrize("claims_it", [True, False])
 def test_who_knows_only_the_public_half_is_kept_out(claims_it: bool, tmp_path: Path) -> None:
     """It can encrypt to the listener, but not prove that it has the secret half."""
-    key = new_key(tmp_path)
-    with ends(tmp_path, "tcp", key) as pair:
+    keys = new_key(tmp_path)
+    key = keys.first
+    assert key is not None
+    with ends(tmp_path, "tcp", keys) as pair:
         stranger = pair.context.socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()
         for option, value in (
@@ -284,12 +278,14 @@ def test_a_new_key_is_for_its_owner_alone(
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600
-    key = load_keys(KeysConfig(str(path)))
+    keys = load_keys(KeysConfig(str(path)))
+    key = keys.first
+    assert key is not None
     out = capsys.readouterr().out
     assert "--keys cluster.key" in out
     assert key.secret.decode() not in out
-    assert key.secret.decode() not in repr(key)
-    assert new_key(tmp_path) != key
+    assert key.secret.decode() not in f"{keys!r}{key!r}"
+    assert new_key(tmp_path).first != key
 
 
 def test_a_key_that_is_there_is_not_overwritten(

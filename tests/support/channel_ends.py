@@ -8,12 +8,13 @@ from pathlib import Path
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.config import KeysConfig
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Starting, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.framing import HEADER
 from baton.runtime.channels.identity import name_of
-from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.keys import NO_KEYS, Keys, load_keys, write_key
 from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
 
@@ -125,3 +126,22 @@ def connect(dialer: Dialer[ToRouter, ToNode]) -> None:
 
 def frame(session: int, sequence: int, payload: bytes) -> bytes:
     return HEADER.pack(session, sequence) + payload
+
+
+def new_key(folder: Path, name: str = "own.key") -> Keys:
+    write_key(folder / name)
+    return load_keys(KeysConfig(str(folder / name)))
+
+
+def until_refused(dialer: Dialer[ToRouter, ToNode], pair: Ends, count: int = 1) -> None:
+    """Both sides at work until the dialer was turned down so often; nothing may be said."""
+    deadline_s = monotonic() + DEADLINE_S
+    while dialer.refusals < count:
+        heard = pair.listener.receive()
+        assert heard is None or heard.disconnected
+        said = dialer.receive()
+        assert said is None or isinstance(said, Disconnected)
+        assert not dialer.connected
+        assert monotonic() < deadline_s
+        # Also without news: a dialer that was refused for good tries again by the clock.
+        select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)

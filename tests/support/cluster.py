@@ -107,8 +107,12 @@ class Cluster:
         return Child(Command(words[0], args), self._relay)
 
     def wait_for_line(self, text: str) -> None:
+        self.wait_for_lines("", text, 1)
+
+    def wait_for_lines(self, start: str, text: str, count: int) -> None:
+        """Wait until so many lines that begin with `start` have said `text`."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not any(text in line for line in self.lines):
+        while sum(line.startswith(start) and text in line for line in self.lines) < count:
             assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
             time.sleep(0.05)
 

@@ -13,6 +13,7 @@ from baton.runtime.channels.endpoint import Endpoint, bindable
         ("tcp://10.0.0.1", Endpoint("10.0.0.1")),
         ("tcp://10.0.0.1:*", Endpoint("10.0.0.1")),
         ("tcp://[::1]:80", Endpoint("::1", 80)),
+        ("tcp://[10.0.0.1]:80", Endpoint("10.0.0.1", 80)),
         ("tcp://*:80", Endpoint("*", 80)),
         ("tcp://router.example:80", Endpoint("router.example", 80)),
         ("ipc:///tmp/socket", Endpoint(path="/tmp/socket")),
