@@ -10,14 +10,17 @@ This module never loads a model.
 import json
 import os
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from baton.deploy.demo_model import CHECKPOINT
 from baton.engine.model_config import DecoderConfig, read_decoder_config
-from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import ConfigError
+from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.interrupts import end_by_signal
 from baton.runtime.log import logger
 
 DEMO_NAME = "demo"
@@ -116,3 +119,24 @@ def _check_weights(folder: Path) -> None:
                     f"{file} is a Git LFS pointer and not the weights: run `git lfs pull` in "
                     f"{folder}"
                 )
+
+
+def main(words: Sequence[str]) -> int:
+    """Fetch a model of the hub and print its folder; pods do so before they start a process."""
+    end_by_signal()
+    needs_weights = "--no-weights" not in words
+    (name,) = [word for word in words if word != "--no-weights"]
+    try:
+        config = with_model(
+            msgspec.structs.replace(ClusterConfig(), model=ModelConfig(path=name)),
+            needs_weights=needs_weights,
+        )
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return 2
+    print(config.model.path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

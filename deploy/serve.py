@@ -23,7 +23,7 @@ from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import is_json, logger
-from baton.runtime.process import Command, Exit, Supervisor
+from baton.runtime.process import Command, Exit, Supervisor, log_exit
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
@@ -122,16 +122,7 @@ class LocalServer:
         """Restart processes that die until a stop is requested."""
         while not interrupts.wait(WATCH_S):
             for ended in self._poll():
-                if ended.restart_in_s is None:
-                    log.info("process was told to end and stays away", process=ended.name)
-                    continue
-                log.warning(
-                    "process ended and will start again",
-                    process=ended.name,
-                    code=ended.code,
-                    in_s=ended.restart_in_s,
-                    exits=ended.num_exits,
-                )
+                log_exit(log, ended)
 
     def stop(self, *, is_hurried: bool = True) -> None:
         """End everything, the routers first, which may finish their requests.

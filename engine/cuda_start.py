@@ -20,6 +20,7 @@ from baton.protocol.sampling import Sampling
 from baton.runtime.gpus import num_gpus
 
 POOL_SHARE = 0.9  # of the memory that the weights and the largest step leave
+CONTEXT_BYTES = 1 << 29  # what CUDA itself takes for a process, about
 
 
 def why_no_gpu() -> str:
@@ -58,8 +59,13 @@ def memory_of(device: torch.device) -> GpuMemory:
     return GpuMemory(free, total, torch.cuda.memory_reserved(device))
 
 
-def free_for_pool(probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int) -> int:
-    """Return the bytes that a pool may take beside the largest steps, which run on `probe`."""
+def free_for_pool(
+    probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int, shared_by: int
+) -> int:
+    """Return the bytes that a pool may take beside the largest steps, which run on `probe`.
+
+    Nodes that share a GPU each take an equal part of it, whichever is the first to look.
+    """
     device = probe.device
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
@@ -71,9 +77,20 @@ def free_for_pool(probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: 
     probe.execute(StepPlan(1, tuple(decoding)))
     needed = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
+    free = fair_share(free, total, torch.cuda.memory_reserved(device), shared_by)
     # The captured steps keep memory of their own, at most what the largest one needs.
     return max(0, int(POOL_SHARE * (free - 2 * needed)))
+
+
+def fair_share(free: int, total: int, reserved: int, shared_by: int) -> int:
+    """Return the bytes of a GPU that one of `shared_by` nodes may still take.
+
+    What is free depends on how far the others have started, so equal parts of the whole count.
+    """
+    if shared_by == 1:
+        return free
+    return min(free, total // shared_by - reserved - CONTEXT_BYTES)
 
 
 def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graphs: bool) -> None:

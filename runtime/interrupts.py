@@ -12,7 +12,19 @@ from types import FrameType, TracebackType
 
 EXIT_INTERRUPTED = 130
 
+EXIT_TERMINATED = 143
+
 Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+def end_by_signal() -> None:
+    """Let SIGTERM end this process, until `Interrupts` takes over.
+
+    The kernel drops it otherwise where the process is the first one of a container, and a model
+    that is fetched there would have to be waited for.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
 
 
 class Interrupts:

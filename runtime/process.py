@@ -22,13 +22,15 @@ import msgspec
 
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import Clock, monotonic
-from baton.runtime.log import relayed
+from baton.runtime.log import Log, relayed
 
 DEATH_FD_VARIABLE = "BATON_DEATH_FD"
 DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
 TAIL_LINES = 20
 GRACE_S = 3.5
 POLL_S = 0.02
+# In place of an exit code: the system refused to start the process.
+NOT_STARTED = 127
 _PR_SET_PDEATHSIG = 1
 
 # Called with (child name, line) from a reader thread.
@@ -81,7 +83,10 @@ class Child:
         self.name = command.name
         self.exit_code: int | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        read_end, self._death_pipe = os.pipe()
+        try:
+            read_end, self._death_pipe = os.pipe()
+        except OSError as error:
+            raise NodeError(f"cannot start {command.name}: {error}") from error
         # The child gets its settings from its arguments, which this process made of the variables.
         env = {key: text for key, text in os.environ.items() if not key.startswith("BATON_")}
         env |= {**dict(command.env), DEATH_FD_VARIABLE: str(read_end), "PYTHONUNBUFFERED": "1"}
@@ -107,7 +112,14 @@ class Child:
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout, relay), name=command.name, daemon=True
         )
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError as error:  # the system gives no further thread
+            self._kill_group()
+            self._process.wait()
+            self._process.stdout.close()
+            os.close(self._death_pipe)
+            raise NodeError(f"cannot start {command.name}: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -169,13 +181,37 @@ class Child:
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """A supervised child ended by itself. It starts again in `restart_in_s`, if that is set."""
+    """A supervised child ended by itself, or could not be started again (`NOT_STARTED`).
+
+    It starts again in `restart_in_s`, if that is set.
+    """
 
     name: str
     code: int
     tail: tuple[str, ...]
     num_exits: int  # since the supervisor started
     restart_in_s: float | None
+
+
+def log_exit(log: Log, ended: Exit) -> None:
+    """Log that a supervised child has ended, and whether it starts again."""
+    if ended.restart_in_s is None:
+        log.info("process was told to end and stays away", process=ended.name)
+    elif ended.code == NOT_STARTED:
+        log.error(
+            "process could not be started and is tried again",
+            process=ended.name,
+            reason=ended.tail[-1],
+            in_s=ended.restart_in_s,
+        )
+    else:
+        log.warning(
+            "process ended and will start again",
+            process=ended.name,
+            code=ended.code,
+            in_s=ended.restart_in_s,
+            exits=ended.num_exits,
+        )
 
 
 class Backoff:
@@ -226,7 +262,10 @@ class Supervisor:
             if post.child is not None and post.child.poll() is not None:
                 exits.append(post.ended(now_s, may_leave=self._may_leave))
             elif post.child is None and now_s >= post.restart_at_s:
-                post.spawn(now_s, self._relay)
+                try:
+                    post.spawn(now_s, self._relay)
+                except NodeError as error:  # memory or processes may be short for a while
+                    exits.append(post.not_started(now_s, error))
         return exits
 
     def pid_of(self, name: str) -> int | None:
@@ -272,6 +311,11 @@ class _Post:
     def spawn(self, now_s: float, relay: Relay) -> None:
         self.child = Child(self.command, relay)
         self._started_s = now_s
+
+    def not_started(self, now_s: float, error: NodeError) -> Exit:
+        delay_s = self._backoff.after(0.0)
+        self.restart_at_s = now_s + delay_s
+        return Exit(self.command.name, NOT_STARTED, (error.message,), self.num_exits, delay_s)
 
     def ended(self, now_s: float, *, may_leave: bool) -> Exit:
         child, self.child = self.child, None

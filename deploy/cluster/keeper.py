@@ -5,10 +5,11 @@ writes how that goes. A process that ends is started again, later each time. Whe
 by SIGTERM or by force, its processes end too. It never speaks to a router or a node.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 import msgspec
 
@@ -19,7 +20,7 @@ from baton.protocol.config import LogConfig
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, relayed, setup
-from baton.runtime.process import Command, Exit, Supervisor, die_with_parent
+from baton.runtime.process import Command, Exit, Supervisor, die_with_parent, log_exit
 
 WATCH_S = 0.1
 HURRIED_S = 2.5
@@ -42,7 +43,8 @@ class Keeper:
         self._folder = folder
         self._orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
         self._logs = Path(self._orders.logs)
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, IO[bytes]] = {}
+        self._troubles: dict[str, str] = {}  # why a file cannot be written, by what it is for
         self._ends: dict[str, str] = {}  # why a process ended when it last did
         specs = {spec.name: spec for spec in self._orders.processes}
         self._routers = Supervisor(
@@ -59,7 +61,7 @@ class Keeper:
         """Spawn every process."""
         self._logs.mkdir(parents=True, exist_ok=True)
         for spec in self._orders.processes:
-            self._files[spec.name] = (self._logs / f"{spec.name}.log").open("a", buffering=1)
+            self._files[spec.name] = (self._logs / f"{spec.name}.log").open("ab", buffering=0)
         self._routers.start()
         self._nodes.start()
         self._tell()
@@ -69,16 +71,7 @@ class Keeper:
         exits = [*self._routers.poll(), *self._nodes.poll()]
         for ended in exits:
             self._ends[ended.name] = why(ended)
-            if ended.restart_in_s is None:
-                log.info("process was told to end and stays away", process=ended.name)
-                continue
-            log.warning(
-                "process ended and will start again",
-                process=ended.name,
-                code=ended.code,
-                in_s=ended.restart_in_s,
-                exits=ended.num_exits,
-            )
+            log_exit(log, ended)
         self._tell()
 
     def stop(self, *, is_hurried: bool) -> None:
@@ -101,8 +94,9 @@ class Keeper:
         """Write the state of every process, if it is another than before."""
         content = msgspec.json.encode([self._status(spec) for spec in self._orders.processes])
         path = self._folder / STATUS
-        if not path.exists() or path.read_bytes() != content:
-            write_private(path, content)
+        with self._or_trouble("the state of the processes"):
+            if not path.exists() or path.read_bytes() != content:
+                write_private(path, content)
 
     def _status(self, spec: ProcessSpec) -> ProcessStatus:
         supervisor = self._routers if spec.role == "router" else self._nodes
@@ -115,8 +109,25 @@ class Keeper:
     def _relay(self, name: str, line: str) -> None:
         """Pass on a line of a process; its reader thread calls this."""
         text = relayed(name, line)
-        self._files[name].write(f"{text}\n")
-        print(text, flush=True)
+        # Without a reader, a process would stop as soon as it has filled its pipe.
+        with self._or_trouble(f"the log of {name}"):
+            self._files[name].write(f"{text}\n".encode(errors="replace"))
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
+
+    @contextlib.contextmanager
+    def _or_trouble(self, what: str) -> Iterator[None]:
+        """Go on if a file cannot be written, such as on a full disk, and say so once."""
+        try:
+            yield
+        except OSError as error:
+            reason = str(error.strerror)
+            if self._troubles.get(what) != reason:
+                self._troubles[what] = reason
+                log.error(f"cannot write {what}", reason=reason)
+        else:
+            if self._troubles.pop(what, ""):
+                log.info(f"{what} can be written again")
 
 
 def why(ended: Exit) -> str:

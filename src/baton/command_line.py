@@ -17,6 +17,7 @@ from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
 from baton.runtime.cpus import spin_briefly
+from baton.runtime.interrupts import end_by_signal
 from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
 from baton.runtime.settings import Subcommand, load
@@ -47,7 +48,7 @@ COMMANDS = {
 CLUSTER_HELP = {
     "up": "Start the cluster that a cluster.yaml describes, and wait until it serves.",
     "down": "End a cluster that `up` has started.",
-    "status": "Show the processes of a cluster that `up` has started.",
+    "status": "Show the processes of a cluster, live: their state, load, KV use and hand-overs.",
     "render": "Write the files by which a platform runs a cluster, and start nothing.",
 }
 DOCTOR = "doctor"
@@ -105,6 +106,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return the exit code of the process. `__main__` calls it."""
     # This comes first: a parent that is gone by now must not leave this process behind.
     die_with_parent()
+    end_by_signal()
     try:
         return _run(list(arguments))
     except ConfigError as error:

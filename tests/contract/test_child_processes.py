@@ -14,7 +14,7 @@ import pytest
 
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.process import Backoff, Child, Command, Exit, Supervisor
+from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
 
@@ -76,6 +76,34 @@ def is_zombie(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+
+
+def test_a_child_that_cannot_be_started_again_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    supervisor = Supervisor((Command("c", ("-c", "pass"), module="platform"),), lambda: now_s)
+    supervisor.start()
+    python = sys.executable
+    try:
+        deadline_s = monotonic() + DEADLINE_S
+        while not (exits := supervisor.poll()):
+            assert monotonic() < deadline_s
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        for before in exits:
+            assert before.restart_in_s is not None
+            now_s += before.restart_in_s
+        (failed,) = supervisor.poll()
+        assert (failed.code, failed.name) == (NOT_STARTED, "c")
+        assert "cannot start c" in failed.tail[0]
+        assert supervisor.pid_of("c") is None
+        monkeypatch.setattr(sys, "executable", python)
+        assert failed.restart_in_s is not None
+        now_s += failed.restart_in_s
+        supervisor.poll()
+        assert supervisor.pid_of("c") is not None
+    finally:
+        supervisor.stop()
 
 
 def test_exit_code_and_last_lines_are_kept() -> None:

@@ -163,3 +163,12 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
     assert blocks(1 << 50) == 64 * 8192 // 16
     with pytest.raises(ConfigError, match=r"raise cache\.memory_mib or free memory"):
         blocks(2 * block_bytes)
+
+
+def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None:
+    total, weights = 80 << 30, 8 << 30
+    first = cuda_start.fair_share(total - weights, total, weights, 2)
+    second = cuda_start.fair_share(total - 2 * weights - first, total, weights, 2)
+    assert (first, second) == (total // 2 - weights - cuda_start.CONTEXT_BYTES,) * 2
+    assert cuda_start.fair_share(first // 4, total, weights, 2) == first // 4  # others use the rest
+    assert cuda_start.fair_share(total - weights, total, weights, 1) == total - weights
