@@ -99,6 +99,7 @@ class Description(msgspec.Struct, frozen=True):
     routers: tuple[RouterPlace, ...] = (RouterPlace(),)
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes
+    secrets: tuple[str, ...] = ()  # variables whose values are secret, whatever their names
     systemd: SystemdOptions = SystemdOptions()
     kubernetes: KubernetesOptions = KubernetesOptions()
     slurm: SlurmOptions = SlurmOptions()

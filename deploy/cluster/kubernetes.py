@@ -4,7 +4,6 @@
 the description, which it makes if need be and never deletes: it may hold volumes.
 """
 
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -30,15 +29,19 @@ from baton.deploy.cluster.processes import (
     ProcessRole,
     ProcessSpec,
 )
+from baton.deploy.cluster.programs import order, question
 from baton.deploy.cluster.running import make_private, write_private
 from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.keys import load_keys
 
+MISSING = "write the manifests with `baton render --on kubernetes`, and apply them where it is"
 APPLIED = "kubernetes.json"
 SELECTED = f"{NAME_LABEL}=baton"
 POD_IP = "$(POD_IP)"
 BASE, AUTOSCALE = "base", "overlays/autoscale"
+# What containers wait for in any start.
+USUAL = ("ContainerCreating", "PodInitializing")
 STATES: dict[str, ProcessState] = {
     "Pending": "waiting", "Running": "running", "Succeeded": "ended", "Failed": "ended",
 }  # fmt: skip
@@ -72,8 +75,8 @@ class KubernetesPlatform:
             )
         return ProcessPlaces(
             routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
-            node=POD_IP,
-            listen="0.0.0.0",
+            node=f"[{POD_IP}]",  # IPv4 or IPv6
+            listen="*",
             model=MODEL_FOLDER if is_folder(description.model) else "",
             key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
         )
@@ -106,8 +109,10 @@ class KubernetesPlatform:
         applied = _applied(folder)
         if applied is None:
             return
-        hurry = ("--grace-period=1",) if is_hurried else ()
-        words = ("--ignore-not-found", "--wait", "--cascade=foreground", *hurry)
+        how = ("--wait", "--cascade=foreground")
+        if is_hurried:
+            how = ("--wait=false", "--grace-period=1")
+        words = ("--ignore-not-found", *how)
         _kubectl("delete", "-k", str(folder / applied.overlay), *words)
         (folder / APPLIED).unlink()
 
@@ -142,12 +147,19 @@ class _Terminated(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class _WaitingState(msgspec.Struct, frozen=True):
+    reason: str = ""
+    message: str = ""
+
+
 class _State(msgspec.Struct, frozen=True):
     terminated: _Terminated | None = None
+    waiting: _WaitingState | None = None
 
 
 class _ContainerStatus(msgspec.Struct, frozen=True):
     ready: bool = False
+    state: _State = _State()
     lastState: _State = _State()  # noqa: N815
 
 
@@ -155,6 +167,7 @@ class _PodStatus(msgspec.Struct, frozen=True):
     phase: str = ""
     podIP: str = ""  # noqa: N815
     containerStatuses: list[_ContainerStatus] = []  # noqa: N815
+    initContainerStatuses: list[_ContainerStatus] = []  # noqa: N815
 
 
 class _PodHead(msgspec.Struct, frozen=True):
@@ -203,9 +216,14 @@ def _status(applied: Applied, name: str, pods: list[_Pod]) -> ProcessStatus:
     containers = pod.status.containerStatuses
     if state == "running" and not all(container.ready for container in containers):
         state = "waiting"
-    ends = [container.lastState.terminated for container in containers]
+    both = [*pod.status.initContainerStatuses, *containers]
+    ends = [container.lastState.terminated for container in both]
     last_end = "; ".join(f"exit code {end.exitCode}: {end.reason}" for end in ends if end)
-    return ProcessStatus(name, role, pod.spec.nodeName, state, pod.metadata.name, last_end)
+    waits = [one.state.waiting for one in both if one.state.waiting is not None]
+    note = pod.metadata.name
+    if waits and waits[0].reason not in ("", *USUAL):
+        note += f": {waits[0].reason} {waits[0].message}".rstrip()
+    return ProcessStatus(name, role, pod.spec.nodeName, state, note, last_end)
 
 
 def _namespace(description: Description) -> str:
@@ -242,14 +260,8 @@ def _applied(folder: Path) -> Applied | None:
 
 def _kubectl(*words: str) -> str:
     """Run kubectl and return what it prints; raises `NodeError` if it fails."""
+    run = question if words[0] == "get" else order
     try:
-        done = subprocess.run(["kubectl", *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError(
-            "kubectl is not installed here: write the manifests with `baton render --on "
-            "kubernetes`, and apply them where it is"
-        ) from None
-    if done.returncode != 0:
-        why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NodeError(f"kubectl {words[0]}: {why[-1]}")
-    return done.stdout
+        return run(("kubectl", *words), MISSING)
+    except NodeError as error:
+        raise NodeError(f"kubectl {words[0]}: {error.message}") from error

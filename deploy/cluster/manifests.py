@@ -30,6 +30,8 @@ RDMA = "rdma/"
 LEAVE_S = 5
 SHARED = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
 
+CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+
 
 def base_of(plan: ClusterPlan, key: bytes) -> dict[str, list[Manifest]]:
     """Return the objects by file name; `key` is the content of the cluster's key file."""
@@ -155,12 +157,17 @@ def _secrets(plan: ClusterPlan, key: bytes) -> list[Manifest]:
     if key:
         data = {KEY_FILE: key.decode()}
         found.append({**_head("v1", "Secret", SECRET, "key"), "stringData": data})
+    first = {_owner(spec): spec for spec in reversed(plan.processes) if spec.secret_env}
     found += [
-        {**_head("v1", "Secret", spec.name, ROUTERS), "stringData": spec.secret_env}
-        for spec in plan.processes
-        if spec.secret_env
+        {**_head("v1", "Secret", name, spec.pool), "stringData": spec.secret_env}
+        for name, spec in first.items()
     ]
     return found
+
+
+def _owner(spec: ProcessSpec) -> str:
+    """Return the name of the object that runs a process: its own, or that of its pool."""
+    return spec.name if spec.role == "router" else spec.pool
 
 
 def _pod(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
@@ -173,8 +180,11 @@ def _pod(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
         "containers": [_container(description, spec)],
         "volumes": _volumes(description),
     }
+    first = [_model_fetch(description, spec)] if is_of_hub(description.model) else []
     if description.key:
-        pod["initContainers"] = [_key_copy(description)]
+        first.append(_key_copy(description))
+    if first:
+        pod["initContainers"] = first
     if spec.node_selector:
         pod["nodeSelector"] = dict(spec.node_selector)
     return pod
@@ -197,7 +207,7 @@ def _container(description: Description, spec: ProcessSpec) -> Manifest:
         ],
     }
     if spec.secret_env:
-        container["envFrom"] = [{"secretRef": {"name": spec.name}}]
+        container["envFrom"] = [{"secretRef": {"name": _owner(spec)}}]
     if spec.live is not None and spec.ready is not None:
         live, ready = _asked(spec, spec.live), _asked(spec, spec.ready)
         container |= _probes(_start_s(description), live, ready)
@@ -262,11 +272,32 @@ def _confined(spec: ProcessSpec) -> Manifest:
     capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
     if any(name.startswith(RDMA) for name in spec.resources):
         capabilities["add"] = ["IPC_LOCK"]  # RDMA pins the memory of the KV pool
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": capabilities,
+    return {**CONFINED, "capabilities": capabilities}
+
+
+def _model_fetch(description: Description, spec: ProcessSpec) -> Manifest:
+    """Fetch a model of the hub, for which the probes of the process would not wait."""
+    fetch: Manifest = {
+        "name": "model",
+        "image": description.kubernetes.image,
+        "command": [
+            "python3",
+            "-m",
+            "baton.deploy.model_folder",
+            _literal(description.model),
+            *(["--no-weights"] if spec.role == "router" else []),
+        ],
+        "env": _environment(spec),
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+        "securityContext": {**CONFINED, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "scratch", "mountPath": "/tmp"},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+        ],
     }
+    if spec.secret_env:
+        fetch["envFrom"] = [{"secretRef": {"name": _owner(spec)}}]
+    return fetch
 
 
 def _key_copy(description: Description) -> Manifest:
@@ -276,11 +307,7 @@ def _key_copy(description: Description) -> Manifest:
         "name": "key",
         "image": description.kubernetes.image,
         "command": ["install", "-m", "600", source, f"{KEY_FOLDER}/{KEY_FILE}"],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": {**CONFINED, "capabilities": {"drop": ["ALL"]}},
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
         "volumeMounts": [
             {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
@@ -306,6 +333,10 @@ def _volumes(description: Description) -> list[Manifest]:
 def is_folder(model: str) -> bool:
     """Return whether a description's model is a folder, and neither a hub's name nor the demo."""
     return model.startswith("/")
+
+
+def is_of_hub(model: str) -> bool:
+    return bool(model) and not is_folder(model)
 
 
 def _model_mount(description: Description) -> list[Manifest]:

@@ -5,6 +5,7 @@ processes of a pool have the same `argv`. What differs between them, addresses a
 so that one systemd template, StatefulSet or srun step can serve a pool. Pure.
 """
 
+import re
 from collections import Counter
 from typing import Literal
 
@@ -21,6 +22,12 @@ ProcessRole = Role | Literal["router"]
 ROUTERS = "router"  # the name of the routers, as if they were a pool
 # From SIGTERM to a forced end, beyond the time in which requests may finish.
 EXTRA_GRACE_S = 10.0
+
+
+# Such as HF_TOKEN, AWS_SECRET_ACCESS_KEY and OTEL_EXPORTER_OTLP_HEADERS.
+_LOOKS_SECRET = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_HEADERS)$", re.I
+)
 
 
 class ProcessPlaces(msgspec.Struct, frozen=True):
@@ -149,8 +156,11 @@ def _router(
     }
     if "router.host" not in settings:
         env["BATON_ROUTER_HOST"] = listen
+    env, secret_env = _split(description, env)
     api_keys = settings.pop("router.api_keys", ())
     assert isinstance(api_keys, tuple)
+    if api_keys:
+        secret_env["BATON_ROUTER_API_KEYS"] = ",".join(api_keys)
     return ProcessSpec(
         name=f"{ROUTERS}-{index}",
         role="router",
@@ -158,7 +168,7 @@ def _router(
         index=index,
         argv=_argv("router", settings),
         env=env,
-        secret_env={"BATON_ROUTER_API_KEYS": ",".join(api_keys)} if api_keys else {},
+        secret_env=secret_env,
         host=router.host or places.host,
         gpus=0,
         gpu_ids=(),
@@ -197,6 +207,7 @@ def _node(
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if seat.host else ()
     if gpu_ids:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+    env, secret_env = _split(description, env)
     settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
     return ProcessSpec(
         name=seat.name,
@@ -205,7 +216,7 @@ def _node(
         index=seat.index,
         argv=_argv(pool.role, {k: v for k, v in settings.items() if not k.startswith("router.")}),
         env=env,
-        secret_env={},
+        secret_env=secret_env,
         host=seat.host,
         gpus=pool.gpus,
         gpu_ids=gpu_ids,
@@ -221,6 +232,16 @@ def _node(
         ready=Probe("/ready", http) if http else None,
         grace_s=config.node.drain_s + EXTRA_GRACE_S,
     )
+
+
+def _split(description: Description, env: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that all may see, and those that the description or the name hides."""
+    hidden = {
+        name: text
+        for name, text in env.items()
+        if name in description.secrets or _LOOKS_SECRET.search(name)
+    }
+    return {name: text for name, text in env.items() if name not in hidden}, hidden
 
 
 def _common(description: Description, places: ProcessPlaces) -> Settings:

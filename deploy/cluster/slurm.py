@@ -7,7 +7,6 @@ notes there how it is, which `status` reads. `stop` lets the job drain before it
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
 from baton.deploy.cluster.placeholders import FOLDER, OWN_ADDRESS
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
+from baton.deploy.cluster.programs import order, question
 from baton.deploy.cluster.running import write_private
 from baton.deploy.cluster.slurm_task import PLAN, ROUTERS_ADDRESS, SlurmPlan, read_plan
 from baton.deploy.health import url_of
@@ -32,6 +32,7 @@ WATCH_S = 0.5
 HURRIED_S = 20.0
 # The time that Slurm itself takes, beyond that of the processes.
 EXTRA_STOP_S = 30.0
+MISSING = "run this command on a host of the Slurm cluster, or use another platform with --on"
 GONE = ("Invalid job id", "already completing or completed")
 ACTIVE = {
     "COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "RUNNING",
@@ -224,14 +225,8 @@ def _run(*words: str, may_fail: bool = False) -> str:
 
     With `may_fail`, it is no failure that the job has ended.
     """
+    run = question if words[0] == "squeue" else order
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{words[0]} is not installed here: run this command on a host of the Slurm cluster, "
-            "or use another platform with --on"
-        ) from None
-    if done.returncode != 0 and not (may_fail and any(why in done.stderr for why in GONE)):
-        why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NodeError(f"{words[0]}: {why[-1]}")
-    return done.stdout
+        return run(words, MISSING, GONE if may_fail else ())
+    except NodeError as error:
+        raise NodeError(f"{words[0]}: {error.message}") from error

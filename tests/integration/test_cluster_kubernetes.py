@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import yaml
 
@@ -24,12 +26,14 @@ from baton.deploy.cluster.platform import PlatformOptions
 from baton.deploy.cluster.processes import ProcessRole, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import Deployment, write_deployment
+from baton.deploy.health import url_of
 from baton.runtime.channels.keys import write_key
+from baton.runtime.interrupts import EXIT_TERMINATED
 from tests.support.cluster import free_port
 from tests.support.deployed import TIMEOUT_S, TOLD, until
 
 Object = dict[str, Any]
-POD_IP = "127.0.0.1"
+ADDRESSES = ("127.0.0.1", "::1")  # of pods
 # The volumes of a pod, in a view of the file system that ends with the process. Kernels that were
 # compiled before are those of the machine, so that no pod compiles them again.
 VOLUMES = """
@@ -46,7 +50,7 @@ exec env -i {env} {command}
 """
 
 
-def described(folder: Path) -> Object:
+def described(folder: Path, address: str) -> Object:
     """Write a small cluster and return its description."""
     write_key(folder / "cluster.key")
     pools = {
@@ -61,7 +65,7 @@ def described(folder: Path) -> Object:
         "settings": {"router": {"api_keys": ["s3cret"]}, "node": {"drain_s": 5}},
     }
     (folder / "cluster.yaml").write_text(yaml.safe_dump(content))
-    (folder / "hosts").write_text(f"{POD_IP} localhost router-0\n")
+    (folder / "hosts").write_text(f"{address} localhost router-0\n")
     return content
 
 
@@ -73,9 +77,11 @@ def objects(folder: Path) -> list[Object]:
     return [one for path in files for one in yaml.safe_load_all(path.read_text())]
 
 
-def environment(container: Object, name: str, secrets: dict[str, Object]) -> dict[str, str]:
+def environment(
+    container: Object, name: str, secrets: dict[str, Object], address: str
+) -> dict[str, str]:
     """Return the variables as Kubernetes fills them in for the pod `name`."""
-    fields = {"status.podIP": POD_IP, "metadata.name": name}
+    fields = {"status.podIP": address, "metadata.name": name}
     found: dict[str, str] = {}
     for reference in container.get("envFrom", ()):
         found |= secrets[reference["secretRef"]["name"]]["stringData"]
@@ -90,7 +96,9 @@ def environment(container: Object, name: str, secrets: dict[str, Object]) -> dic
 
 
 @contextmanager
-def running(folder: Path, found: list[Object]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def running(
+    folder: Path, found: list[Object], address: str
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Run the first pod of each Deployment and StatefulSet."""
     secrets = {one["metadata"]["name"]: one for one in found if one["kind"] == "Secret"}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton"
@@ -103,7 +111,7 @@ def running(folder: Path, found: list[Object]) -> Iterator[dict[str, subprocess.
             name = one["metadata"]["name"] + ("-0" if one["kind"] == "StatefulSet" else "")
             pod = one["spec"]["template"]["spec"]
             (container,), (init,) = pod["containers"], pod["initContainers"]
-            env = own | environment(container, name, secrets)
+            env = own | environment(container, name, secrets, address)
             script = VOLUMES.format(
                 folder=shlex.quote(str(folder)),
                 compiled=shlex.quote(str(cache)),
@@ -123,26 +131,33 @@ def running(folder: Path, found: list[Object]) -> Iterator[dict[str, subprocess.
             process.wait(TIMEOUT_S)
 
 
-def answers(port: int, path: str) -> bool:
+def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{POD_IP}:{port}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=10) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_the_containers_of_the_manifests_serve_answer_their_probes_and_drain(
-    tmp_path: Path,
+    address: str, tmp_path: Path
 ) -> None:
     if shutil.which("unshare") is None or os.geteuid() != 0:
         pytest.skip("views of the file system need root and util-linux' `unshare`")
-    content = described(tmp_path)
+    try:
+        socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        ).close()
+    except OSError as error:
+        pytest.skip(f"no address {address} here: {error}")
+    content = described(tmp_path, address)
     found = objects(tmp_path)
 
     def said() -> str:
         return "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
 
-    with running(tmp_path, found) as processes:
+    with running(tmp_path, found, address) as processes:
         assert set(processes) == {"router-0", "prefill-0", "decode-0"}
         for one in found:
             if one["kind"] in ("Deployment", "StatefulSet"):
@@ -150,14 +165,15 @@ def test_the_containers_of_the_manifests_serve_answer_their_probes_and_drain(
                 ports = {port["name"]: port["containerPort"] for port in container["ports"]}
                 for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
                     asked = container[kind]["httpGet"]
-                    until(lambda a=asked, p=ports: answers(p[a["port"]], a["path"]), said)
+                    url = url_of(address, ports[asked["port"]]) + asked["path"]
+                    until(lambda u=url: answers(u), said)
         (clients,) = [
             one for one in found if one["kind"] == "Service" and one["metadata"]["name"] == "baton"
         ]
         assert clients["spec"]["ports"][0]["targetPort"] == "http"
         body = json.dumps({"prompt": TOLD, "max_tokens": 8, "temperature": 0}).encode()
         request = urllib.request.Request(
-            f"http://{POD_IP}:{content['routers'][0]['port']}/v1/completions",
+            f"{url_of(address, content['routers'][0]['port'])}/v1/completions",
             body,
             {"Content-Type": "application/json", "Authorization": "Bearer s3cret"},
         )
@@ -178,7 +194,7 @@ exec "$@"
 
 
 def test_doctor_runs_inside_the_pods(tmp_path: Path) -> None:
-    content = described(tmp_path)
+    content = described(tmp_path, ADDRESSES[0])
     content["settings"]["keys"] = {"insecure": True}
     del content["key"]
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content))
@@ -190,7 +206,7 @@ def test_doctor_runs_inside_the_pods(tmp_path: Path) -> None:
     }
     write_deployment(state, Deployment("small", "kubernetes", "cluster.yaml", ()))
     (state / APPLIED).write_bytes(msgspec.json.encode(Applied("small", "base", names)))
-    pods = [{"metadata": {"name": name}, "status": {"podIP": POD_IP}} for name in names]
+    pods = [{"metadata": {"name": name}, "status": {"podIP": ADDRESSES[0]}} for name in names]
     (tmp_path / "pods.json").write_text(json.dumps({"items": pods}))
     (tmp_path / "kubectl").write_text(KUBECTL.format(folder=tmp_path))
     (tmp_path / "kubectl").chmod(0o755)
@@ -206,3 +222,27 @@ def test_doctor_runs_inside_the_pods(tmp_path: Path) -> None:
     assert len(faults) == 2, done.stdout + done.stderr
     assert all("no answer from router-0:" in fault for fault in faults)
     assert re.search(r"paths:\n  ok       decode-0 reads prefill-0  .* by shm", done.stdout)
+
+
+@pytest.mark.parametrize("words", [["-m", "baton", "router"], ["-m", "baton.deploy.model_folder"]])
+def test_the_first_process_of_a_container_ends_while_it_fetches_a_model(words: list[str]) -> None:
+    """The kernel drops SIGTERM to it unless it has a handler."""
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("a container's process ids need root and util-linux' `unshare`")
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # it takes requests and never answers
+        hub.settimeout(TIMEOUT_S)
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": "/nowhere"}
+        outer = subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--kill-child", sys.executable, *words, "some/model"],
+            env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            asked, _ = hub.accept()
+            (inner,) = psutil.Process(outer.pid).children()
+            inner.terminate()
+            assert outer.wait(TIMEOUT_S) == EXIT_TERMINATED
+            asked.close()
+        finally:
+            outer.kill()
+            outer.wait()

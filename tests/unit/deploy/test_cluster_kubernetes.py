@@ -1,5 +1,7 @@
 """The manifests of a cluster: valid for every version of Kubernetes, confined, and complete."""
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -126,7 +128,7 @@ def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     assert "model.name=costs $$(HOME)" in container["args"]
     values = {one["name"]: one.get("value") for one in container["env"]}
     assert values["BATON_NODE_ROUTERS"] == "tcp://router-0:5570,tcp://router-1:5571"
-    assert values["BATON_NODE_BIND"] == "tcp://$(POD_IP)"
+    assert values["BATON_NODE_BIND"] == "tcp://[$(POD_IP)]"
     for name in ("router-0", "router-1"):
         assert found["Service", name]["spec"]["publishNotReadyAddresses"]
     assert found["StatefulSet", "prefill"]["spec"]["template"]["spec"]["nodeSelector"] == {
@@ -134,6 +136,87 @@ def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     }
     grows = found["HorizontalPodAutoscaler", "decode"]["spec"]
     assert (grows["minReplicas"], grows["maxReplicas"]) == (3, 9)
+
+
+def test_secret_variables_are_in_secrets_only(tmp_path: Path) -> None:
+    pools = CONTENT["pools"]
+    pools = {**pools, "decode": {**pools["decode"], "env": {"MINE": "s3cret-2"}}}
+    env = {"HF_TOKEN": "s3cret-1", "UCX_TLS": "tcp"}
+    files = rendered(tmp_path, env=env, secrets=["MINE"], pools=pools)
+    found = objects(files)
+    assert not [
+        path for path in files if path.name != "secrets.yaml" and "s3cret" in path.read_text()
+    ]
+    for name, extra in (("router-0", "BATON_ROUTER_API_KEYS"), ("decode", "MINE")):
+        assert set(found["Secret", name]["stringData"]) == {"HF_TOKEN", extra}
+        (container,) = pods(found)[name]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": name}}]
+        assert {"name": "UCX_TLS", "value": "tcp"} in container["env"]
+
+
+def test_a_model_of_the_hub_is_fetched_before_the_probes_begin(tmp_path: Path) -> None:
+    files = rendered(tmp_path, model="Qwen/Qwen3-0.6B", env={"HF_TOKEN": "hf_x"})
+    for (kind, _), one in objects(files).items():
+        if kind != "Kustomization":
+            kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+    for name, pod in pods(objects(files)).items():
+        fetch, copy = pod["initContainers"]
+        assert fetch["command"][:4] == [
+            "python3", "-m", "baton.deploy.model_folder", "Qwen/Qwen3-0.6B",
+        ]  # fmt: skip
+        assert ("--no-weights" in fetch["command"]) == name.startswith("router")
+        (container,) = pod["containers"]
+        assert fetch["envFrom"] == container["envFrom"]
+        assert {"name": "cache", "mountPath": "/var/cache/baton"} in fetch["volumeMounts"]
+        assert {one["name"]: one.get("value") for one in fetch["env"]}["HF_HOME"]
+        assert copy["name"] == "key"
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >>{folder}/asked
+case "$*" in
+  *"get pods"*)
+    if [ ! -e {folder}/failed ]; then
+      touch {folder}/failed
+      echo "Unable to connect to the server" >&2
+      exit 1
+    fi
+    cat {folder}/pods.json ;;
+esac
+"""
+PULLED = {
+    "metadata": {"name": "decode-0", "labels": {}},
+    "status": {
+        "phase": "Pending",
+        "containerStatuses": [
+            {"ready": False, "state": {"waiting": {"reason": "ErrImagePull", "message": "no such"}}}
+        ],
+    },
+}
+
+
+def test_a_question_that_fails_once_is_asked_again_and_a_hurried_end_waits_for_no_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kubectl").write_text(KUBECTL.format(folder=tmp_path))
+    (tmp_path / "kubectl").chmod(0o755)
+    (tmp_path / "pods.json").write_text(json.dumps({"items": [PULLED]}))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rendered(tmp_path)
+    description = read_description(tmp_path / "cluster.yaml")
+    platform = KubernetesPlatform(PlatformOptions())
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    platform.start(plan_of(description, platform.places(description)), state)
+    found = {one.name: one for one in platform.status(state)}
+    assert (tmp_path / "failed").exists()
+    assert (found["decode-0"].state, found["decode-0"].note) == (
+        "waiting", "decode-0: ErrImagePull no such",
+    )  # fmt: skip
+    platform.stop(state, is_hurried=True)
+    last = (tmp_path / "asked").read_text().splitlines()[-1]
+    assert last.startswith("delete -k")
+    assert "--wait=false" in last
 
 
 @pytest.mark.parametrize(

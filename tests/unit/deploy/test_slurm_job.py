@@ -1,7 +1,10 @@
 """The batch script of a Slurm job, and what a task of it makes of its process."""
 
+import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from baton.deploy.cluster.slurm import SlurmPlatform
 from baton.deploy.cluster.slurm_task import placed, read_plan
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
+from baton.runtime.interrupts import EXIT_INTERRUPTED
+from tests.support.deployed import TIMEOUT_S, until
 from tests.support.sources import REPOSITORY
 
 PLATFORM = SlurmPlatform(PlatformOptions())
@@ -108,6 +113,46 @@ def test_what_slurm_cannot_grant_is_refused(
     pools = {"decode": {"role": "decode", **changes}, "prefill": {"role": "prefill"}}
     with pytest.raises(ConfigError, match=said):
         planned(tmp_path, pools=pools)
+
+
+SBATCH = """#!/bin/sh
+trap 'exit 1' INT
+touch {folder}/submitting
+while [ ! -e {folder}/interrupted ]; do sleep 0.05; done
+echo 7
+"""
+SQUEUE = """#!/bin/sh
+[ -e {folder}/cancelled ] || echo "7 PENDING"
+"""
+SCANCEL = """#!/bin/sh
+echo "$@" >>{folder}/cancelled
+"""
+
+
+def test_ctrl_c_while_the_job_is_submitted_leaves_no_job(tmp_path: Path) -> None:
+    """It reaches the whole foreground group, and `sbatch` must live to say the job's number."""
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE), ("scancel", SCANCEL)):
+        (tmp_path / name).write_text(text.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    planned(tmp_path)
+    pools = {"decode": {"role": "decode"}}
+    content = {"name": "small", "key": "cluster.key", "pools": pools}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content))
+    up = subprocess.Popen(
+        [sys.executable, "-m", "baton", "up", "--on", "slurm", "--state", str(tmp_path / "state")],
+        cwd=tmp_path, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        until((tmp_path / "submitting").exists, up.poll)
+        os.killpg(up.pid, signal.SIGINT)
+        (tmp_path / "interrupted").touch()
+        _, said = up.communicate(timeout=TIMEOUT_S)
+    finally:
+        up.kill()
+    assert up.returncode == EXIT_INTERRUPTED, said
+    assert (tmp_path / "cancelled").read_text().split()[-1] == "7"
+    assert not (tmp_path / "state/deployment.json").exists()
 
 
 def test_a_host_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
