@@ -28,6 +28,10 @@ class Words(msgspec.Struct, frozen=True):
     detach: bool = False
     keep: bool = False
     json: bool = False
+    once: bool = False
+    urls: tuple[str, ...] = ()  # of routers to ask
+    api_key: str = ""
+    names_deployment: bool = False  # by a file or a state folder, and not by default
 
     @property
     def stays(self) -> bool:
@@ -39,7 +43,16 @@ def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
     """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
     given = vars(parser_of(command, summary).parse_args(arguments))
     hosts = tuple(filter(None, (given.pop("host", None) or "").split(",")))
-    words = Words(hosts=hosts, **{name: one for name, one in given.items() if one is not None})
+    urls = tuple(given.pop("url", None) or ())
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url}: give a URL such as http://10.0.0.1:8000")
+    words = Words(
+        hosts=hosts,
+        urls=urls,
+        names_deployment=bool(given["file"] or given.get("state")),
+        **({"file": DEFAULT_FILE} | {name: one for name, one in given.items() if one is not None}),
+    )
     if words.platform not in PLATFORMS:
         raise ConfigError(f"--on {words.platform}: choose one of {', '.join(PLATFORMS)}")
     if words.address and words.platform != RAY:
@@ -55,7 +68,6 @@ def parser_of(command: str, summary: str) -> FlagParser:
         "file",
         metavar="FILE",
         nargs="?",
-        default=DEFAULT_FILE,
         help=f"the description of the cluster (default: {DEFAULT_FILE})",
     )
     if is_new:
@@ -91,8 +103,27 @@ def parser_of(command: str, summary: str) -> FlagParser:
     if command == "up":
         _add_start(parser)
     if command == "status":
-        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        _add_view(parser)
     return parser
+
+
+def _add_view(parser: FlagParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON once instead of a table")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print the table once; without it, a terminal shows it live until Ctrl-C",
+    )
+    parser.add_argument(
+        "--url",
+        action="append",
+        metavar="URL",
+        help="router to ask, such as http://10.0.0.1:8000; may be repeated; without FILE and "
+        "--state, only these are asked",
+    )
+    parser.add_argument(
+        "--api-key", help="key that the routers ask for (default: BATON_API_KEY, or the file's)"
+    )
 
 
 def _add_start(parser: FlagParser) -> None:

@@ -10,22 +10,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from baton.deploy.cluster.arguments import Words, words_of
-from baton.deploy.cluster.document import read_document
 from baton.deploy.cluster.platform import Platform, PlatformOptions, platform_named
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
 from baton.deploy.cluster.readiness import check_ids, wait_until_ready
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import (
     Deployment,
+    deployment_of,
     forget_deployment,
     make_private,
     read_deployment,
     state_folder,
     write_deployment,
 )
+from baton.deploy.cluster.status import ClusterView, show
 from baton.deploy.cluster.table import table_of
 from baton.protocol.errors import ConfigError
 from baton.runtime.interrupts import Interrupts
@@ -33,6 +32,8 @@ from baton.runtime.interrupts import Interrupts
 WATCH_S = 0.2
 # Added to the nodes' own deadline: the time for interpreters and the platform to start.
 EXTRA_START_S = 20.0
+# Platforms that fetch an image first, and maybe the model.
+FETCH_S = {"kubernetes": 1800.0}
 
 
 def main(command: str, summary: str, arguments: Sequence[str]) -> int:
@@ -72,7 +73,8 @@ def up(words: Words) -> int:
     with Interrupts() as interrupts, _ended(platform, folder, words, interrupts):
         check_ids(plan, platform.own(plan), platform.urls(plan, folder))
         platform.start(plan, folder)
-        timeout_s = words.timeout_s or plan.start_timeout_s + EXTRA_START_S
+        extra_s = EXTRA_START_S + FETCH_S.get(words.platform, 0.0)
+        timeout_s = words.timeout_s or plan.start_timeout_s + extra_s
         if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):
             raise KeyboardInterrupt
         print(_report(plan, platform, folder, stays=words.stays), flush=True)
@@ -84,24 +86,23 @@ def up(words: Words) -> int:
 
 def down(words: Words) -> int:
     """End every process of a deployment."""
-    folder, deployment = _deployment(words)
+    folder, deployment = deployment_of(words.file, words.state)
     platform = platform_named(deployment.platform, PlatformOptions(deployment.hosts))
-    platform.stop(folder)
+    try:
+        platform.stop(folder)
+    except KeyboardInterrupt:
+        platform.stop(folder, is_hurried=True)
     forget_deployment(folder)
     print(f"{deployment.name} is down")
     return 0
 
 
 def status(words: Words) -> int:
-    """Print how a deployment is; the exit code is 0 if every process runs."""
-    folder, deployment = _deployment(words)
-    platform = platform_named(deployment.platform, PlatformOptions(deployment.hosts))
-    statuses = platform.status(folder)
-    if words.json:
-        print(msgspec.json.encode(statuses).decode())
-    else:
-        print(table_of(statuses))
-    return 0 if all(one.state == "running" for one in statuses) else 1
+    """Print how a cluster is; the exit code is 0 if every process runs."""
+    if words.urls and not words.names_deployment:
+        return show(ClusterView(words), words)
+    folder, deployment = deployment_of(words.file, words.state)
+    return show(ClusterView(words, folder, deployment), words)
 
 
 @contextlib.contextmanager
@@ -139,28 +140,6 @@ def _planned(words: Words) -> tuple[Platform, ClusterPlan]:
         return platform, plan_of(description, platform.places(description))
     except ConfigError as error:
         raise ConfigError(f"{words.file}: {error.message}") from error
-
-
-def _deployment(words: Words) -> tuple[Path, Deployment]:
-    """Return the state folder and what `up` wrote there; raises `ConfigError` if nothing is up."""
-    # The file may have changed since, so only its name counts.
-    name = "" if words.state else _name_in(Path(words.file))
-    folder = state_folder(name, words.state)
-    deployment = read_deployment(folder)
-    if deployment is None:
-        raise ConfigError(
-            f"nothing is up in {folder}: `baton up` was not run by this user on this machine, or "
-            "with another --state"
-        )
-    return folder, deployment
-
-
-def _name_in(path: Path) -> str:
-    content = read_document(path)
-    name = content.get("name") if isinstance(content, dict) else None
-    if not isinstance(name, str):
-        raise ConfigError(f"{path}: the key name is missing")
-    return name
 
 
 def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.deploy.cluster.document import read_document
 from baton.protocol.errors import ConfigError
 
 DEPLOYMENT = "deployment.json"
@@ -90,6 +91,30 @@ def read_deployment(folder: Path) -> Deployment | None:
         return None
 
 
+def deployment_of(file: str, chosen: str = "") -> tuple[Path, Deployment]:
+    """Return the state folder of a cluster.yaml's deployment, and what `up` wrote there.
+
+    Raises `ConfigError` if nothing is up.
+    """
+    # The file may have changed since, so only its name counts.
+    folder = state_folder("" if chosen else _name_in(Path(file)), chosen)
+    deployment = read_deployment(folder)
+    if deployment is None:
+        raise ConfigError(
+            f"nothing is up in {folder}: `baton up` was not run by this user on this machine, or "
+            "with another --state"
+        )
+    return folder, deployment
+
+
+def _name_in(path: Path) -> str:
+    content = read_document(path)
+    name = content.get("name") if isinstance(content, dict) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"{path}: the key name is missing")
+    return name
+
+
 def write_deployment(folder: Path, deployment: Deployment) -> None:
     write_private(folder / DEPLOYMENT, msgspec.json.encode(deployment))
 
@@ -118,9 +143,13 @@ def make_private(folder: Path) -> None:
 def write_private(path: Path, content: bytes) -> None:
     """Replace a file by one that only this user can read; a reader sees the old or the new one."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with open(descriptor, "wb") as file:
-        file.write(content)
-    Path(name).replace(path)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def _started(pid: int) -> str:

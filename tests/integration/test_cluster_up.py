@@ -1,6 +1,8 @@
 """`baton up`, `status`, `down` and `render` on this machine: what runs, what is said and left."""
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.runtime.channels.keys import write_key
 from tests.support.deployed import TIMEOUT_S, Deployed, until
 
 HASTY = {"node": {"start_timeout_s": 0.01}}
@@ -25,6 +28,10 @@ def small(tmp_path: Path) -> Iterator[Deployed]:
 
 
 def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
+    """The disk of one log is full from the first line on, which may disturb nothing."""
+    small.content["logs"] = "logs"
+    (small.folder / "logs").mkdir()
+    (small.folder / "logs/decode-0.log").symlink_to("/dev/full")
     code, said, complained = small.run("up", "--detach")
     assert code == 0, complained
     assert f"small serves at http://127.0.0.1:{small.port}/v1" in said
@@ -39,13 +46,63 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
     # The keeper starts a process again, and the cluster serves as before.
     before["decode-0"].kill()
     until(lambda: small.processes().get("decode-0") not in (None, before["decode-0"]), str)
+    until(lambda: {one["health"] for one in small.rows().values()} == {"ready"}, small.rows)
     code, said, _ = small.run("status")
-    assert (code, said.count("running")) == (0, 3)
+    assert (code, [line.split()[3] for line in said.splitlines()[2:]]) == (0, ["ready"] * 3)
+    assert said.startswith("small: ready · demo · baton ")
+    rows = small.rows()
+    assert "cannot write the log of decode-0" in (small.state / "keeper.log").read_text()
+    assert (rows["prefill-0"]["num_handoffs"], rows["decode-0"]["kv_used"]) == (1, 0.0)
+    assert rows["router-0"]["last_fault"] == ""
     code, said, _ = small.run("down")
     assert (code, said) == (0, "small is down\n")
     assert small.all_gone()
     code, _, complained = small.run("down")
     assert (code, "nothing is up" in complained) == (2, True)
+
+
+class Watcher:
+    """`baton status` on a terminal of its own."""
+
+    def __init__(self, state: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "status", "--state", str(state)],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "COLUMNS": "200", "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+
+    def shows(self, text: str) -> bool:
+        with contextlib.suppress(OSError):  # the terminal of a process that has ended
+            self.shown += os.read(self._ours, 65536).decode(errors="replace")
+        return text in self.shown
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def test_a_terminal_shows_the_cluster_live_until_ctrl_c_or_its_end(small: Deployed) -> None:
+    assert small.run("up", "--detach")[0] == 0
+    with contextlib.ExitStack() as stack:
+        first, second = Watcher(small.state), Watcher(small.state)
+        for watcher in (first, second):
+            stack.callback(watcher.end)
+            until(
+                lambda w=watcher: w.shows("· 0 queued") and w.shows("decode-0"),
+                lambda w=watcher: w.shown,
+            )
+        first.process.send_signal(signal.SIGINT)
+        assert first.process.wait(TIMEOUT_S) == 0
+        code, said, _ = small.run("status", "--url", f"http://127.0.0.1:{small.port}")
+        assert (code, said.count("ready")) == (0, 4)
+        assert small.run("down")[0] == 0
+        until(lambda: second.shows("it is down"), lambda: second.shown)
+        assert second.process.wait(TIMEOUT_S) == 1
+        assert "Traceback" not in first.shown + second.shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -67,7 +124,7 @@ def test_a_cluster_in_front_ends_with_its_command(number: signal.Signals, small:
     [
         ({"model": "/nowhere"}, 2, "router-0 on 127.0.0.1: model /nowhere does not exist"),
         (
-            {"pools": {"decode": {"role": "decode", "gpus": 64}}},
+            {"pools": {"decode": {"role": "decode", "gpus": 1}}},
             2, "decode-0 on 127.0.0.1: no GPU is left for it",
         ),
         (
@@ -90,6 +147,91 @@ def test_a_failed_start_is_one_line_and_leaves_nothing(
     assert (ended, line.startswith("baton: ") and said in line) == (code, True), complained
     assert not list(small.state.glob("*.json"))
     assert "Traceback" not in complained
+
+
+# A release that speaks another version of the protocol: Python runs this file as it starts.
+OTHER_VERSION = "import baton.protocol.messages as m\nm.PROTOCOL_VERSION = 9\n"
+LATE = "127.0.0.2"  # another host, as far as the description goes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "said"),
+    [
+        (
+            {"key": "other.key"}, (),
+            "router-0 on 127.0.0.1 refuses the key of this host (",
+        ),
+        (
+            {"pools": {"decode": {"role": "decode", "hosts": [LATE]}}}, (),
+            f"decode-0 on {LATE}: router-0 has a node of this id already",
+        ),
+        (
+            {"env": {"PYTHONPATH": "PATH"}}, (),
+            f"late-0 on {LATE} ended while starting (exit code 1: the router refused this node: "
+            "this router speaks protocol version 1, not 9",
+        ),
+        ({"model": "/nowhere"}, (), f"late-0 on {LATE}: model /nowhere does not exist"),
+        (
+            {"pools": {"late": {"role": "decode", "hosts": [LATE], "gpus": 1}}}, (),
+            f"late-0 on {LATE}: no GPU is left for it",
+        ),
+        (
+            {"routers": [{"host": "127.0.0.1", "port": 1, "control_port": 2}]}, ("--timeout", "5"),
+            "not ready within 5 s: router-0 on 127.0.0.1 does not answer",
+        ),
+    ],
+    ids=["key", "id", "version", "model", "gpu", "host"],
+)  # fmt: skip
+def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(
+    changes: dict[str, object], words: tuple[str, ...], said: str, joined: Deployed
+) -> None:
+    late = Deployed(joined.folder / "late")
+    late.content = {
+        **joined.content, "pools": {"late": {"role": "decode", "hosts": [LATE]}}, **changes,
+    }  # fmt: skip
+    if late.content["key"] != "other.key":
+        late.content["key"] = str(joined.folder / "cluster.key")
+    if "env" in changes:
+        own = os.environ.get("PYTHONPATH", "")
+        late.content["env"] = {"PYTHONPATH": f"{late.folder}:{own}"}
+    before = joined.processes()
+    code, _, complained = late.run("up", "--detach", "--host", LATE, *words)
+    lines = [line for line in complained.splitlines() if line.startswith("baton: ")]
+    assert (code != 0, len(lines)) == (True, 1), complained
+    assert said in lines[0]
+    assert "Traceback" not in complained
+    assert not list(late.state.glob("*.json"))
+    assert joined.processes() == before
+    assert joined.complete() == " 4071."
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """A cluster with a key that serves on one host of two."""
+    folder = tmp_path_factory.mktemp("joined")
+    (folder / "late").mkdir()
+    (folder / "late/sitecustomize.py").write_text(OTHER_VERSION)
+    write_key(folder / "cluster.key")
+    write_key(folder / "late/other.key")
+    deployed = Deployed(folder)
+    (router,) = deployed.content["routers"]  # type: ignore[misc]
+    here = ["127.0.0.1"]
+    deployed.content |= {
+        "key": "cluster.key",
+        "routers": [{**router, "host": here[0]}],
+        "pools": {
+            "prefill": {"role": "prefill", "hosts": here},
+            "decode": {"role": "decode", "hosts": here},
+        },
+    }
+    try:
+        code, _, complained = deployed.run("up", "--detach")
+        assert code == 0, complained
+        yield deployed
+    finally:
+        deployed.processes()
+        deployed.run("down")
+        assert deployed.all_gone()
 
 
 def test_a_state_folder_that_others_can_enter_is_refused(small: Deployed) -> None:

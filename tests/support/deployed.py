@@ -70,6 +70,11 @@ class Deployed:
         self.seen |= {process.pid: process for process in found.values()}
         return found
 
+    def rows(self) -> dict[str, dict[str, object]]:
+        """Return what `status` says of each process."""
+        _, said, _ = self.run("status", "--json")
+        return {one["name"]: one for one in json.loads(said)}
+
     def all_gone(self) -> bool:
         return not psutil.wait_procs(list(self.seen.values()), timeout=TIMEOUT_S)[1]
 
