@@ -33,10 +33,12 @@ def key_facts(keys: KeysConfig) -> FileFacts:
     if not keys.file:
         return FileFacts()
     try:
-        public = load_keys(keys).public
+        first = load_keys(keys).first
     except ConfigError as error:
         return FileFacts(keys.file, failure=error.message)
-    return FileFacts(keys.file, hashlib.blake2b(public, digest_size=DIGEST_BYTES).hexdigest())
+    assert first is not None, "a file without a key is refused"
+    digest = hashlib.blake2b(first.public, digest_size=DIGEST_BYTES)
+    return FileFacts(keys.file, digest.hexdigest())
 
 
 def _folder_digest(folder: Path) -> str:
