@@ -55,7 +55,10 @@ class CudaQueue:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             work()  # compiles and loads what a capture may not
             self._stream.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # What other threads ask of CUDA meanwhile, such as NCCL's watchdog, spoils no capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 ids = work()
 
         def replay() -> Tensor:

@@ -42,7 +42,7 @@ from baton.engine.models.loading import Placement, check_split, load_decoder, lo
 from baton.engine.runner import MAX_SEQUENCES, Runner
 from baton.engine.sampler import Sampler, compiled
 from baton.engine.step_queue import HostQueue
-from baton.engine.tensor_parallel import Ranks
+from baton.engine.tensor_parallel import Ranks, least
 from baton.engine.weights import Checkpoint, fingerprint
 from baton.kernels.cpu_sampler import CpuSampler
 from baton.kv_transfer.agent import TransferAgent, make_port
@@ -55,7 +55,7 @@ from baton.protocol.ids import Epoch
 from baton.protocol.messages import KVLayout, NodeFacts
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import thread_counts
-from baton.runtime.gpus import num_gpus
+from baton.runtime.gpus import gpus_of, num_gpus
 from baton.runtime.log import logger
 
 STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step
@@ -215,12 +215,15 @@ def _on_gpu(
     from baton.engine.peer_memory import CudaPeerMemory
     from baton.kernels.device_sampling import sample_tokens
 
+    ranks = decoder.ranks
+
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
-        shape = pool_shape(plan.decoder, config.cache, 1, num_blocks)
+        shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks)
         cache = device_cache(shape, plan.dtype, plan.device, generations)
         model, table = plan.decoder, _rope_table(plan)
+        num_heads, _ = local_heads(model, ranks.size)
         backend = CudaBackend(
-            cache.pool, model.num_heads, table, model.rms_norm_eps, model.sliding_window,
+            cache.pool, num_heads, table, model.rms_norm_eps, model.sliding_window,
             is_ordered=config.engine.deterministic,
         )  # fmt: skip
         sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens)
@@ -235,6 +238,7 @@ def _on_gpu(
         if num_bytes < plan.layout.block_bytes:
             raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))
         plan = _sized(plan, config, 1, num_bytes)
+        plan = replace(plan, num_blocks=least(ranks, plan.num_blocks, plan.device))
         del probe
     table = HostPool(plan.num_blocks, 0)
     runner = runner_over(plan.num_blocks, table)
@@ -252,13 +256,16 @@ def _rope_table(plan: RankPlan) -> Tensor:
 
 def is_batch_invariant(runner: Runner) -> bool:
     """Whether the bits of a token depend on its own sequence alone."""
-    has_rules = all(linear.is_batch_invariant for linear in runner.decoder.linears())
-    return has_rules and runner.backend.is_batch_invariant
+    decoder = runner.decoder
+    has_rules = all(linear.is_batch_invariant for linear in decoder.linears())
+    return has_rules and runner.backend.is_batch_invariant and decoder.ranks.is_batch_invariant
 
 
 def compute_path(runner: Runner) -> str:
     """Equal for two ranks of one model if they compute the same bits, as far as is known."""
     digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
+    if (size := runner.decoder.ranks.size) > 1:  # which sums each product in so many parts
+        digest.update(str(size).encode())
     if runner.device.type == "cuda":
         digest.update(torch.cuda.get_device_name(runner.device).encode())
     rules = [linear.rule for linear in runner.decoder.linears() if linear.rule is not None]
@@ -294,10 +301,13 @@ def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> to
 
 
 def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
-    if num_ranks > 1:
-        return "several ranks (engine.tensor_parallel) run on CPUs only"
+    if num_ranks > (num_seen := len(gpus_of(0))):
+        return (
+            f"{num_ranks} ranks (engine.tensor_parallel) need a GPU each, and this node sees "
+            f"{num_seen}"
+        )
     # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
     from baton.engine.attention.cuda import missing_for
 
     shape = pool_shape(decoder, config.cache, num_ranks, 1)
-    return missing_for(shape, decoder.num_heads)
+    return missing_for(shape, local_heads(decoder, num_ranks)[0])

@@ -28,6 +28,11 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's sum has the same bits whatever else is in the tensor."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks in place and return the tensor; bit-equal on every rank."""
         ...
@@ -42,6 +47,7 @@ class SingleRank:
 
     rank = 0
     size = 1
+    is_batch_invariant = True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -60,6 +66,8 @@ class SharedMemoryRanks:
     Slots alternate: a rank writes into one pair's half again only after every peer has signalled
     the exchange in between, and a peer does that after it has read this half.
     """
+
+    is_batch_invariant = True
 
     def __init__(self, rank: int, memory: int, peers: Sequence[socket.socket]) -> None:
         """Map `memory`, an empty file's descriptor that all share; `peers` are in rank order."""
@@ -102,6 +110,11 @@ class SharedMemoryRanks:
         except OSError:
             pass
         raise NodeError("another rank of this node is gone")
+
+
+def least(ranks: Ranks, number: int, device: torch.device) -> int:
+    """Return the smallest of the ranks' numbers, on which all of them agree."""
+    return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
 def _pieces(tensor: Tensor, row_bytes: int) -> Sequence[Tensor]:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from baton.engine.group_ranks import join
 from baton.engine.plan import StepResult
 from baton.engine.rank import load_rank, plan_rank
 from baton.engine.step_cpus import StepCpus
@@ -31,7 +32,7 @@ from baton.engine.worker_messages import (
     WorkerFailed,
 )
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
-from baton.protocol.errors import BatonError, ConfigError, InvariantBroken, NodeError
+from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.runtime.log import logger, own_process
 from baton.runtime.process import die_with_parent
 
@@ -152,9 +153,13 @@ class PortPump:
 def _join(load: LoadRank) -> Ranks:
     if not load.peers:
         return SingleRank()
-    size = len(load.peers) + 1
-    if plan_rank(load.config, size).device.type != "cpu":
-        raise ConfigError("engine.tensor_parallel: several ranks run on CPUs only")
+    config, size = load.config, len(load.peers) + 1
+    device = plan_rank(config, size).device
+    if device.type == "cuda":
+        # Ranks that do not meet say so before the executor gives them up.
+        place, timeout_s = (load.rank, size), config.node.start_timeout_s / 2
+        is_ordered = config.engine.deterministic
+        return join(device, place, load.memory, timeout_s, is_ordered=is_ordered)
     peers = [socket.socket(fileno=descriptor) for descriptor in load.peers]
     return SharedMemoryRanks(load.rank, load.memory, peers)
 

@@ -31,11 +31,12 @@ from baton.engine.worker_messages import (
     WorkerFailed,
 )
 from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, TransferPort
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import monotonic
 from baton.runtime.cpus import threads_per_rank
+from baton.runtime.gpus import VARIABLE, gpus_of
 from baton.runtime.process import Child, Command
 
 PROGRESS_EVERY_S = 0.5
@@ -56,10 +57,11 @@ class WorkerExecutor:
     def start(self, progress: Progress) -> ExecutorInfo:
         """Spawn the workers and load. Raises the error of the first rank that fails."""
         size = self._config.engine.tensor_parallel
-        config = _with_pool(self._config)
+        config, is_on_gpus = _settled(self._config)
         with _meeting(size) as (memory, peers):
             for rank in range(size):
-                worker = _RankProcess(rank, config, (memory, *peers[rank]))
+                env = environment_of(rank, config.engine, is_on_gpus=is_on_gpus)
+                worker = _RankProcess(rank, env, (memory, *peers[rank]))
                 self._workers.append(worker)
                 self._epoll.register(worker.steps, select.EPOLLIN)
                 load = LoadRank(config, self._epoch, rank, memory, peers[rank])
@@ -155,7 +157,9 @@ class WorkerExecutor:
 class _RankProcess:
     """One rank's process, as its executor sees it."""
 
-    def __init__(self, rank: int, config: ClusterConfig, meeting: tuple[int, ...]) -> None:
+    def __init__(
+        self, rank: int, env: tuple[tuple[str, str], ...], meeting: tuple[int, ...]
+    ) -> None:
         ours, theirs = socket.socketpair()
         our_port, their_port = socket.socketpair()
         ours.setblocking(False)
@@ -172,7 +176,7 @@ class _RankProcess:
                     name=f"rank-{rank}",
                     args=(str(theirs.fileno()), str(their_port.fileno())),
                     module="baton.engine.worker",
-                    env=(("OMP_NUM_THREADS", str(threads_per_rank(config.engine))),),
+                    env=env,
                     pass_fds=(theirs.fileno(), their_port.fileno(), *meeting),
                 )
             )
@@ -233,6 +237,14 @@ def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
         yield memory, [tuple(descriptors) for descriptors in peers]
 
 
+def environment_of(
+    rank: int, engine: EngineConfig, *, is_on_gpus: bool
+) -> tuple[tuple[str, str], ...]:
+    """Return the variables of a rank's process: its threads and, on GPUs, its own GPU first."""
+    threads = ("OMP_NUM_THREADS", str(threads_per_rank(engine)))
+    return (threads, (VARIABLE, ",".join(gpus_of(rank)))) if is_on_gpus else (threads,)
+
+
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     """Return one info with the addresses and compute paths of all ranks.
 
@@ -250,13 +262,17 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     return info
 
 
-def _with_pool(config: ClusterConfig) -> ClusterConfig:
-    """Settle the size of a pool that several ranks share: each would find less memory free."""
+def _settled(config: ClusterConfig) -> tuple[ClusterConfig, bool]:
+    """Return what each of several ranks is given, and whether each has a GPU of its own.
+
+    The size of a pool in host memory is settled here, since each rank would find less memory free.
+    """
     size = config.engine.tensor_parallel
     if size == 1:
-        return config
-    cache = msgspec.structs.replace(config.cache, num_blocks=plan_rank(config, size).num_blocks)
-    return msgspec.structs.replace(config, cache=cache)
+        return config, False
+    plan = plan_rank(config, size)
+    cache = msgspec.structs.replace(config.cache, num_blocks=plan.num_blocks)
+    return msgspec.structs.replace(config, cache=cache), plan.device.type == "cuda"
 
 
 def _agreed(results: Sequence[StepResult]) -> StepResult:

@@ -30,8 +30,8 @@ class WorkerMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadRank(WorkerMessage, frozen=True):
-    """The first message to a worker. `memory` and `peers` are descriptors that it inherited: what
-    the ranks share, and a socket to each of the others in rank order."""
+    """The first message to a worker. `memory` and `peers` are descriptors that it inherited: an
+    empty file that the ranks share, and a socket to each of the others in rank order."""
 
     config: ClusterConfig
     epoch: Epoch

@@ -1,7 +1,8 @@
 """The GPUs of this host and which node takes which, without importing torch.
 
-The launcher of local nodes gives each its own GPU, round robin. A node sees the others too, after
-its own: transfers between GPUs of one host need to.
+The launcher of local nodes gives each its own GPU, or one for each rank, round robin; a node does
+the same with its ranks. Each sees the other GPUs too, after its own: transfers between GPUs of one
+host need to.
 """
 
 import os
@@ -20,7 +21,10 @@ def num_gpus(devices: Path = DEVICES) -> int:
 def gpus_of(
     number: int, devices: Path = DEVICES, environment: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the GPUs that node `number` of this host sees, its own first; none without GPUs."""
+    """Return the GPUs that are seen from GPU `number` of this process on, that one first.
+
+    There are none on a machine without GPUs.
+    """
     given = (os.environ if environment is None else environment).get(VARIABLE)
     if given is None:
         known = tuple(str(index) for index in range(num_gpus(devices)))
@@ -32,6 +36,14 @@ def gpus_of(
     return known[first:] + known[:first]
 
 
-def nodes_on_gpu(number: int, num_nodes: int, num_known: int) -> int:
-    """Return how many of `num_nodes` nodes have the same GPU as node `number`, itself included."""
-    return len(range(number % num_known, num_nodes, num_known))
+def nodes_on_gpu(number: int, num_nodes: int, num_known: int, gpus_each: int = 1) -> int:
+    """Return how many of `num_nodes` nodes have a GPU of node `number`, itself included.
+
+    Each node takes the next `gpus_each` GPUs, one for each of its ranks.
+    """
+
+    def taken(node: int) -> set[int]:
+        return {(node * gpus_each + rank) % num_known for rank in range(gpus_each)}
+
+    own = taken(number)
+    return max(sum(gpu in taken(node) for node in range(num_nodes)) for gpu in own)

@@ -113,8 +113,9 @@ class LocalCluster:
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
         if not self._config.engine.threads and engine.tensor_parallel == 1:
             engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
-        gpus = () if engine.device == "cpu" else gpus_of(number)
-        on_gpu = nodes_on_gpu(number, num_nodes, len(gpus)) if gpus else 1
+        degree = engine.tensor_parallel
+        gpus = () if engine.device == "cpu" else gpus_of(number * degree)
+        on_gpu = nodes_on_gpu(number, num_nodes, len(gpus), degree) if gpus else 1
         # A node that cannot use its GPU computes on the CPU, so all are told of the host too.
         cache = msgspec.structs.replace(
             self._config.cache, shared_by=num_nodes, gpu_shared_by=on_gpu

@@ -7,6 +7,7 @@ asks for a value on the host, or makes a tensor from host data, fails at once.
 """
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from baton.engine.attention.backend import Batch
 from baton.engine.kv_cache import KVCache
+from baton.engine.layers.linear import Linear, share
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import Rope
 from baton.engine.runner import Runner
 from baton.engine.sampler import POSITION, SEED, TEMPERATURE, Sampler
 from baton.engine.step_queue import Work
+from baton.engine.tensor_parallel import Ranks
 from baton.kernels import reference
 from baton.runtime.clock import monotonic
 from tools.gpu.engine import random_decoder
@@ -62,7 +65,9 @@ class Recorder(TorchDispatchMode):
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                if hasattr(new, "wait"):
+                    new.wait()  # a collective, which a stream would order
+                elif isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
@@ -189,12 +194,28 @@ def draw_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tenso
     return (logits + noise * reals[:, TEMPERATURE, None]).argmax(-1)
 
 
-def stand_in(num_blocks: int, queue: RecordingQueue, eos_token_ids: tuple[int, ...] = ()) -> Runner:
-    """Return a runner of a tiny random model in float64, over a pool on the queue's device."""
+def stand_in(
+    num_blocks: int,
+    queue: RecordingQueue,
+    eos_token_ids: tuple[int, ...] = (),
+    ranks: Ranks | None = None,
+) -> Runner:
+    """Return a runner of a tiny random model in float64, over a pool on the queue's device.
+
+    Several `ranks` compute all heads each, but only their part of every sum and of the logits. Two
+    give the bits of one, as halves of a product are exact.
+    """
     torch.manual_seed(3)
     decoder = random_decoder(SHAPE, torch.float64, queue.device)
     for linear in decoder.linears():
         linear.weight.mul_(8.0)  # so that every token depends on those before it
+    if ranks is not None:
+        for layer in decoder.layers:
+            layer.output.weight.div_(ranks.size)
+            layer.down.weight.div_(ranks.size)
+        rows = share(SHAPE.vocab_size, ranks.rank, ranks.size)
+        head = Linear(decoder.head.weight[rows])
+        decoder = replace(decoder, head=head, head_is_split=True, ranks=ranks)
     sizes = (num_blocks + 1, SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))

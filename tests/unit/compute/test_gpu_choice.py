@@ -1,5 +1,6 @@
 """Where a rank computes, and what it says when that is not the GPU."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,13 @@ import yaml
 from baton.engine import cuda_start, rank
 from baton.engine.cuda_faults import GpuMemory, line_without_pool
 from baton.engine.rank import plan_rank
+from baton.engine.worker_executor import environment_of
 from baton.kv_transfer.transports import choice
 from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import CacheConfig, ClusterConfig, TransferConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import RankAddress
+from baton.runtime.gpus import gpus_of
 from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config
@@ -31,6 +34,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine look as if it had one GPU that works."""
     monkeypatch.setattr(rank, "num_gpus", lambda: 1)
     monkeypatch.setattr(rank, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(rank, "gpus_of", lambda _number: ("0",))
 
 
 @pytest.mark.usefixtures("with_gpu")
@@ -45,16 +49,30 @@ def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later() -> None:
 @pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
     ("num_ranks", "model", "reason"),
-    [(2, {}, "several ranks"), (1, {"head_dim": 48, "num_heads": 2}, "heads of 48")],
+    [(2, {}, "2 ranks .* this node sees 1"), (1, {"head_dim": 48, "num_heads": 2}, "heads of 48")],
 )
 def test_what_gpus_lack_runs_on_the_cpu_and_says_why(
     num_ranks: int, model: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert plan_rank(config_for("auto", **model), num_ranks).device.type == "cpu"
     (said,) = caplog.records
-    assert reason in said.fields["reason"]  # type: ignore[attr-defined]
+    assert re.search(reason, said.fields["reason"])  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=rf"engine\.device: .*{reason}"):
         plan_rank(config_for("cuda", **model), num_ranks)
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(rank, "gpus_of", gpus_of)
+    config = config_for("cuda")
+    plan = plan_rank(config, 2)
+    assert (plan.device, plan.num_blocks) == (torch.device("cuda", 0), 0)
+    seen = [dict(environment_of(one, config.engine, is_on_gpus=True)) for one in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in seen] == ["4,6", "6,4"]
+    assert len(environment_of(1, config.engine, is_on_gpus=False)) == 1
 
 
 def test_a_gpu_that_cannot_be_used_is_one_line(

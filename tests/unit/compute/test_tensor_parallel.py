@@ -1,11 +1,19 @@
 """Ranks that share memory get the same bits, whatever else is in the tensor."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.group_ranks import join
 from baton.engine.tensor_parallel import SLOT_BYTES, SharedMemoryRanks
 from baton.protocol.errors import NodeError
+from tests.support import group_rank
+from tests.support.sources import REPOSITORY
 from tests.support.thread_ranks import on_all, thread_ranks
 
 SIZES = (2, 3, 4)
@@ -86,3 +94,47 @@ def test_a_rank_that_is_gone_is_a_node_error() -> None:
         members[1]._peers[0].close()
         with pytest.raises(NodeError, match="another rank"):
             members[0].all_reduce(torch.zeros(3))
+
+
+def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_rank() -> None:
+    memory = os.memfd_create("group")
+    try:
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", group_rank.__name__, str(rank), "2", str(memory)],
+                cwd=REPOSITORY, pass_fds=(memory,), stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [child.communicate(timeout=300)[0] for child in children]
+    finally:
+        os.close(memory)
+    shown = [json.loads(one) for one in said]
+    for way in ("any", "ordered"):
+        assert shown[0][way] == shown[1][way] == {
+            "sum": [[10, 12, 14], [16, 18, 20]],
+            "gathered": [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]],
+            "none": [0, 6],
+            "least": 6,
+            "is_batch_invariant": way == "ordered",
+        }  # fmt: skip
+    assert shown[0]["calls"] == shown[1]["calls"] != []
+    tokens, num_replays = group_rank.said()
+    assert num_replays == group_rank.NUM_STEPS
+    for one in shown:
+        assert one["num_replays"] == num_replays
+        assert one["said"] == json.loads(json.dumps(tokens))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_ranks_that_do_not_meet_are_one_line(backend: str) -> None:
+    if backend == "nccl" and torch.distributed.is_nccl_available():
+        pytest.skip("this torch has NCCL, which would look for a GPU")
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    memory = os.memfd_create("group")
+    try:
+        with pytest.raises(NodeError, match=f"rank 0 of 2 could not meet .* over {backend}") as one:
+            join(device, (0, 2), memory, 1.0, is_ordered=False)
+    finally:
+        os.close(memory)
+    assert "\n" not in one.value.message

@@ -23,6 +23,8 @@ def test_nodes_take_the_gpus_in_turn_and_see_the_others_too(tmp_path: Path) -> N
     seen = [gpus_of(number, three, {}) for number in range(4)]
     assert seen == [("0", "1", "2"), ("1", "2", "0"), ("2", "0", "1"), ("0", "1", "2")]
     assert [nodes_on_gpu(number, 4, 3) for number in range(4)] == [2, 1, 1, 2]
+    assert [nodes_on_gpu(number, 3, 4, gpus_each=2) for number in range(3)] == [2, 1, 2]
+    assert [nodes_on_gpu(number, 2, 8, gpus_each=4) for number in range(2)] == [1, 1]
 
 
 def test_what_the_environment_leaves_is_shared_out(tmp_path: Path) -> None:
