@@ -14,7 +14,7 @@ from baton.deploy.cluster.arguments import Words, words_of
 from baton.deploy.cluster.platform import Platform, PlatformOptions, platform_named
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
 from baton.deploy.cluster.readiness import check_ids, wait_until_ready
-from baton.deploy.cluster.reading import ranks_problem, read_description
+from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import (
     Deployment,
     deployment_of,
@@ -50,8 +50,6 @@ def render(words: Words) -> int:
     """Write the files of a platform into a folder and print their names."""
     platform, plan = _planned(words)
     folder = Path(words.out or f"{plan.description.name}-{words.platform}")
-    if (problem := ranks_problem(plan.description)) is not None:
-        print(f"baton: warning: {words.file}: {problem}", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     for path in platform.render(plan, folder):
         print(path)
@@ -62,8 +60,6 @@ def up(words: Words) -> int:
     """Start a cluster and wait until it serves."""
     platform, plan = _planned(words)
     name = plan.description.name
-    if (problem := ranks_problem(plan.description)) is not None:
-        raise ConfigError(f"{words.file}: {problem}")
     folder = state_folder(name, words.state)
     if read_deployment(folder) is not None:
         raise ConfigError(

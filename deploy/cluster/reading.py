@@ -37,8 +37,6 @@ DECIDED = {
 # Sections that the processes of one pool, or one router, may have of their own.
 POOL_SECTIONS = ("cache", "engine", "node", "transfer", "log")
 ROUTER_SECTIONS = ("router", "log")
-# The GPUs of one node today: the engine computes several ranks on CPUs only.
-MOST_GPUS = 1
 # What the nodes of all pools must share, to exchange blocks.
 SHARED = ("cache.block_size", "transfer.verify_kv")
 
@@ -72,20 +70,6 @@ def config_of(description: Description, own: Settings) -> ClusterConfig:
 
 def tensor_parallel(description: Description, pool: Pool) -> int:
     return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel
-
-
-def ranks_problem(description: Description) -> str | None:
-    """Return why this baton could not run the ranks of a node, or None.
-
-    A later one may let several ranks compute on GPUs, so this is no error of the file.
-    """
-    for name, pool in description.pools.items():
-        if pool.gpus > MOST_GPUS:
-            return (
-                f"pools.{name}.gpus is {pool.gpus}: a node computes on one GPU today; write "
-                "`gpus: 1`, and more replicas"
-            )
-    return None
 
 
 def placed_hosts(pool: Pool) -> list[str]:

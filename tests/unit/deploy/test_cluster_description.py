@@ -8,7 +8,7 @@ import yaml
 
 from baton.deploy.cluster.hosts import check_machine, on_this_machine
 from baton.deploy.cluster.processes import ClusterPlan, Probe, ProcessPlaces, ProcessSpec, plan_of
-from baton.deploy.cluster.reading import ranks_problem, read_description
+from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
@@ -237,13 +237,6 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> N
     path = written(tmp_path, model="model", pools=pools(gpus=4))
     with pytest.raises(ConfigError, match="6 attention heads"):
         read_description(path)
-
-
-def test_ranks_on_gpus_are_told_before_anything_starts(tmp_path: Path) -> None:
-    both = {"prefill": {"role": "prefill", "gpus": 2}, "decode": {"role": "decode", "gpus": 2}}
-    problem = ranks_problem(read_description(written(tmp_path, pools=both)))
-    assert problem is not None
-    assert "pools.prefill.gpus is 2: a node computes on one GPU" in problem
 
 
 def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path: Path) -> None:
