@@ -31,6 +31,7 @@ class Words(msgspec.Struct, frozen=True):
     once: bool = False
     urls: tuple[str, ...] = ()  # of routers to ask
     api_key: str = ""
+    ca_file: str = ""
     names_deployment: bool = False  # by a file or a state folder, and not by default
 
     @property
@@ -123,6 +124,11 @@ def _add_view(parser: FlagParser) -> None:
     )
     parser.add_argument(
         "--api-key", help="key that the routers ask for (default: BATON_API_KEY, or the file's)"
+    )
+    parser.add_argument(
+        "--ca-file",
+        metavar="PATH",
+        help="PEM file of the authority of https routers' certificates",
     )
 
 

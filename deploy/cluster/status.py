@@ -5,12 +5,14 @@ the table is live until Ctrl-C, elsewhere it is printed once. It changes nothing
 """
 
 import os
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,6 +30,7 @@ from baton.deploy.cluster.running import Deployment, read_deployment
 from baton.deploy.cluster.table import lines_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.interrupts import Interrupts
+from baton.runtime.tls import client_context
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0
@@ -57,8 +60,12 @@ class ClusterView:
     def __init__(
         self, words: Words, folder: Path | None = None, deployment: Deployment | None = None
     ) -> None:
-        """Without a deployment, only the routers that `words` name are asked."""
+        """Without a deployment, only the routers that `words` name are asked.
+
+        Raises `ConfigError` for certificates that cannot be read.
+        """
         self._words = words
+        self._trust = client_context(words.ca_file)
         self._folder = folder
         self._deployment = deployment
         self._platform: Platform | None = None
@@ -92,7 +99,7 @@ class ClusterView:
             self.statuses = self._platform.status(self._folder)
         routers = self._routers()
         with ThreadPoolExecutor(max(1, len(routers))) as threads:
-            answers = list(threads.map(ask, routers))
+            answers = list(threads.map(partial(ask, self._trust), routers))
         self._overview.take(answers)
         self.problems = [f"{one.name} at {one.url} {one.problem}" for one in answers if one.problem]
         self.rows = self._overview.rows(self.statuses)
@@ -168,14 +175,14 @@ def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
     ]
 
 
-def ask(router: AskedRouter) -> RouterAnswer:
+def ask(trust: ssl.SSLContext, router: AskedRouter) -> RouterAnswer:
     """Return what a router says at /status.json, or why it does not."""
     request = urllib.request.Request(f"{router.url}/status.json")
     if router.api_key:
         request.add_header("Authorization", f"Bearer {router.api_key}")
     problem = ""
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trust) as reply:
             document = msgspec.json.decode(reply.read(), type=RouterDocument)
             return RouterAnswer(router.name, router.url, document)
     except urllib.error.HTTPError as error:
@@ -186,7 +193,11 @@ def ask(router: AskedRouter) -> RouterAnswer:
             }.get(error.code, f"answers {error.code}")
     except (OSError, msgspec.MsgspecError) as error:
         reason = getattr(error, "reason", error)
-        problem = f"does not answer: {getattr(reason, 'strerror', None) or reason}"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            why = f"its certificate is not trusted ({reason.verify_message}); name its authority "
+            problem = f"cannot be asked: {why}with --ca-file"
+        else:
+            problem = f"does not answer: {getattr(reason, 'strerror', None) or reason}"
     return RouterAnswer(router.name, router.url, None, problem)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import __version__
 from baton.protocol.config import ClusterConfig
 from baton.runtime.fields import fields_of
 from baton.runtime.settings import VARIABLE_PREFIX, variable_of
@@ -132,3 +133,11 @@ def test_the_index_links_to_every_page() -> None:
 
     missing = [name_of(page) for page in DOCS.rglob("*.md") if not is_linked(page)]
     assert set(missing) <= {"docs/README.md"}, "\n".join(missing)
+
+
+def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version() -> None:
+    headings = re.findall(r"(?m)^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text())
+    releases = [one.strip("[]") for one in headings if one != "Unreleased"]
+    assert headings.count("Unreleased") <= 1
+    assert "Unreleased" not in headings[1:]
+    assert headings[0] == "Unreleased" or releases[0] == __version__

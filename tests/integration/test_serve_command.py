@@ -168,6 +168,9 @@ def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> No
         code, said, complained = small.run("up", "--detach")
         assert code == 0, complained
         assert f"small serves at https://127.0.0.1:{small.port}/v1" in said
+        trusting, refusing = small.run("status", "--ca-file", str(made.cert)), small.run("status")
+        assert (trusting[0], "ready" in trusting[1]) == (0, True), trusting
+        assert "name its authority with --ca-file" in refusing[1]
     finally:
         small.processes()
         small.run("down")
