@@ -2,6 +2,7 @@
 #
 #   make serve [PORT=8000] [MODEL=/path]   router, prefill and decode on this host
 #   make test                              every test that this machine can run
+#   make test-release                      the long tests that `make test` leaves out
 #   make check                             format, lint, types, hygiene, unit tests
 #   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
 #   make soak [REQUESTS=10000 FAULTS=1000] kill and freeze processes under streams, some hours
@@ -41,7 +42,7 @@ TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(
 INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fuzz soak demo-model bench fmt docs install install-test clean
+.PHONY: help serve test test-release check fuzz soak demo-model bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -52,11 +53,14 @@ serve: $(SERVE_STAMP)
 test: $(TEST_STAMP)
 	@$(BIN)/pytest $(ARGS)
 
+test-release: $(TEST_STAMP)
+	$(BIN)/pytest -m release $(ARGS)
+
 check: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p baton -p tools
-	$(BIN)/pytest -q -m "not slow" tests/hygiene tests/unit
+	$(BIN)/pytest -q -m "not slow and not release" tests/hygiene tests/unit
 
 fuzz: $(TEST_STAMP)
 	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m slow $(ARGS)

@@ -29,7 +29,7 @@ from tests.support.cluster import Cluster
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 NUM_TOKENS = 1_000
-MANY_TOKENS = 8_000  # far more than it gets to before its router dies
+MANY_TOKENS = 4_000  # far more than it gets to before its router dies
 DEADLINE_S = 120.0
 KEYS = ("one", "two")
 COME_BACK = ("shutting_down", "stream_in_use", "stream_taken_over")
@@ -150,8 +150,9 @@ class Client:
                         self._take(line.decode())
                 return
             except urllib.error.HTTPError as refusal:
-                with refusal:
+                with refusal, self._moved:
                     self.error = json.loads(refusal.read())["error"]
+                    self._moved.notify_all()
                 if refusal.code != 503:
                     return
             except (http.client.HTTPException, OSError):
@@ -276,7 +277,7 @@ def test_a_restart_of_every_process_under_load_loses_nothing(tmp_path: Path) -> 
         print(f"{load.num_answers} answers, longest gap {load.longest_gap_s:.2f} s")
 
 
-@pytest.mark.parametrize("num_decode", [1, 2])
+@pytest.mark.parametrize("num_decode", [1, pytest.param(2, marks=pytest.mark.release)])
 def test_a_router_that_was_frozen_takes_no_stream_back_from_another(
     num_decode: int, tmp_path: Path
 ) -> None:

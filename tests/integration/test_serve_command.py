@@ -93,7 +93,8 @@ def talk_with(url: str) -> None:
     assert chat("--url", url, f"{fact} {question}").stdout.strip() == "The code of Maria is 4071."
     remembered = chat("--url", f"{url}/v1", "--temperature", "0", said=f"{fact}\n{question}\n")
     assert remembered.stdout.splitlines()[-1].startswith("The code of Maria is 4071.")
-    forgotten = chat("--url", url, said=f"{fact}\n/reset\n{question}\n/exit\n{fact}\n")
+    words = ("--url", url, "--temperature", "0", "--max-tokens", "40")
+    forgotten = chat(*words, said=f"{fact}\n/reset\n{question}\n/exit\n{fact}\n")
     assert len(forgotten.stdout.splitlines()) == 2
     assert "4071" not in forgotten.stdout.splitlines()[-1]
     assert chat("--url", url, "--max-tokens", "1", "Hello").stdout.split() == ["Hello"]

@@ -18,7 +18,7 @@ from tools.gpu.summary import CLAIMS
 
 pytest.importorskip("triton")
 # Some 60 seconds of CPU time; several times that on a machine that others use.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.release, pytest.mark.timeout(560)]
 
 # The interpreter rounds bf16 towards zero where a GPU and the twin round to nearest.
 ROUNDED_SUMS = {"add + norm, tiny"}
