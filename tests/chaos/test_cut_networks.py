@@ -116,14 +116,8 @@ async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) ->
     return [record for client in clients for record in client.result()] + await streams.verify()
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "link",
-        pytest.param("blocks", marks=pytest.mark.release),
-        pytest.param("control", marks=pytest.mark.release),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("what", ["link", "blocks", "control"])
 def test_a_network_that_fails_and_heals_alters_no_token(what: str, tmp_path: Path) -> None:
     """One decode host loses its cable, the path of blocks alone, or the way to the router."""
     victim = DECODES[0]

@@ -80,7 +80,7 @@ def test_every_fault_is_counted_as_often_as_it_was_scripted(played: Played) -> N
     assert len(counted) == 7
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("counting", ["text", "running_usage"])
 def test_faults_are_counted_without_token_ids_too(counting: Counting) -> None:
     mix = Mix("chat", counting, 16, 60.0, 2, TIMEOUT_S)

@@ -165,7 +165,7 @@ def looked_at(on: Hosts, folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path: Path) -> None:
     write_demo_model(tmp_path / "demo")
     write_key(tmp_path / "cluster.key")
