@@ -31,10 +31,9 @@ from baton.bench.settings import (
 )
 from baton.deploy.demo_model import CHECKPOINT
 from baton.protocol.errors import BatonError, ConfigError
-from baton.runtime.fields import fields_of, with_values
-from baton.runtime.flag_parser import FlagParser
 from tools.json_file import json_file, save
 from tools.peers.servers import ServerCommand, free_ports, running
+from tools.settings_line import settings_from
 
 SCHEMA = "baton.tools.overload/1"
 START_TIMEOUT_S = 180.0
@@ -186,21 +185,12 @@ def _shown(times: Times) -> str:
     return f"{times.num}: {times.p50_ms:.1f}, {times.p99_ms:.1f}, {times.max_ms:.1f}"
 
 
-def parse(arguments: Sequence[str]) -> OverloadSettings:
-    parser = FlagParser("python -m tools.overload", description="Overload a server of this host.")
-    fields = fields_of(OverloadSettings)
-    parser.add_settings(fields, group_of=lambda _: "settings")
-    given = vars(parser.parse_args(arguments))
-    return with_values(
-        OverloadSettings(),
-        {field.name: field.from_text(given[field.name], field.flag)
-         for field in fields if given[field.name] is not None},
-    )  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        settings = parse(sys.argv[1:] if arguments is None else arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        settings = settings_from(
+            OverloadSettings, "overload", "Overload a server of this host.", given
+        )
         if not settings.out:
             raise ConfigError("--out names the folder for the reports; it is missing")
         file, folder = json_file(settings.json), Path(settings.out)

@@ -32,9 +32,8 @@ from baton.protocol.config import (
 )
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
-from baton.runtime.fields import fields_of, with_values
-from baton.runtime.flag_parser import FlagParser
 from tools.json_file import json_file, save
+from tools.settings_line import settings_from
 from tools.soak.cluster import Footprint, SoakCluster
 from tools.soak.faults import Fault, Faults
 from tools.soak.streams import Record, Streams, draw
@@ -233,21 +232,10 @@ def table(report: SoakReport) -> str:
     return "\n".join([*lines, *(f"PROBLEM {problem}" for problem in report.problems)])
 
 
-def parse(arguments: Sequence[str]) -> SoakSettings:
-    parser = FlagParser("python -m tools.soak", description="Soak a cluster on this host.")
-    fields = fields_of(SoakSettings)
-    parser.add_settings(fields, group_of=lambda _: "settings")
-    given = vars(parser.parse_args(arguments))
-    return with_values(
-        SoakSettings(),
-        {field.name: field.from_text(given[field.name], field.flag)
-         for field in fields if given[field.name] is not None},
-    )  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        settings = parse(sys.argv[1:] if arguments is None else arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        settings = settings_from(SoakSettings, "soak", "Soak a cluster on this host.", given)
         file = json_file(settings.json)
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             print(f"seed {settings.seed}", flush=True)
