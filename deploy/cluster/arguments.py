@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.deploy.cluster.platform import PLATFORMS
+from baton.deploy.cluster.platforms import PLATFORMS
 from baton.protocol.errors import ConfigError
 from baton.runtime.flag_parser import FlagParser
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.deploy.cluster.arguments import Words, words_of
-from baton.deploy.cluster.platform import Platform, PlatformOptions, platform_named
+from baton.deploy.cluster.platform import Platform, PlatformOptions
+from baton.deploy.cluster.platforms import platform_named
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
 from baton.deploy.cluster.readiness import check_ids, wait_until_ready
 from baton.deploy.cluster.reading import read_description

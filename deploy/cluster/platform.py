@@ -4,10 +4,9 @@ A platform is this host, systemd, Slurm, Ray or Kubernetes. It runs the processe
 exactly as they stand: it may prefix a command with the program's path, but adds no setting except
 one that only the machine knows, such as a share of its CPUs.
 `folder` is the state folder of one deployment, which only its user can enter; a platform keeps
-there what `stop` and `status` need.
+there what `stop` and `status` need. `platforms` chooses one by its name.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,7 +14,6 @@ import msgspec
 
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
-from baton.protocol.errors import ConfigError
 
 ProcessState = Literal["waiting", "running", "ended", "unknown"]
 
@@ -67,50 +65,3 @@ class Platform(Protocol):
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
         """Return the routers' base URLs that can be reached from here; none is allowed."""
-
-
-def platform_named(name: str, options: PlatformOptions) -> Platform:
-    """Return the platform of `--on`; raises `ConfigError` for an unknown name."""
-    if name not in PLATFORMS:
-        raise ConfigError(f"--on {name}: choose one of {', '.join(PLATFORMS)}")
-    return PLATFORMS[name](options)
-
-
-def _local(options: PlatformOptions) -> Platform:
-    from baton.deploy.cluster.local import LocalPlatform
-
-    return LocalPlatform(options)
-
-
-def _systemd(options: PlatformOptions) -> Platform:
-    from baton.deploy.cluster.systemd import SystemdPlatform
-
-    return SystemdPlatform(options)
-
-
-def _kubernetes(options: PlatformOptions) -> Platform:
-    from baton.deploy.cluster.kubernetes import KubernetesPlatform
-
-    return KubernetesPlatform(options)
-
-
-def _slurm(options: PlatformOptions) -> Platform:
-    from baton.deploy.cluster.slurm import SlurmPlatform
-
-    return SlurmPlatform(options)
-
-
-def _ray(options: PlatformOptions) -> Platform:
-    from baton.deploy.cluster.ray import RayPlatform
-
-    return RayPlatform(options)
-
-
-# A platform's code is imported when it is chosen.
-PLATFORMS: dict[str, Callable[[PlatformOptions], Platform]] = {
-    "local": _local,
-    "systemd": _systemd,
-    "kubernetes": _kubernetes,
-    "slurm": _slurm,
-    "ray": _ray,
-}

@@ -23,7 +23,8 @@ from rich.text import Text
 
 from baton.deploy.cluster.arguments import Words
 from baton.deploy.cluster.overview import Overview, RouterAnswer, RouterDocument, StatusRow
-from baton.deploy.cluster.platform import Platform, PlatformOptions, ProcessStatus, platform_named
+from baton.deploy.cluster.platform import Platform, PlatformOptions, ProcessStatus
+from baton.deploy.cluster.platforms import platform_named
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import Deployment, read_deployment

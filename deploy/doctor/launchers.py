@@ -11,7 +11,8 @@ from pathlib import Path
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.host_seat import HostSeat, Reaching
 from baton.deploy.cluster.hosts import is_here, places_by_name
-from baton.deploy.cluster.platform import PlatformOptions, platform_named
+from baton.deploy.cluster.platform import PlatformOptions
+from baton.deploy.cluster.platforms import platform_named
 from baton.deploy.cluster.processes import plan_of
 from baton.deploy.cluster.running import read_deployment
 from baton.deploy.cluster.systemd import program_of

@@ -1,5 +1,6 @@
 """Arrows point down: which room may import which, and which package each may use."""
 
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
         if module.startswith("baton.") and module.split(".")[1] not in allowed
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count, since a reader follows them too."""
+    graph: dict[str, set[str]] = {}
+    for path in sources():
+        module = "baton." + name_of(path).removeprefix("src/baton/").removesuffix(".py")
+        graph[module.replace("/", ".").removesuffix(".__init__")] = imports(path)
+    order = TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("room", PACKAGES)
