@@ -1,16 +1,16 @@
 """Which requests are accepted, and in which order they wait for nodes.
 
-Pure; `core` is its only caller. A request that can never fit is refused at once, and so is one that
-would wait for longer than it may. The line of waiting requests is bounded in number, bytes and
-time, and every operation on it takes the same time however long it is. A leg of a request that had
-nodes before (a retry, a resume) goes first, because its caller has waited already and its blocks
-may be cached somewhere.
+Pure; `core`, `placing` and `active_requests` call it. A request that can never fit is refused at
+once, and so is one that would wait for longer than it may. The line of waiting requests is bounded
+in number, bytes and time, and every operation on it takes the same time however long it is. A leg
+of a request that had nodes before (a retry, a resume) goes first, because its caller has waited
+already and its blocks may be cached somewhere.
 """
 
 import math
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import msgspec
@@ -31,7 +31,7 @@ FIRST_PACE_S = 1.0  # until one was seen
 TOKEN_BYTES = 36
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Limits(msgspec.Struct, frozen=True, dict=True):
     """The limits that the nodes reported. A pool is None where there is no such node."""
 
     model_len: int  # the longest sequence of the model
@@ -40,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True):
     prefill_blocks: int | None  # of the largest pool of a node that may compute prompts
     decode_blocks: int | None
 
-    @property
+    @cached_property
     def max_model_len(self) -> int:
         """The longest sequence, prompt and output, that the model and the nodes can take."""
         pools = (self.prefill_blocks, self.decode_blocks)
@@ -48,8 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
         return min([self.model_len, *held])
 
 
-@dataclass(slots=True, frozen=True)
-class QueuedLeg:
+class QueuedLeg(msgspec.Struct, frozen=True):
     place: Place
     since_s: float
 
@@ -177,6 +176,8 @@ class Admission:
             for line in self._lines:
                 line.bring_back()
         for line in self._lines:
+            if not line.next:
+                continue
             if line is self._new and len(self._inflight) >= self._config.max_inflight:
                 return None
             for key, waiting in islice(line.next.items(), len(passed) + 1):

@@ -7,7 +7,8 @@ the text goes on where it was cut: inside a character or a stop string, too.
 from baton.protocol.ids import Key
 from baton.router.reattaching import Claim
 from baton.router.registry import Registry
-from baton.router.request.events import AdoptedChoice
+from baton.router.request.events import AdoptedChoice, Place
+from baton.router.request.leg import Request
 from baton.router.request.search import FoundRequest, ReceivedPart
 from baton.router.stream import RequestStream
 
@@ -38,3 +39,15 @@ def adopted(
             )
         )
     return tuple(choices)
+
+
+def place_of(request: Request, choice: AdoptedChoice) -> Place:
+    """Return what a sequence that runs already would have asked of its node."""
+    num_prompt = len(request.token_ids)
+    return Place(
+        choice.key,
+        num_tokens=num_prompt + len(choice.token_ids),
+        num_choices=1,
+        wants_decode=True,
+        num_final_tokens=num_prompt + request.sampling.max_tokens,
+    )

@@ -7,46 +7,42 @@ end another.
 """
 
 import asyncio
-import math
 import secrets
-from collections import deque
-from collections.abc import Iterator
+from functools import partial
 from typing import assert_never
 
 import msgspec
 
 from baton.protocol.blocks import BlockKey
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
+from baton.protocol.errors import Failure, Overloaded, from_failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
-    Attach,
     Attached,
     Beat,
     CacheChanges,
     Cancel,
     CancelDone,
     Crashed,
-    Drain,
     DrainNode,
     Failed,
     FirstTokens,
     Hello,
     Kept,
     NotAttached,
-    Peers,
     Ready,
-    Refused,
     Starting,
     TokenEntry,
     Tokens,
+    ToNode,
     ToRouter,
     WatchCache,
 )
 from baton.protocol.sampling import SEED_BITS
+from baton.router.active_requests import ActiveRequests
 from baton.router.admission import Admission, Limits, fit, sampling_of
-from baton.router.adoption import adopted
+from baton.router.adoption import adopted, place_of
 from baton.router.announcer import Announcer
 from baton.router.changes import Change, Entered, Left
 from baton.router.cluster_state import can_serve, health_of, limits_of
@@ -63,38 +59,19 @@ from baton.router.request.events import (
     AdoptedChoice,
     Begun,
     CallerGone,
-    ChoiceStopped,
-    Closed,
-    Deliver,
-    HandoffEnded,
     NodeLost,
     NodeMessage,
     NotPlaced,
-    Outcome,
     Place,
-    Release,
-    RequestCommand,
-    RequestEvent,
-    Send,
     Tick,
-    Timed,
-    TriedAgain,
-    Unplace,
 )
 from baton.router.request.leg import DRAINING, Request
-from baton.router.request.lifecycle import NO_NODE, Lifecycle
+from baton.router.request.lifecycle import Lifecycle
 from baton.router.request.search import FoundRequest, in_use
+from baton.router.rounds import TICK_S
 from baton.router.stream import RequestStream
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
-from baton.runtime.log import logger
-
-TICK_S = 0.25
-# Every request is looked at once in a round, some with each tick: all at once would hold others up.
-ROUND_S = 10.0
-LEAST_LOOKS = 64
-
-log = logger("router")
 
 
 class RouterCore:
@@ -112,14 +89,12 @@ class RouterCore:
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._admission = Admission(config.router)
         self._placing = Placing(self.registry, self._policy, self._admission)
-        self._active: dict[RequestId, Active] = {}
+        self._requests = ActiveRequests(
+            self.registry, self._admission, self._policy, self._announcer, self._send
+        )
         self._reattaching = Reattaching(clock(), self._send, self._adopt)
         self._num_requests = 0
-        self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
-        self._is_feeding = False
-        self._now_s = self._next_round_s = clock()
-        self._to_look_at: deque[RequestId] = deque()  # in this round
-        self._unconfirmed: dict[RequestId, Active] = {}  # nodes may have cancels to confirm
+        self._now_s = clock()
         self._failure: Failure | None = None
         # Every request asks for these, so they are kept until the state of a node changes.
         self._limits: Limits | None = None
@@ -170,9 +145,9 @@ class RouterCore:
     def _begin(self, request: Request, stream: RequestStream, event: Begun | Adopted) -> None:
         self._now_s = self._clock()
         active = Active(request.request_id, Lifecycle(request), stream, self._now_s)
-        self._active[active.request_id] = active
-        stream.on_close(lambda: self.cancel(active.request_id))
-        self._feed(active, event)
+        self._requests.by_id[active.request_id] = active
+        stream.on_close(partial(self.cancel, active.request_id))
+        self._requests.feed(self._now_s, active, event)
         self._place_waiting()
 
     async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
@@ -182,7 +157,7 @@ class RouterCore:
         """
         if self._failure is not None:
             raise from_failure(self._failure)
-        if claim.request_id in self._active:
+        if claim.request_id in self._requests.by_id:
             raise in_use()
         now_s = self._clock()
         missing = [
@@ -213,24 +188,17 @@ class RouterCore:
         """Charge a sequence that another router has placed to the node that runs it."""
         node = self.registry.node(name)
         assert node is not None
-        num_prompt = len(request.token_ids)
-        place = Place(
-            choice.key,
-            num_tokens=num_prompt + len(choice.token_ids),
-            num_choices=1,
-            wants_decode=True,
-            num_final_tokens=num_prompt + request.sampling.max_tokens,
-        )
-        self.registry.charge(name, choice.key, self._policy.charge_of(node, place))
+        charge = self._policy.charge_of(node, place_of(request, choice))
+        self.registry.charge(name, choice.key, charge)
         self._admission.placed(self._now_s, choice.key)
         self._announcer.keeps(name, choice.key)
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
         """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
-        active = self._active.get(request_id)
+        active = self._requests.by_id.get(request_id)
         if active is not None:
             self._now_s = self._clock()
-            self._feed(active, CallerGone(reason))
+            self._requests.feed(self._now_s, active, CallerGone(reason))
             self._place_waiting()
 
     def health(self) -> Health:
@@ -259,23 +227,23 @@ class RouterCore:
         self._end_all(failure)
 
     def _end_all(self, failure: Failure) -> None:
-        for active in list(self._active.values()):
+        for active in list(self._requests.by_id.values()):
             active.stream.finish(from_failure(failure))
-            self._feed(active, CallerGone(failure.code))
+            self._requests.feed(self._now_s, active, CallerGone(failure.code))
 
     def _detach_all(self) -> None:
         """Leave the streams that another router can take up to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
-        for active in list(self._active.values()):
+        for active in list(self._requests.by_id.values()):
             has_begun = active.stream.metrics.time_to_first_token_s is not None
             if has_begun and active.lifecycle.request.kept is not None:
                 active.stream.finish(Overloaded(text, code="shutting_down"))
-                del self._active[active.request_id]
+                del self._requests.by_id[active.request_id]
 
     @property
     def num_active(self) -> int:
         """The number of requests whose nodes have not all confirmed their end."""
-        return len(self._active)
+        return len(self._requests.by_id)
 
     @property
     def has_failed(self) -> bool:
@@ -331,9 +299,9 @@ class RouterCore:
                 assert_never(message)
 
     def _said(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> None:
-        active = self._active.get(request_id)
+        active = self._requests.by_id.get(request_id)
         if active is not None:
-            self._feed(active, message, node)
+            self._requests.feed(self._now_s, active, message, node)
         elif self._reattaching.holds_back(node, request_id, message):
             pass
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
@@ -353,88 +321,15 @@ class RouterCore:
                 self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
                 self._reattaching.left(change.node)
-                for active in list(self._active.values()):
-                    self._feed(active, NodeLost(change.node, change.failure))
+                for active in list(self._requests.by_id.values()):
+                    self._requests.feed(self._now_s, active, NodeLost(change.node, change.failure))
         self._changed.set()
 
-    def _send(
-        self, node: NodeId, message: Peers | Refused | Cancel | Drain | Attach | WatchCache
-    ) -> None:
+    def _send(self, node: NodeId, message: ToNode) -> None:
         assert self._sockets is not None
         self._sockets.send(node, message)
 
     # --- requests -------------------------------------------------------------------------------
-
-    def _feed(self, active: Active, event: RequestEvent, node: NodeId = NO_NODE) -> None:
-        """Handle an event, then the events that it causes (a caller may leave, say)."""
-        if self._is_feeding:
-            self._events.append((active, event, node))
-            return
-        self._is_feeding = True
-        try:
-            self._step(active, event, node)
-            while self._events:
-                self._step(*self._events.popleft())
-        finally:
-            self._is_feeding = False
-
-    def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
-        if self._active.get(active.request_id) is not active:
-            return  # it has ended: it must not get in line again
-        commands: Iterator[RequestCommand] = iter(())
-        try:
-            commands = iter(active.lifecycle.step(self._now_s, event, node))
-            for command in commands:
-                self._carry_out(active, command)
-        except Exception:
-            log.exception("a request broke", request=active.request_id, at=type(event).__name__)
-            self._contain(active, commands)
-
-    def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
-        """End a request that met a bug with an error. The others go on."""
-        active.stream.finish(BatonError("the router failed to handle this request"))
-        if not active.is_broken:
-            active.is_broken = True
-            self._events.append((active, CallerGone("router error"), NO_NODE))
-            for command in commands:
-                self._carry_out(active, command)
-        elif self._active.pop(active.request_id, None) is not None:
-            # A node that still works for it is told to stop with its next message about it.
-            self.registry.forget(active.request_id)
-            self._admission.forget(active.request_id)
-
-    def _carry_out(self, active: Active, command: RequestCommand) -> None:
-        match command:
-            case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                if active.stream.push(choice, token_ids, reason):
-                    self._feed(active, ChoiceStopped(choice))
-            case Send(node=node, message=message):
-                assert self._sockets is not None
-                self._sockets.send(node, message)
-                if isinstance(message, Cancel):
-                    self._unconfirmed[active.request_id] = active
-            case Place():
-                self._admission.wait(self._now_s, command)
-                active.asks(self._now_s, command)
-            case Unplace(key=key):
-                self._admission.leave(key)
-            case Release(node=node, key=key):
-                self.registry.release(node, key)
-            case Timed():
-                active.timed(self._now_s, command, self.registry.pairs)
-            case HandoffEnded():
-                self._announcer.judge(self._now_s, command)
-            case TriedAgain():
-                active.tries_again(self._now_s, command)
-            case Outcome(failure=failure):
-                if failure is None:
-                    self._policy.learn(active.stream.tokens_per_choice)
-                active.stream.finish(None if failure is None else from_failure(failure))
-            case Closed():
-                del self._active[active.request_id]
-                self._admission.ended(active.request_id)
-            case _:
-                assert_never(command)
 
     def limits(self) -> Limits:
         """Return what a request must fit; raises if no request can be served."""
@@ -452,7 +347,7 @@ class RouterCore:
     # --- placing and time -----------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
-        if self._is_feeding:
+        if self._requests.is_feeding:
             return  # a request that is about to end may be in line; who feeds it looks afterwards
         for place, found in self._placing.take(self._now_s):
             if isinstance(found, Failure):
@@ -461,16 +356,18 @@ class RouterCore:
                 self._place(place, found)
 
     def _turn_away(self, key: Key, failure: Failure) -> None:
-        self._feed(self._active[key.request_id], NotPlaced(key, failure))
+        self._requests.feed(
+            self._now_s, self._requests.by_id[key.request_id], NotPlaced(key, failure)
+        )
 
     def _place(self, place: Place, decision: Decision) -> None:
-        active = self._active[place.key.request_id]
+        active = self._requests.by_id[place.key.request_id]
         self._admission.placed(self._now_s, place.key)
         for node, charge in decision.charges:
             self.registry.charge(node, place.key, charge)
         self.registry.note_pair(decision.placed)
         active.placed(self._clock(), place.key, decision)
-        self._feed(active, decision.placed)
+        self._requests.feed(self._now_s, active, decision.placed)
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
@@ -481,26 +378,8 @@ class RouterCore:
         self._apply(self.registry.tick(now_s))
         self._reattaching.tick(now_s)
         for key, failure in self._admission.take_overdue(now_s):
-            if key.request_id in self._active:
+            if key.request_id in self._requests.by_id:
                 self._turn_away(key, failure)
-        for active in self._to_tick():
-            self._feed(active, Tick())
+        for active in self._requests.to_look_at(now_s):
+            self._requests.feed(self._now_s, active, Tick())
         self._place_waiting()
-
-    def _to_tick(self) -> list[Active]:
-        """Return the requests whose nodes have cancels to confirm, and a share of all others.
-
-        Most need not be looked at with each tick: their silence is measured in minutes.
-        """
-        self._unconfirmed = {
-            request_id: active
-            for request_id, active in self._unconfirmed.items()
-            if request_id in self._active and active.lifecycle.awaits_confirmation
-        }
-        if not self._to_look_at and self._now_s >= self._next_round_s:
-            self._next_round_s = self._now_s + ROUND_S
-            self._to_look_at = deque(self._active)
-        num = max(LEAST_LOOKS, math.ceil(len(self._active) * TICK_S / ROUND_S))
-        ids = [self._to_look_at.popleft() for _ in range(min(num, len(self._to_look_at)))]
-        found = [self._active[request_id] for request_id in ids if request_id in self._active]
-        return [*self._unconfirmed.values(), *found]

@@ -1,7 +1,7 @@
 """One request as its caller sees it: deltas of every choice, then exactly one end.
 
-`core` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait. Each delta
-goes straight to the caller's sink, so a token costs no task switch.
+`active_requests` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait.
+Each delta goes straight to the caller's sink, so a token costs no task switch.
 """
 
 import asyncio
@@ -24,6 +24,12 @@ class RequestStream:
     With a sink, call `send_to` once, then wait with `changed` or `ended`. All of them raise the
     `BatonError` with which the request failed, once all deltas were handed out.
     """
+
+    __slots__ = (
+        "_arrival_s", "_change", "_detokenizers", "_early", "_end", "_error", "_has_changed",
+        "_num_again", "_on_close", "_pushed_s", "_sink", "finished", "metrics", "params", "prompt",
+        "prompt_token_ids", "request_id", "token_gaps",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """One request in the router's hands: its lifecycle, its caller's stream and the record of its way.
 
-Held by `core`, which reports every attempt at it here.
+`active_requests` holds it; every attempt at it is reported here.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """The events and the commands of one request's lifecycle.
 
-A `RequestEvent` is what happens to a request, a `RequestCommand` what must be done about it. `core`
-feeds events in and carries commands out. Both are Structs, so a run can be recorded and replayed.
+A `RequestEvent` is what happens to a request, a `RequestCommand` what must be done about it.
+`active_requests` feeds events in and carries commands out. Both are Structs, so a run can be
+recorded and replayed.
 """
 
 import msgspec

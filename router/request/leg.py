@@ -51,6 +51,8 @@ class LegState(Enum):
 class Avoided:
     """The processes that failed a request, each until the request may be given to it again."""
 
+    __slots__ = ("_until_s",)
+
     def __init__(self) -> None:
         self._until_s: dict[NodeProcess, float] = {}
 

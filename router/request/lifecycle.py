@@ -1,9 +1,9 @@
 """The life of one request: what its nodes are told and what its caller gets.
 
-The lifecycle is pure: `core` calls `step` with every event and carries the commands out in order.
-It must keep these invariants: there is exactly one `Outcome`, and nothing is delivered after it;
-tokens come in order of position, none lost, none twice; every charge is released once; `Closed`
-comes last, and within a deadline.
+The lifecycle is pure: `active_requests` calls `step` with every event and carries the commands out
+in order. It must keep these invariants: there is exactly one `Outcome`, and nothing is delivered
+after it; tokens come in order of position, none lost, none twice; every charge is released once;
+`Closed` comes last, and within a deadline.
 
 A request that loses a leg before its caller has a token is tried again as a whole. After that each
 unfinished choice resumes from its tokens. Only losses without progress use up attempts.
@@ -72,6 +72,11 @@ NOT_KEPT = NodeError("no node has this choice any more").to_failure()
 
 class Lifecycle:
     """Turns the events of one request into commands."""
+
+    __slots__ = (
+        "_avoided", "_choices", "_has_delivered", "_has_outcome", "_is_closed", "_is_remote_only",
+        "_legs", "_now_s", "_num_crashes", "_num_open", "_out", "request",
+    )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -10,7 +10,6 @@ MAX_LINES = 400
 # Longer files, each with the reason why its one concept is not cut.
 LONGER: dict[str, str] = {
     "protocol/messages.py": "the whole vocabulary of the channels, in the order of its page",
-    "router/core.py": "joins all pure parts of the router, each with a few lines",
     "protocol/config.py": "the one tree of settings, of which flags and pages are made",
     "router/registry.py": "all that a router knows of its nodes, changed by what they say",
     "router/request/lifecycle.py": "one state machine, whose transitions are read side by side",

@@ -45,6 +45,7 @@ PURE = (
     "router/request/lifecycle.py",
     "router/policy.py",
     "router/registry.py",
+    "router/rounds.py",
     "router/request/events.py",
     "runtime/channels/framing.py",
     *(

@@ -1,0 +1,42 @@
+"""Which requests are looked at with a tick, to see whether time has run out for them.
+
+Pure; `active_requests` asks with each tick. Requests whose nodes have cancels to confirm are looked
+at every time. All others take turns over a longer round: their silence is measured in minutes, and
+all at once would hold the event loop up.
+"""
+
+import math
+from collections import deque
+
+from baton.protocol.ids import RequestId
+from baton.router.request.active import Active
+
+TICK_S = 0.25
+ROUND_S = 10.0
+LEAST_LOOKS = 64  # in a tick
+
+
+class Rounds:
+    def __init__(self) -> None:
+        self._next_round_s = 0.0
+        self._waiting: deque[RequestId] = deque()  # those whose turns come in this round
+        self._unconfirmed: dict[RequestId, Active] = {}
+
+    def cancelled(self, active: Active) -> None:
+        """Note that nodes of this request may have a cancel to confirm."""
+        self._unconfirmed[active.request_id] = active
+
+    def take(self, now_s: float, all_active: dict[RequestId, Active]) -> list[Active]:
+        """Return the requests to look at now, of all that are active."""
+        self._unconfirmed = {
+            request_id: active
+            for request_id, active in self._unconfirmed.items()
+            if request_id in all_active and active.lifecycle.awaits_confirmation
+        }
+        if not self._waiting and now_s >= self._next_round_s:
+            self._next_round_s = now_s + ROUND_S
+            self._waiting = deque(all_active)
+        num = max(LEAST_LOOKS, math.ceil(len(all_active) * TICK_S / ROUND_S))
+        ids = [self._waiting.popleft() for _ in range(min(num, len(self._waiting)))]
+        found = [all_active[request_id] for request_id in ids if request_id in all_active]
+        return [*self._unconfirmed.values(), *found]
