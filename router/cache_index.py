@@ -104,8 +104,9 @@ class CacheIndex:
 
     def _nodes_in(self, mask: int) -> list[NodeId]:
         nodes: list[NodeId] = []
-        while mask:
-            lowest = mask & -mask
-            nodes.append(self._names[lowest.bit_length() - 1])
-            mask ^= lowest
+        bits = bin(mask)[:1:-1]  # from place 0 on
+        place = bits.find("1")
+        while place >= 0:
+            nodes.append(self._names[place])
+            place = bits.find("1", place + 1)
         return nodes

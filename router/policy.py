@@ -10,7 +10,7 @@ that has no place to go.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -33,7 +33,8 @@ NEAR_READ, FAR_READ = 1 / 32, 1 / 8
 # it would have to compute more than so many times what the setting allows.
 MISPREDICTION = 2
 
-# Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared.
+# Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared. An
+# offer counts its node as one with room: to look takes long, and mostly the best one has room.
 Offer = tuple[bool, int, bool, float, int, NodeId, Node]
 Flags = tuple[int, int, int, float]
 
@@ -86,9 +87,9 @@ class CheapestPair:
             return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
         prefills = search.prefill_offers()
         if not place.wants_decode and prefills:
-            return search.decision(min(prefills)[-1], None)
+            return search.decision(search.best(prefills)[-1], None)
         pair = search.cheapest_pair(now_s, prefills)
-        if near and (pair is None or min(near)[:4] <= pair.flags):
+        if near and (pair is None or search.best(near)[:4] <= pair.flags):
             return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
         if pair is None and self._mode == "auto":
             return search.local(search.local_offers(), is_fallback=True)
@@ -100,10 +101,7 @@ class CheapestPair:
         """Return the decode nodes that lack so little of the prompt that they may compute it."""
         if self._mode != "auto" or not place.wants_decode or place.is_remote_only:
             return []
-        if place.num_tokens <= self._local_tokens:
-            return search.local_offers()
-        some = search.lacking_at_most(self._local_tokens)
-        return [offer for offer in search.local_offers() if offer[5] in some] if some else []
+        return search.local_offers(place.num_tokens - self._local_tokens)
 
 
 class _Pair(msgspec.Struct, frozen=True):
@@ -120,79 +118,88 @@ class _PairSearch:
     ) -> None:
         self._registry, self._place, self._kept = registry, place, kept
         self._likely_tokens = _likely_tokens(place, growth)
-        self._held = registry.caches.held(place.block_keys)
         # A sequence beside this one delays each of its steps by about the time of a prompt token.
         self._seat_tokens = max(1, self._likely_tokens - place.num_tokens)
         model = registry.model
-        self._block_size = 1 if model is None else model.layout.block_size
-
-    def lacking_at_most(self, num_tokens: int) -> set[NodeId]:
-        """Return the nodes of both roles that have all but so many tokens cached."""
-        least = max(1, -(-(self._place.num_tokens - num_tokens) // self._block_size))
-        return {node for node, num_blocks in self._held.items() if num_blocks >= least}
-
-    def num_cached(self, node: Node) -> int:
-        """Return how many tokens of the prompt the node need not compute."""
-        if not self._held:
-            return 0
+        size = self._block_size = 1 if model is None else model.layout.block_size
+        self._likely_blocks = self._blocks(self._likely_tokens, place.num_choices)
+        found = registry.caches.held(place.block_keys)
+        self._held = {node: num_blocks * size for node, num_blocks in found.items()}
         # The last token is computed in any case, for its logits.
-        most = (self._place.num_tokens - 1) // self._block_size
-        return min(self._held.get(node.node_id, 0), most) * self._block_size
-
-    def num_uncached(self, node: Node) -> int:
-        return self._place.num_tokens - self.num_cached(node)
+        most = (place.num_tokens - 1) // size * size
+        self._cached = {node: min(num_tokens, most) for node, num_tokens in self._held.items()}
 
     # --- offers ---------------------------------------------------------------------------------
 
     def prefill_offers(self) -> list[Offer]:
         """Return what each prefill node would cost that could hold the prompt if it were empty."""
-        return self._offers("prefill", self._blocks(self._place.num_tokens, 1), self._prefill_cost)
+        nodes = self._large_enough("prefill", self._blocks(self._place.num_tokens, 1))
+        waits = [node.num_tokens for node in nodes]
+        return self._offers(nodes, waits, self._place.num_tokens, self._cached)
 
-    def local_offers(self) -> list[Offer]:
-        """Return what each decode node would cost that computes the prompt itself."""
-        return self._decode_offers(self._local_cost)
+    def local_offers(self, least_held: int = 0) -> list[Offer]:
+        """Return what each decode node would cost that computes the prompt itself.
 
-    def _decode_offers(self, cost: Callable[[Node], float]) -> list[Offer]:
-        num_blocks = self._blocks(self._place.num_final_tokens, self._place.num_choices)
-        return self._offers("decode", num_blocks, cost)
-
-    def _offers(self, role: Role, num_blocks: int, cost: Callable[[Node], float]) -> list[Offer]:
-        """Return the offers of the nodes in service whose pools have so many blocks.
-
-        Nobody shares a node with a suspect as long as there is another node.
+        Nodes that hold less than `least_held` tokens of it make no offer.
         """
-        avoid, kept = self._place.avoid, self._kept
-        likely = self._blocks(self._likely_tokens, self._place.num_choices)
+        held = self._held
+        if least_held > 0 and not held:
+            return []
+        nodes = self._decodes()
+        if least_held > 0:
+            nodes = [node for node in nodes if held.get(node.node_id, 0) >= least_held]
+        return self._offers(nodes, self._seats(nodes), self._place.num_tokens, self._cached)
+
+    def _reading_offers(self, read: float) -> list[Offer]:
+        """Return what each decode node would cost if it takes `read` to read a token's KV."""
+        nodes = self._decodes()
+        saved = {node: read * num_tokens for node, num_tokens in self._held.items()}
+        return self._offers(nodes, self._seats(nodes), read * self._place.num_tokens, saved)
+
+    def _seats(self, nodes: list[Node]) -> list[int]:
+        return [node.num_sequences * self._seat_tokens for node in nodes]
+
+    def _decodes(self) -> list[Node]:
+        num_blocks = self._blocks(self._place.num_final_tokens, self._place.num_choices)
+        return self._large_enough("decode", num_blocks)
+
+    def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
+        """Return the nodes in service whose pools have so many blocks."""
+        return [node for node in self._registry.in_service(role) if _pool(node) >= num_blocks]
+
+    def _offers(
+        self, nodes: list[Node], waits: list[int], work: float, saved: Mapping[NodeId, float]
+    ) -> list[Offer]:
+        """Return what nodes cost: their waits, and the work less what each has saved of it.
+
+        No leg shares a node with a suspect as long as there is another node.
+        """
+        avoid = self._place.avoid
         return [
             (
                 bool(avoid) and node.process in avoid,
                 node.num_suspects,
-                node.node_id in kept or not node.has_room(min(likely, pool // 2)),
-                cost(node),
+                False,
+                wait + work - saved.get(node.node_id, 0),
                 node.num_tokens,
                 node.node_id,
                 node,
             )
-            for node in self._registry.in_service(role)
-            if num_blocks <= (pool := _pool(node))
+            for node, wait in zip(nodes, waits, strict=True)
         ]
 
-    def _prefill_cost(self, node: Node) -> float:
-        return node.num_tokens + self.num_uncached(node)
+    def best(self, offers: list[Offer]) -> Offer:
+        """Return the best of these offers, of which there must be one, with full nodes last."""
+        first = min(offers)
+        return first if self._has_room(first[-1]) else min(map(self._looked_at, offers))
 
-    def _local_cost(self, node: Node) -> float:
-        return node.num_sequences * self._seat_tokens + self.num_uncached(node)
+    def _looked_at(self, offer: Offer) -> Offer:
+        """Return an offer that says whether its node is full."""
+        return (*offer[:2], not self._has_room(offer[-1]), *offer[3:])
 
-    def _near_cost(self, node: Node) -> float:
-        return node.num_sequences * self._seat_tokens + NEAR_READ * self._num_missing(node)
-
-    def _far_cost(self, node: Node) -> float:
-        return node.num_sequences * self._seat_tokens + FAR_READ * self._num_missing(node)
-
-    def _num_missing(self, node: Node) -> int:
-        """Return how many tokens of KV the node would have to read."""
-        num_held = self._held.get(node.node_id, 0) * self._block_size
-        return max(0, self._place.num_tokens - num_held)
+    def _has_room(self, node: Node) -> bool:
+        num_blocks = min(self._likely_blocks, _pool(node) // 2)
+        return node.node_id not in self._kept and node.has_room(num_blocks)
 
     # --- pairs ----------------------------------------------------------------------------------
 
@@ -212,27 +219,23 @@ class _PairSearch:
         The costs of two nodes do not depend on one another, except for the way between them.
         """
         hosts = self._registry.hosts()
-        decodes = self._decode_offers(self._near_cost if hosts.is_one else self._far_cost)
+        decodes = self._reading_offers(NEAR_READ if hosts.is_one else FAR_READ)
         if decodes:
-            yield _paired(min(prefills), min(decodes))
+            yield _paired(self.best(prefills), self.best(decodes))
         if hosts.is_one or not hosts.shared:
             return
         firsts = {offer[5]: offer for offer in prefills}
-        saving = FAR_READ - NEAR_READ
-        seconds = {
-            far[5]: (*far[:3], far[3] - saving * self._num_missing(far[6]), *far[4:])
-            for far in decodes
-        }
+        seconds = {offer[5]: offer for offer in self._reading_offers(NEAR_READ)}
         for nodes in hosts.shared:
-            first = [firsts[node] for node in nodes if node in firsts]
-            second = [seconds[node] for node in nodes if node in seconds]
+            first = [firsts[node] for node in nodes & firsts.keys()]
+            second = [seconds[node] for node in nodes & seconds.keys()]
             if first and second:
-                yield _paired(min(first), min(second))
+                yield _paired(self.best(first), self.best(second))
 
     def possible_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, those with the best decode node first."""
-        decodes = sorted(self._decode_offers(self._far_cost))
-        prefills = sorted(prefills)
+        decodes = sorted(map(self._looked_at, self._reading_offers(FAR_READ)))
+        prefills = sorted(map(self._looked_at, prefills))
         pairs = (_paired(first, second) for second in decodes for first in prefills)
         return (pair for pair in pairs if self._registry.can_pair(pair.prefill, pair.decode))
 
@@ -249,16 +252,22 @@ class _PairSearch:
         """Return the decision that the best of these nodes computes the prompt itself."""
         if not offers:
             return None
-        decision = self.decision(None, min(offers)[-1])
-        placed = msgspec.structs.replace(decision.placed, max_uncached_tokens=max_uncached)
-        return msgspec.structs.replace(decision, placed=placed, is_fallback=is_fallback)
+        node = self.best(offers)[-1]
+        return self.decision(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
 
-    def decision(self, prefill: Node | None, decode: Node | None) -> Decision:
+    def decision(
+        self,
+        prefill: Node | None,
+        decode: Node | None,
+        *,
+        is_fallback: bool = False,
+        max_uncached: int | None = None,
+    ) -> Decision:
         place = self._place
         given: list[tuple[Node, Charge]] = []
         if prefill is not None:
-            charge = Charge(self.num_uncached(prefill), 1, place.is_suspect)
-            given.append((prefill, charge))
+            num_uncached = place.num_tokens - self._cached.get(prefill.node_id, 0)
+            given.append((prefill, Charge(num_uncached, 1, place.is_suspect)))
         if decode is not None:
             given.append((decode, _decode_charge(decode, place, self._likely_tokens)))
         placed = Placed(
@@ -266,16 +275,14 @@ class _PairSearch:
             None if prefill is None else prefill.node_id,
             None if decode is None else decode.node_id,
             {node.node_id: node.epoch for node, _ in given},
+            max_uncached,
         )
         return Decision(
             placed,
-            tuple((node.node_id, charge) for node, charge in given),
-            full=tuple(
-                node.node_id
-                for node, charge in given
-                if node.node_id in self._kept or not node.has_room(charge.num_blocks)
-            ),
-            num_cached_tokens=self.num_cached(given[0][0]),
+            tuple([(node.node_id, charge) for node, charge in given]),
+            is_fallback,
+            tuple([node.node_id for node, _ in given if not self._has_room(node)]),
+            self._cached.get(given[0][0].node_id, 0),
         )
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
