@@ -171,6 +171,8 @@ class RequestOutput:
 class Merged:
     """Deltas added up per choice. The first `num_choices` choices need no delta to be listed."""
 
+    __slots__ = ("_outputs", "_texts")
+
     def __init__(self, num_choices: int = 0) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
         # Texts are joined only when an output is asked for, because `+=` copies the whole text.

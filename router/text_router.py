@@ -100,6 +100,8 @@ class TextRouter:
     async def _keys_of(self, token_ids: list[int]) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""
         block_size = self._core.limits().block_size
+        if len(token_ids) < block_size:
+            return ()
         if len(token_ids) <= MAX_HASHED_ON_LOOP:
             return prompt_keys(token_ids, block_size)
         return await asyncio.to_thread(prompt_keys, token_ids, block_size)

@@ -6,7 +6,6 @@ choice, because every token is a chunk. Pure: no I/O, no clock.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -27,8 +26,7 @@ RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """The identity and the form of one answer. Makes the bytes of its parts."""
 
     id: str

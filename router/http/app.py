@@ -22,7 +22,7 @@ from baton.protocol.version import VERSION
 from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
-from baton.router.http.connections import Connections, connection_of
+from baton.router.http.connections import Connection, Connections, connection_of
 from baton.router.http.cors import Cors
 from baton.router.http.engine import Engine
 from baton.router.http.handlers import Handlers, request_id_of
@@ -196,7 +196,16 @@ class App:
         if request.content.is_eof():
             connection.began()
         try:
-            response = await self._answered(request, handler)
+            try:
+                at_once = self._answer_at_once(request, connection)
+                response = await handler(request) if at_once is None else at_once
+            except BatonError as error:
+                response = self._error(error)
+            except web.HTTPException as error:
+                response = self._error(_named(request, error), error.headers.get("Allow"))
+            except Exception:
+                log.exception("a request broke", route=_route(request))
+                response = self._error(BatonError("the router failed to handle this request"))
             status = response.status
             if connection.is_spare or self._handlers.is_draining:
                 response.force_close()
@@ -206,34 +215,31 @@ class App:
             return response
         finally:
             connection.ended()
-            self.metrics.answered(_route(request), status)
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
-            took_s = time.monotonic() - began_s
-            self._request_log.answered(request, status, name, took_s)
-            if self._status is not None:
-                self._status.recent.answered(request, status, name, took_s)
-            if self._tracer is not None and (running := request.get(RUNNING)) is not None:
-                running.request_id = running.request_id or name
-                self._tracer.record(request.headers, _route(request), status, took_s, running)
+            self._ended(request, status, name, time.monotonic() - began_s)
 
-    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            if connection_of(request).is_spare and request.path not in PROBES:
-                text = "the router has too many open connections"
-                raise Overloaded(text, code="too_many_connections")
-            if self._cors is not None and (reply := self._cors.preflight(request)) is not None:
-                return reply
-            self._access.check(request)
-            return await handler(request)
-        except BatonError as error:
-            return self._error(error)
-        except web.HTTPException as error:
-            return self._error(_named(request, error), error.headers.get("Allow"))
-        except Exception:
-            log.exception("a request broke", route=_route(request))
-            return self._error(BatonError("the router failed to handle this request"))
+    def _answer_at_once(self, request: web.Request, connection: Connection) -> web.Response | None:
+        """Return the answer that needs no handler, if there is one; raises `BatonError`."""
+        if connection.is_spare and request.path not in PROBES:
+            text = "the router has too many open connections"
+            raise Overloaded(text, code="too_many_connections")
+        if self._cors is not None and (reply := self._cors.preflight(request)) is not None:
+            return reply
+        self._access.check(request)
+        return None
+
+    def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
+        """Count a request that was answered, and tell those who keep a record of it."""
+        route = _route(request)
+        self.metrics.answered(route, status)
+        self._request_log.answered(request, status, name, took_s)
+        if self._status is not None:
+            self._status.recent.answered(request, status, name, took_s)
+        if self._tracer is not None and (running := request.get(RUNNING)) is not None:
+            running.request_id = running.request_id or name
+            self._tracer.record(request.headers, route, status, took_s, running)
 
     def _error(self, error: BatonError, allow: str | None = None) -> web.Response:
         self.metrics.failed(error)

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
@@ -40,7 +41,6 @@ from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
 MAX_REQUEST_ID_CHARS = 128
-Answering = Callable[["Running"], Awaitable[web.StreamResponse]]
 
 # A prompt is echoed once per choice, and no engine bounds that work.
 MAX_ECHO_CHARS = 4 * 1024 * 1024
@@ -82,49 +82,40 @@ class Handlers:
         self._max_body_mib = config.router.max_body_mib
         self._bodies = Bodies(config.router.max_body_mib)
         self._large = LargeBodies(config.model.path, config.model.chat_template)
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
-        return await self._serve(request, is_chat=False)
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
-        return await self._serve(request, is_chat=True)
-
-    async def stream_again(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/streams/{id}: go on with a stream that broke, after the event `Last-Event-ID`."""
-        place = start_of(request.match_info["id"], request.headers.get(HEADER))
-        if HEADER in request.headers:
-            place = place_of(request.headers[HEADER])
-        return await self._counted_in(request, lambda running: self._again(request, running, place))
+        # POST /v1/completions and POST /v1/chat/completions.
+        self.completions = partial(self._serve, is_chat=False)
+        self.chat = partial(self._serve, is_chat=True)
 
     def close(self) -> None:
         self._large.close()
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         """Answer a POST, which goes on with a broken stream if it has `Last-Event-ID`."""
+        place = None
         if HEADER in request.headers:
             place = place_of(request.headers[HEADER])
             with self._bodies.room() as room:  # the form of the answer is known, so it is not used
                 await self._bodies.read(request, room, self._max_body_mib << 20)
             connection_of(request).began()
-            return await self._counted_in(
-                request, lambda running: self._again(request, running, place)
-            )
-        return await self._counted_in(
-            request, lambda running: self._new(request, running, is_chat=is_chat)
-        )
+        with _Counted(request, self._metrics) as running:
+            if place is not None:
+                return await self._again(request, running, place)
+            work = await self._submit(request, running, is_chat=is_chat)
+            if not work.ask.generates:
+                return await self._echo(request, work)
+            if not work.ask.is_streamed:
+                return await self._whole(work, running)
+            relay = await self._begin_stream(request, work, running.streams)
+            del work  # a stream may be open for long
+            return await _relayed(relay, running)
 
-    async def _new(
-        self, request: web.Request, running: Running, *, is_chat: bool
-    ) -> web.StreamResponse:
-        """Submit a request per prompt and answer."""
-        work = await self._submit(request, running, is_chat=is_chat)
-        if not work.ask.generates:
-            return await self._echo(request, work)
-        if work.ask.is_streamed:
-            return await self._stream(request, work, running)
-        return await self._whole(work, running)
+    async def stream_again(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/{id}: go on with a stream that broke, after the event `Last-Event-ID`."""
+        place = start_of(request.match_info["id"], request.headers.get(HEADER))
+        if HEADER in request.headers:
+            place = place_of(request.headers[HEADER])
+        with _Counted(request, self._metrics) as running:
+            return await self._again(request, running, place)
 
     async def _again(
         self, request: web.Request, running: Running, place: ReaderPlace
@@ -147,23 +138,7 @@ class Handlers:
         events = EventStream(request, answer.id, headers, self._silence_s)
         relay = Relay(events, answer, stream.params.n, (), self._metrics)
         relay.goes_on(place)
-        return await self._relay(events, relay, running)
-
-    async def _counted_in(self, request: web.Request, answer: Answering) -> web.StreamResponse:
-        """Answer a request. All that it submitted is closed and counted in the end."""
-        running = request[RUNNING] = Running()
-        try:
-            return await answer(running)
-        except asyncio.CancelledError:
-            running.outcome = "client_gone"
-            raise
-        except BatonError as error:
-            running.failed(error)
-            raise
-        finally:
-            for stream in running.streams:
-                stream.close()
-                self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
+        return await _relayed(relay, running)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -299,10 +274,10 @@ class Handlers:
 
         return take
 
-    async def _stream(
-        self, request: web.Request, work: Work, running: Running
-    ) -> web.StreamResponse:
-        streams = running.streams
+    async def _begin_stream(
+        self, request: web.Request, work: Work, streams: list[RequestStream]
+    ) -> Relay:
+        """Return what relays an answer once its first token, or its first node, is known."""
         # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
         # delta; but not so long that the client is left in silence, unless the request still waits
         # for a node: then it may get 503.
@@ -318,39 +293,62 @@ class Handlers:
         relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
         if work.kept is not None:
             relay.goes_on(ReaderPlace(work.answer.id, None))
-        return await self._relay(events, relay, running)
+        return relay
 
-    async def _relay(
-        self, events: EventStream, relay: Relay, running: Running
-    ) -> web.StreamResponse:
-        """Send what the streams bring until they end."""
-        streams = running.streams
-        await events.open()
-        try:
-            for index, stream in enumerate(streams):
-                stream.send_to(relay.sink(index))
-            await _all_ended(streams)
-            relay.finish([stream.metrics for stream in streams])
-            running.outcome = "finished"
-        except BatonError as error:
+
+class _Counted:
+    """Around the answer to a request: in the end all that it submitted is closed and counted."""
+
+    __slots__ = ("_metrics", "_running")
+
+    def __init__(self, request: web.Request, metrics: HttpMetrics) -> None:
+        self._running = request[RUNNING] = Running()
+        self._metrics = metrics
+
+    def __enter__(self) -> Running:
+        return self._running
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        running = self._running
+        if isinstance(error, asyncio.CancelledError):
+            running.outcome = "client_gone"
+        elif isinstance(error, BatonError):
             running.failed(error)
-            relay.fail(error)
-        except Exception:
-            log.exception("a streamed answer broke", request=running.request_id)
-            relay.fail(BatonError("the router failed to make this answer"))
-        finally:
-            relay.stop()
-            events.stop()
-            for stream in streams:
-                stream.close()
-        return await events.close()
+        for stream in running.streams:
+            stream.close()
+            self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
 
-async def _all_ended(streams: Sequence[RequestStream]) -> None:
+async def _relayed(relay: Relay, running: Running) -> web.StreamResponse:
+    """Send what the streams bring until they end."""
+    streams, events = running.streams, relay.events
+    await events.open()
+    try:
+        for index, stream in enumerate(streams):
+            stream.send_to(relay.sink(index))
+        await _all_ended(streams)
+        relay.finish([stream.metrics for stream in streams])
+        running.outcome = "finished"
+    except BatonError as error:
+        running.failed(error)
+        relay.fail(error)
+    except Exception:
+        log.exception("a streamed answer broke", request=running.request_id)
+        relay.fail(BatonError("the router failed to make this answer"))
+    finally:
+        relay.stop()
+        events.stop()
+        for stream in streams:
+            stream.close()
+    return await events.close()
+
+
+def _all_ended(streams: Sequence[RequestStream]) -> Awaitable[None]:
     """Wait for the end of all streams; the first error of any stream is raised at once."""
-    if len(streams) == 1:
-        await streams[0].ended()
-        return
+    return streams[0].ended() if len(streams) == 1 else _each_ended(streams)
+
+
+async def _each_ended(streams: Sequence[RequestStream]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for stream in streams:

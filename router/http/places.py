@@ -45,7 +45,9 @@ class Places(Protocol):
 
 
 class Numbers:
-    """Counts events: nobody can come back to this answer."""
+    """Counts events: no client can come back to this answer."""
+
+    __slots__ = ("_num_events",)
 
     def __init__(self) -> None:
         self._num_events = 0
@@ -63,6 +65,8 @@ class Numbers:
 
 class Positions:
     """Counts the tokens of every choice."""
+
+    __slots__ = ("_counts", "_parts")
 
     def __init__(self, received: Sequence[ReceivedPart]) -> None:
         self._counts = [one.num_tokens for one in received]

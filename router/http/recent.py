@@ -7,7 +7,6 @@ bounded ring: records are made only when they are asked for. No prompt and no ou
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -59,8 +58,7 @@ class FaultRecord(msgspec.Struct, frozen=True):
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptRequest:
+class _KeptRequest(msgspec.Struct, frozen=True):
     request_id: str
     ended_at: float
     status: int

@@ -23,6 +23,11 @@ RELEASE_S = 0.05
 
 
 class Relay:
+    __slots__ = (
+        "_answer", "_echoes", "_has_usage", "_held", "_metrics", "_num_choices", "_places",
+        "_templates", "_timer", "events",
+    )  # fmt: skip
+
     def __init__(
         self,
         events: EventStream,
@@ -32,7 +37,7 @@ class Relay:
         metrics: HttpMetrics,
     ) -> None:
         """Relay a new answer, whose client cannot take it up again unless `goes_on` is called."""
-        self._events = events
+        self.events = events
         self._answer = answer
         self._places: Places = Numbers()
         self._has_usage = False  # the client has it
@@ -40,8 +45,8 @@ class Relay:
         self._echoes = echoes
         self._metrics = metrics
         self._templates: dict[int, ChunkTemplate] = {}
-        self._held = Merged()
-        self._timer: asyncio.TimerHandle | None = None  # set as long as deltas are held
+        self._held: Merged | None = None  # deltas for a client that reads too slowly
+        self._timer: asyncio.TimerHandle | None = None
 
     def goes_on(self, place: ReaderPlace) -> None:
         """Begin where the client is, and name its place in the ids of events."""
@@ -55,16 +60,15 @@ class Relay:
     def sink(self, prompt_index: int) -> Sink:
         """Return the sink for the deltas of one prompt."""
         offset = prompt_index * self._num_choices
-        events, metrics = self._events, self._metrics
+        events, metrics = self.events, self._metrics
 
         def take(delta: CompletionOutput) -> None:
             metrics.num_output_tokens += len(delta.token_ids)
             delta.index += offset
-            if self._timer is None and not events.is_full:
+            if self._held is None and not events.is_full:
                 self._send(delta)
             else:
-                self._held.add(delta)
-                self._release_later()
+                self._hold(delta)
 
         return take
 
@@ -73,14 +77,14 @@ class Relay:
         self._release_all()
         closing = self._answer.closing(metrics)
         if closing is not None and not self._has_usage:
-            self._events.send(closing, self._places.now("/u"))
-        self._events.send(_DONE, self._places.now("/d"))
+            self.events.send(closing, self._places.now("/u"))
+        self.events.send(_DONE, self._places.now("/d"))
 
     def fail(self, error: BatonError) -> None:
         """Send what is held, then the error that ends the answer."""
         self._release_all()
         self._metrics.failed(error)
-        self._events.send(error_of(error), self._places.now())
+        self.events.send(error_of(error), self._places.now())
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -92,31 +96,35 @@ class Relay:
             template = self._open(delta.index)
         has_ended = delta.finish_reason is not None
         self._places.advance(delta.index, len(delta.token_ids), has_ended=has_ended)
-        self._events.send(template.fill(delta), self._places.now())
+        self.events.send(template.fill(delta), self._places.now())
 
     def _open(self, index: int) -> ChunkTemplate:
         template = self._templates[index] = self._answer.chunks(index)
         if self._answer.is_chat:
             self._places.begin(index)
-            self._events.send(self._answer.opening(index), self._places.now())
+            self.events.send(self._answer.opening(index), self._places.now())
         elif self._echoes:
             echo = self._echoes[index // self._num_choices]
             chunk = template.fill(CompletionOutput(index, echo, []))
-            self._events.send(chunk, self._places.now())
+            self.events.send(chunk, self._places.now())
         return template
 
+    def _hold(self, delta: CompletionOutput) -> None:
+        if self._held is None:
+            self._held = Merged()
+            self._release_later()
+        self._held.add(delta)
+
     def _release_later(self) -> None:
-        if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(RELEASE_S, self._release)
+        self._timer = asyncio.get_running_loop().call_later(RELEASE_S, self._release)
 
     def _release(self) -> None:
-        self._timer = None
-        if self._events.is_full:
+        if self.events.is_full:
             self._release_later()
         else:
             self._release_all()
 
     def _release_all(self) -> None:
-        for delta in self._held.take():
+        held, self._held = self._held, None
+        for delta in held.take() if held is not None else ():
             self._send(delta)

@@ -24,6 +24,11 @@ _COMMENT = b": waiting\n"
 class EventStream:
     """Call `open`, then `send` for every event, then `close`."""
 
+    __slots__ = (
+        "_is_chunked", "_loop", "_name", "_request", "_response", "_silence_s", "_timer",
+        "_transport", "_written_s",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: web.Request,

@@ -34,9 +34,9 @@ BOUNDARIES = {
     # The thread that called for the work raises it.
     "kernels:_work",
     # One request's error hurts no other request.
-    "router:App._answered",
-    "router:Handlers._relay",
-    "router:RouterCore._step",
+    "router:App._answer_errors",
+    "router:_relayed",
+    "router:ActiveRequests._step",
     "router:Reattaching._end",
     "router:ChatTemplate.render",  # a template can raise whatever Python can
 }
