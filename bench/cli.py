@@ -82,9 +82,9 @@ and in every report."""
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
 # The flags of a workload that only some kinds of it read.
 SUBGROUPS = {
-    "conversations": ("turns", "think_s", "conversation_form"),
+    "conversations": ("turns", "think_s"),
     "traces and files": (
-        "path", "repeat", "trace_start_s", "time_scale", "spread_s", "length_scale", "max_input",
+        "path", "trace_start_s", "time_scale", "spread_s", "length_scale", "max_input",
         "max_output",
     ),
 }  # fmt: skip

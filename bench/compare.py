@@ -35,7 +35,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
     loads = [arrivals] * settings.rounds
     with Experiment("compare", settings, loads, settings.arrival) as experiment:
         report = experiment.report
-        report.title = report.title or " against ".join(arms)
+        report.title = " against ".join(arms)
         servers = connect(experiment, arms)
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
         experiment.note_repeated_prompts()

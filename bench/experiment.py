@@ -115,7 +115,7 @@ class Experiment:
         """Connect to the one server of the experiment, and name it in the report."""
         server = self.connect(self.settings.target)
         name = f"{server.target.model} at {server.target.url}{what}"
-        self.report.title = self.report.title or name
+        self.report.title = name
         self.report.notes.append(server.described)
         return server
 
@@ -165,8 +165,7 @@ class Experiment:
             Load(
                 target=case.target,
                 requests=case.plan.requests,
-                concurrency=case.concurrency or load.max_concurrency or None,
-                closed=bool(case.concurrency),
+                concurrency=case.concurrency,
                 processes=load.processes,
                 stop_after_s=load.duration_s or None if case.concurrency else None,
                 keep_text=self._verify,

@@ -73,8 +73,7 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
         # That others were not sent is said already, or meant.
         ended = {record.index for record in result.records}
         planned = [one for one in planned if one.index in ended]
-    limit = None if case.concurrency else asked.max_concurrency or None
-    yield from check(result, summary, planned, max_concurrency=limit)
+    yield from check(result, summary, planned)
     workload = case.settings.workload
     # No prompt of these begins like another one of the same load.
     is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix

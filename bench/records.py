@@ -151,24 +151,17 @@ def units_of(requests: Sequence[Planned]) -> list[Unit]:
 
 def next_turn(planned: Planned, before: Planned, answer: Record) -> Planned:
     """Return `planned` with the whole conversation before it."""
-    if planned.messages:
-        said = Message("assistant", answer.text or "")
-        told = (*before.messages, said, *planned.messages)
-        return msgspec.structs.replace(planned, messages=told)
-    ids = (*before.prompt_ids, *(answer.token_ids or ()), *planned.prompt_ids)
-    return msgspec.structs.replace(planned, prompt_ids=ids)
+    said = Message("assistant", answer.text or "")
+    told = (*before.messages, said, *planned.messages)
+    return msgspec.structs.replace(planned, messages=told)
 
 
 def lost_turn(planned: Planned, answer: Record, due_s: float) -> Record | None:
     """Return the record of a turn that cannot be sent, or None if it can."""
-    lost = begun(planned, due_s, due_s)
-    if answer.outcome is not Outcome.ANSWERED:
-        lost.outcome, lost.detail = answer.outcome, answer.detail
-        if not answer.detail.startswith(NOT_SENT):
-            lost.detail = f"{NOT_SENT}turn {answer.turn} of the conversation failed"
-    elif planned.prompt_ids and not answer.token_ids:
-        lost.outcome = Outcome.MALFORMED
-        lost.detail = f"{NOT_SENT}turn {answer.turn} returned no token ids"
-    else:
+    if answer.outcome is Outcome.ANSWERED:
         return None
+    lost = begun(planned, due_s, due_s)
+    lost.outcome, lost.detail = answer.outcome, answer.detail
+    if not answer.detail.startswith(NOT_SENT):
+        lost.detail = f"{NOT_SENT}turn {answer.turn} of the conversation failed"
     return lost

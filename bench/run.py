@@ -21,7 +21,7 @@ def run(settings: RunSettings) -> int:
     arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
     loads = [arrivals] * num_runs
     experiment = Experiment("run", settings, loads, settings.arrival, settings.verify)
-    label = settings.report.label or loop_of(settings.arrival)
+    label = loop_of(settings.arrival)
     labels = [label]
     if num_runs > 1:
         labels = [f"{label}, run {place + 1}" for place in range(num_runs)]

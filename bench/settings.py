@@ -41,14 +41,6 @@ class LoadSettings(msgspec.Struct, frozen=True):
         int, about("requests with other prompts that go first and do not count", ge=0, le=100_000)
     ] = 4
     window: Annotated[str, about("FROM-TO in seconds: count only requests that arrive then")] = ""
-    max_concurrency: Annotated[
-        int,
-        about(
-            "limit on the requests in flight of an open loop, where waiting for a place counts "
-            "into TTFT; 0 sets none",
-            ge=0,
-        ),
-    ] = 0
     processes: Annotated[int, about("client processes that share the load", ge=1, le=256)] = 1
     give_up_after: Annotated[
         int, about("end the load if its first N requests all failed; 0 never does", ge=0)
@@ -65,7 +57,6 @@ class BoundSettings(msgspec.Struct, frozen=True):
 
 class ReportSettings(msgspec.Struct, frozen=True):
     out: Annotated[str, about("new folder for report.json and report.html", kind="path")] = ""
-    label: Annotated[str, about("title of the report")] = ""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -119,14 +110,12 @@ class FaultSettings(Settings, frozen=True):
     """Kill, stop or restart a process under load, and measure what its clients see."""
 
     fault: Annotated[
-        tuple[str, ...],
+        str,
         about(
             "kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, in seconds from the start of "
-            "the load; may be repeated",
-            kind="repeated",
+            "the load"
         ),
-    ] = ()
-    bin_s: Annotated[float, about("bins in which recovery is looked for", "s", gt=0)] = 1.0
+    ] = ""
     verify: Verify = False
     arrival: ArrivalSettings = ArrivalSettings()
 

@@ -69,7 +69,7 @@ def reference(
 
     Raises `BatonError` if the server does not answer one.
     """
-    load = Load(target, alone(requests), concurrency=1, closed=True, keep_text=True)
+    load = Load(target, alone(requests), concurrency=1, keep_text=True)
     records = run_load(load, on_progress=on_progress, stop=stop).records
     if stop is not None and stop.is_set():
         records = [record for record in records if record.outcome is Outcome.ANSWERED]

@@ -32,15 +32,13 @@ MODULE = "baton.bench.client.worker"
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Requests for a target.
 
-    In a closed loop (`closed`) each of `concurrency` clients sends when it has its last answer, and
-    none after `stop_after_s`. In an open loop requests have their moments, and `concurrency` limits
-    those under way at once (None: no limit); the wait for a free place counts into latencies.
+    With a `concurrency` it is a closed loop: each of so many clients sends when it has its last
+    answer, and none after `stop_after_s`. Without one every request is sent at its own moment.
     """
 
     target: Target
     requests: list[Planned]
-    concurrency: int | None = None
-    closed: bool = False
+    concurrency: int = 0
     processes: int = 1
     stop_after_s: float | None = None
     keep_text: bool = False
@@ -99,12 +97,9 @@ def run_load(
     """
     with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
         workers.wait_until(lambda: all(end.is_ready for end in workers.ends))
-        # The first request may be due before the start, to warm up.
-        due = [
-            0.0,
-            *(one.at_s for one in load.requests if one.at_s is not None and not load.closed),
-        ]
-        start_s = monotonic() + START_DELAY_S + LEAD_S - min(due)
+        # The first request of an open loop may be due before the start, to warm up.
+        first_s = min([0.0, *(one.at_s for one in load.requests if one.at_s is not None)])
+        start_s = monotonic() + START_DELAY_S + LEAD_S - first_s
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not workers.stopping:
             on_start(start_s)
@@ -127,21 +122,19 @@ def deal(load: Load) -> list[Load]:
     """Return the share of each process, dealt in turn; raises `ConfigError`."""
     if not load.requests:
         raise ConfigError("the load has no request")
-    if load.closed and load.concurrency is None:
-        raise ConfigError("a closed loop needs a concurrency")
     check(load.target, load.requests)
     if place_of(load.target.url).is_tls:
         tls_of(load.target)
     units = units_of(load.requests)
-    if not load.closed and any(unit[0].at_s is None for unit in units):
+    clients = load.concurrency
+    if not clients and any(unit[0].at_s is None for unit in units):
         raise ConfigError("an open loop needs an arrival time for every request")
-    slots = load.concurrency
-    num_shares = min(load.processes, len(units), slots or load.processes)
+    num_shares = min(load.processes, len(units), clients or load.processes)
     return [
         msgspec.structs.replace(
             load,
             requests=[planned for unit in units[number::num_shares] for planned in unit],
-            concurrency=slots and slots // num_shares + (number < slots % num_shares),
+            concurrency=clients // num_shares + (number < clients % num_shares),
         )
         for number in range(num_shares)
     ]

@@ -48,10 +48,8 @@ class Target(msgspec.Struct, frozen=True):
     timeout_s: Annotated[float, about("time limit of an answer", "s", gt=0)] = 300.0
     extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
     ignore_eos: Annotated[bool, about("ask for outputs of the full length")] = True
-    timeline: Annotated[
-        bool, about("ask for the stages of a request, if the server tells them")
-    ] = True
-    token_ids: Annotated[bool, about("ask for token ids, if the server returns them")] = True
+    timeline: bool = True
+    token_ids: bool = True
     usage: bool = True
     continuous_usage: bool = False
 
@@ -141,11 +139,6 @@ def check(target: Target, requests: Sequence[Planned]) -> None:
             raise ConfigError("the load has chat messages; the completions API takes none")
         if planned.prompt_ids and target.is_chat:
             raise ConfigError("the load has prompts of token ids; the chat API takes none")
-        if planned.turn and planned.prompt_ids and not target.token_ids:
-            raise ConfigError(
-                "a conversation in token ids needs a server that returns token ids "
-                "(return_token_ids); this one does not: use a conversation in chat messages"
-            )
 
 
 _encoder = msgspec.json.Encoder()

@@ -86,8 +86,6 @@ class Worker:
         self._pipe, self._share = pipe, share
         self._loop = asyncio.get_running_loop()
         self._session = Session(share.target)
-        limit = None if share.closed else share.concurrency
-        self._room = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._start: asyncio.Future[float | None] = self._loop.create_future()
         self._sent = self._ended = self._failed = self._tokens = 0
         self._records: list[bytes] = []
@@ -138,13 +136,12 @@ class Worker:
 
     async def _carry_out(self) -> ClientProcess:
         share, units = self._share, units_of(self._share.requests)
-        num_clients = share.concurrency or 0
-        if share.closed:
+        if share.concurrency:
             await self._closed_loop([unit for unit in units if unit[0].warm_up], monotonic())
             units = [unit for unit in units if not unit[0].warm_up]
             # All clients start at once, so connections are opened before that crowded moment.
             timeout_s = min(share.target.timeout_s, OPEN_AHEAD_S)
-            await self._session.open_ahead(min(num_clients, len(units)), timeout_s)
+            await self._session.open_ahead(min(share.concurrency, len(units)), timeout_s)
         gc.collect()
         gc.freeze()
         gc.disable()  # cycles are rare here, and a collection would stop the clock of all requests
@@ -153,7 +150,7 @@ class Worker:
         strain = Strain(self._loop)
         ended, tokens = self._ended, self._tokens
         cpu_s, wall_s = time.process_time(), monotonic()
-        if start_s is not None and share.closed:
+        if start_s is not None and share.concurrency:
             await asyncio.sleep(start_s - monotonic())
             await self._closed_loop(units, start_s)
         elif start_s is not None:
@@ -194,7 +191,7 @@ class Worker:
                     await session.until(min(monotonic() + pause_s(answer), over_s))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(self._share.concurrency or 0, len(waiting))):
+            for _ in range(min(self._share.concurrency, len(waiting))):
                 group.create_task(client())
 
     async def _follow(self, unit: Unit, due_s: float | None) -> Record | None:
@@ -225,13 +222,12 @@ class Worker:
         """Return the answer, or None if the load was stopped before the moment came."""
         if not await self._session.until(0.0 if due_s is None else due_s - LEAD_S):
             return None
-        async with self._room:
-            self._sent += 1
-            try:
-                return await ask(self._session, self._share.target, planned, due_s)
-            except Stopped:
-                self._sent -= 1
-                return None
+        self._sent += 1
+        try:
+            return await ask(self._session, self._share.target, planned, due_s)
+        except Stopped:
+            self._sent -= 1
+            return None
 
 
 def pause_s(answer: Record) -> float:

@@ -1,7 +1,7 @@
-"""Faults of a run: how they are written, and the effect of each on the requests around it.
+"""The fault of a run: how it is written, and its effect on the requests around it.
 
-`impacts` reads the records of the load afterwards: it is pure, and sees only what a client sees, so
-it holds for any server. DEFINITIONS explains every term.
+`impact_of` reads the records of the load afterwards: it is pure, and sees only what a client sees,
+so it holds for any server. DEFINITIONS explains every term.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.figures.metrics import Bounds, Window, counted, meets
+from baton.bench.figures.metrics import Bounds, counted, meets
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
 
@@ -28,9 +28,6 @@ _FORM = re.compile(
     r"(?:\+(?P<after>[0-9.]+))?(?:=(?P<command>.*))?"
 )
 DEFINITIONS = {
-    "before": "for a later fault, the requests that arrived after the recovery from the fault "
-    "before it, or those before that one too if there was no recovery. A request in flight at the "
-    "next fault that had noticed nothing by then counts for no fault",
     "wait": "time without tokens for a request in flight: from its intended arrival to its first "
     "tokens, then between tokens; each kind has a limit of its own",
     "wait limit": "the larger of stall_factor times the median wait before the fault and the "
@@ -39,7 +36,7 @@ DEFINITIONS = {
     "time_to_resume": "fault - next tokens (or end) of the last request that was in flight at the "
     "fault and waited beyond the limit",
     "attainment_before": "share of the requests that ended before the fault which met all bounds",
-    "goodput_before": "such requests per second, from the first arrival or the recovery before",
+    "goodput_before": "such requests per second, from the first arrival",
     "bin": "bin_s seconds from the fault on; a request counts where it arrived, one in flight at "
     "the fault counts at the fault; an empty bin is as good as the one before it",
     "time_to_recover": "fault - start of the first bin, not before time_to_resume, from which on "
@@ -141,26 +138,11 @@ def parse_fault(text: str) -> FaultSpec:
     return FaultSpec(kind, pid, at_s, after_s, command)
 
 
-def impacts(
-    records: Sequence[Record],
-    faults: Sequence[Injected],
-    bounds: Bounds,
-    judgement: Judgement | None = None,
-) -> list[Impact]:
-    """Return the effect of each fault, in order of time, on the requests up to the next one."""
-    records = counted(records, None)
-    found: list[Impact] = []
-    usual_from_s, usual_to_s = records[0].intended_s if records else math.inf, math.inf
-    moments_s = pairwise([*(fault.at_s for fault in faults), math.inf])
-    for fault, (at_s, until_s) in zip(faults, moments_s, strict=True):
-        if not found:
-            usual_to_s = at_s
-        elif (recovered_s := found[-1].time_to_recover_s) is not None:
-            usual_from_s, usual_to_s = found[-1].at_s + recovered_s, at_s
-        usual = Window(usual_from_s, usual_to_s)
-        around = _Around(records, usual, Window(at_s, until_s), bounds, judgement or Judgement())
-        found.append(around.impact(fault))
-    return found
+def impact_of(
+    records: Sequence[Record], fault: Injected, bounds: Bounds, judgement: Judgement
+) -> Impact:
+    """Return the effect of a fault on the requests of a load."""
+    return _Around(counted(records, None), fault.at_s, bounds, judgement).impact(fault)
 
 
 @dataclass(slots=True)
@@ -172,38 +154,28 @@ class _Witness:
     has_failed: bool
     noticed_s: list[float]  # when each wait passed its limit, then when the request failed
     resumed_s: float | None = None  # the end of the first such wait, if the request was answered
-    longest_wait_s: float = 0.0  # of the waits that ended after the fault, up to the next fault
+    longest_wait_s: float = 0.0  # of the waits that ended after the fault
 
 
 class _Around:
-    """The requests before, at and after a fault, without those of the next one.
-
-    The fault lasts for `scope`, which ends with the next one. `usual` is what it is compared with:
-    the time since the recovery from the fault before, or before the first fault that was not
-    recovered from.
-    """
+    """The requests before, at and after a fault."""
 
     def __init__(
-        self, records: Sequence[Record], usual: Window, scope: Window, bounds: Bounds,
-        judgement: Judgement,
-    ) -> None:  # fmt: skip
-        self._usual, self._judgement = usual, judgement
-        self._at_s, self._until_s = scope.start_s, scope.end_s
-        self._limits = _wait_limits(records, usual, judgement.stall_factor)
-        seen = [self._witness(one, bounds) for one in records if one.intended_s < self._until_s]
-        self._asked = [
-            one for one in seen if min(one.record.end_s, *one.noticed_s, math.inf) < self._until_s
-        ]
-        self._since = [one for one in self._asked if one.record.end_s >= self._at_s]
-        self._in_flight = [one for one in self._since if one.record.intended_s <= self._at_s]
-        ended = [one for one in self._asked if one.record.end_s < usual.end_s]
-        self._before = [one for one in ended if one.record.intended_s >= usual.start_s]
-        num_good = sum(one.is_good for one in ended if one.record.end_s >= usual.start_s)
-        self._usual_goodput = num_good / usual.duration_s if usual.duration_s > 0 else 0.0
+        self, records: Sequence[Record], at_s: float, bounds: Bounds, judgement: Judgement
+    ) -> None:
+        self._at_s, self._judgement = at_s, judgement
+        self._limits = _wait_limits(records, at_s, judgement.stall_factor)
+        self._seen = [self._witness(record, bounds) for record in records]
+        self._before = [one for one in self._seen if one.record.end_s < at_s]
+        self._since = [one for one in self._seen if one.record.end_s >= at_s]
+        self._in_flight = [one for one in self._since if one.record.intended_s <= at_s]
+        usual_s = at_s - records[0].intended_s if records else 0.0
+        num_good = sum(one.is_good for one in self._before)
+        self._usual_goodput = num_good / usual_s if usual_s > 0 else 0.0
 
     def impact(self, fault: Injected) -> Impact:
         at_s = self._at_s
-        noticed = [when for one in self._since for when in one.noticed_s if when < self._until_s]
+        noticed = [when for one in self._since for when in one.noticed_s]
         interrupted = [one for one in self._in_flight if one.noticed_s]
         resumed = [one.resumed_s for one in self._in_flight if one.resumed_s is not None]
         good_before = [one.is_good for one in self._before]
@@ -240,9 +212,8 @@ class _Around:
         for begin_s, end_s, is_first in _waits(record):
             limit_s = self._limits[is_first]
             if end_s >= self._at_s:
-                waited_s = min(end_s, self._until_s) - begin_s
-                seen.longest_wait_s = max(seen.longest_wait_s, waited_s)
-            # A wait that was too long already when the fault came is an earlier fault's.
+                seen.longest_wait_s = max(seen.longest_wait_s, end_s - begin_s)
+            # A wait that was too long already when the fault came is not its effect.
             if self._at_s - begin_s <= limit_s < end_s - begin_s:
                 if not seen.noticed_s and not failed:
                     seen.resumed_s = end_s
@@ -252,10 +223,10 @@ class _Around:
         return seen
 
     def _bins(self) -> list[Bin]:
-        """From the first arrival to the last; one of them begins at the fault."""
+        """Return the bins from the first arrival to the last; one of them begins at the fault."""
         at_s, bin_s = self._at_s, self._judgement.bin_s
         inside: dict[int, list[bool]] = {}
-        for one in self._asked:
+        for one in self._seen:
             begin_s = one.record.intended_s
             counts_at_s = at_s if begin_s <= at_s <= one.record.end_s else begin_s
             inside.setdefault(math.floor((counts_at_s - at_s) / bin_s), []).append(one.is_good)
@@ -290,27 +261,23 @@ class _Around:
         return None
 
     def _dip(self, after: Sequence[Bin], recovered: int | None, share: float) -> float:
-        """Good answers that did not come up to the recovery or the end; below 0 if more came."""
+        """Return the good answers lost up to the recovery or the end; below 0 if more came."""
         if not self._judgement.closed_loop:
             return sum(share * one.num_requests - one.num_good for one in after[:recovered])
-        over_s = min(self._until_s, max((one.record.end_s for one in self._since), default=0.0))
+        over_s = max((one.record.end_s for one in self._since), default=self._at_s)
         if recovered is not None:
             over_s = self._at_s + recovered * self._judgement.bin_s
         num_good = sum(one.is_good for one in self._since if one.record.end_s <= over_s)
         return self._usual_goodput * (over_s - self._at_s) - num_good
 
     def _notes(self, share: float | None, num_after: int, recovered: int | None) -> list[str]:
-        is_last = math.isinf(self._until_s)
-        what = "load go on for longer" if is_last else "next fault come later"
         num_before, num_failed = len(self._before), sum(one.has_failed for one in self._before)
         is_lasting = bool(share) and recovered is None
         found = {
-            "the fault before was not recovered from: compared with what was before that":
-                self._usual.end_s < self._at_s,
             "no request had ended before the fault: let it come later": share is None,
             "no request met its bounds before the fault: there is nothing to recover": share == 0,
-            f"not recovered within {num_after} bins: let the {what}": is_lasting,
-            f"it recovered only at the end: let the {what}":
+            f"not recovered within {num_after} bins: let the load go on for longer": is_lasting,
+            "it recovered only at the end: let the load go on for longer":
                 recovered is not None and num_after - recovered < 2,
             f"only {num_before} requests had ended before the fault": 0 < num_before < FEW,
             f"{num_failed} requests had failed before the fault": num_failed > 0,
@@ -324,17 +291,16 @@ def _waits(record: Record) -> Iterator[tuple[float, float, bool]]:
     return ((begin_s, end_s, not place) for place, (begin_s, end_s) in enumerate(pairwise(stamps)))
 
 
-def _wait_limits(records: Sequence[Record], usual: Window, factor: float) -> dict[bool, float]:
+def _wait_limits(records: Sequence[Record], at_s: float, factor: float) -> dict[bool, float]:
     """Return the longest usual wait for the first tokens (True) and between tokens (False)."""
-    asked = [record for record in records if record.intended_s >= usual.start_s]
-    waits = [wait for one in asked for wait in _waits(one) if wait[0] < usual.end_s]
+    waits = [wait for record in records for wait in _waits(record) if wait[0] < at_s]
     limits = {True: math.inf, False: math.inf}
     for kind in limits:
         own = [(begin_s, end_s) for begin_s, end_s, is_first in waits if is_first is kind]
-        if ended_s := [end_s - begin_s for begin_s, end_s in own if end_s < usual.end_s]:
+        if ended_s := [end_s - begin_s for begin_s, end_s in own if end_s < at_s]:
             # A wait that the fault cut into counts as far as it had come, so that no limit can be
             # passed before the fault.
-            longest_s = max(min(end_s, usual.end_s) - begin_s for begin_s, end_s in own)
+            longest_s = max(min(end_s, at_s) - begin_s for begin_s, end_s in own)
             limits[kind] = max(factor * median(ended_s), longest_s)
     return limits
 

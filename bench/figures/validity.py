@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -59,17 +58,10 @@ def is_valid(problems: Sequence[Problem]) -> bool:
     return not any(problem.is_invalid for problem in problems)
 
 
-def check(
-    result: LoadResult,
-    summary: Summary,
-    planned: Sequence[Planned],
-    *,
-    max_concurrency: int | None = None,
-) -> list[Problem]:
+def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> list[Problem]:
     """Return everything that is wrong with a run, what makes it invalid first.
 
-    `max_concurrency` is that of an open loop whose requests wait in the client for a free slot, so
-    that their lag is meant. If no request was answered, nothing else is worth saying.
+    If no request was answered, nothing else is worth saying.
     """
     # Without a window the summary's reaches over all requests, the last arrival included.
     is_whole = len(counted(result.records, None)) == summary.num_requests
@@ -77,10 +69,8 @@ def check(
     records = counted(result.records, window)
     if not any(record.outcome is Outcome.ANSWERED for record in records):
         return [invalid(_all_failed(records))]
-    if max_concurrency is not None and not _may_have_waited(result, max_concurrency):
-        max_concurrency = None
     found = [
-        *_client(result, summary, planned, max_concurrency),
+        *_client(result, summary, planned),
         *_answers(records, planned),
         *_load(result, summary, records),
     ]
@@ -95,9 +85,7 @@ def lag_gate_ms(summary: Summary) -> float:
     return max(MIN_LAG_GATE_MS, LAG_GATE_OF_TTFT * ttft_ms)
 
 
-def _client(
-    result: LoadResult, summary: Summary, planned: Sequence[Planned], max_concurrency: int | None
-) -> Iterator[Problem]:
+def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> Iterator[Problem]:
     """Find a client that was late, busy or interrupted: it measured itself."""
     asked = [one for one in planned if not one.warm_up]
     ended = {record.index for record in result.records}
@@ -105,7 +93,7 @@ def _client(
         yield invalid(
             f"{missing} of {len(asked)} planned requests have no record: the load was cut short"
         )
-    yield from _lag(result, summary, asked, max_concurrency)
+    yield from _lag(result, summary, asked)
     # A load that ends with a long wait is idle on average, and may have been busy all the same.
     clients = [one for one in result.clients if one.wall_s > 0]
     used = [max(one.cpu_s / one.wall_s, one.busiest_cpu) for one in clients]
@@ -116,7 +104,7 @@ def _client(
         )
     due = {one.index: one.at_s for one in asked if one.at_s is not None}
     sent, wanted = sorted(one.sent_s for one in result.records if one.index in due), [*due.values()]
-    if max_concurrency is not None or len(sent) < max(2, len(wanted)):
+    if len(sent) < max(2, len(wanted)):
         return
     wanted_s, spread_s = max(wanted) - min(wanted), sent[-1] - sent[0]
     if 0 < wanted_s < (1 - MAX_RATE_LOSS) * spread_s:
@@ -125,19 +113,14 @@ def _client(
         yield invalid(f"the client could not reach the rate: it sent {of} /s; use more --processes")
 
 
-def _lag(
-    result: LoadResult, summary: Summary, asked: Sequence[Planned], max_concurrency: int | None
-) -> Iterator[Problem]:
+def _lag(result: LoadResult, summary: Summary, asked: Sequence[Planned]) -> Iterator[Problem]:
     gate_ms, lag_ms = lag_gate_ms(summary), summary.lag.p99
-    is_closed = all(one.at_s is None for one in asked)
-    if is_closed or max_concurrency is not None:
+    if all(one.at_s is None for one in asked):
         late_ms = 1e3 * max((client.max_loop_lag_s for client in result.clients), default=0.0)
-        why = f"requests wait for one of {max_concurrency} slots"
-        why = "in a closed loop nothing is sent late" if is_closed else why
         if late_ms > gate_ms:
             yield warning(
-                f"{why}, so lag cannot judge the client; its event loop was late by up to "
-                f"{late_ms:.1f} ms"
+                "in a closed loop nothing is sent late, so lag cannot judge the client; its event "
+                f"loop was late by up to {late_ms:.1f} ms"
             )
     elif lag_ms > gate_ms:
         yield invalid(
@@ -193,14 +176,6 @@ def _load(result: LoadResult, summary: Summary, records: Sequence[Record]) -> It
             f"tokens arrive {merged:.2f} to a chunk on average: itl spreads the gaps between "
             "chunks, chunk_gap and gap_max do not"
         )
-
-
-def _may_have_waited(result: LoadResult, max_concurrency: int) -> bool:
-    """Return whether the slots of some client process, each with its share, can have been full."""
-    steps = [(record.sent_s, 1) for record in result.records]
-    steps += [(record.end_s, -1) for record in result.records]
-    in_flight = accumulate(step for _, step in sorted(steps))
-    return max(in_flight, default=0) >= max_concurrency // max(1, len(result.clients))
 
 
 def _all_failed(records: Sequence[Record]) -> str:

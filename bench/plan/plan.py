@@ -21,7 +21,7 @@ from baton.bench.plan.arrivals import (
     times,
 )
 from baton.bench.plan.prompts import DrawnSource, Draws
-from baton.bench.plan.replay import FileSource, TraceSource
+from baton.bench.plan.traces import FileSource, TraceSource
 from baton.bench.plan.workload import Workload
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
@@ -98,10 +98,9 @@ def make_plan(
             schedule = _drawn(arrivals, workload, count, duration_s)
     at, outline = schedule
     num = len(at)
-    if source.num_rows is not None and num > source.num_rows and not workload.repeat:
+    if source.num_rows is not None and num > source.num_rows:
         raise ConfigError(
-            f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer, or "
-            "start over with --repeat"
+            f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer"
         )
     # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
     measured = [source.draw(place) for place in range(num)]

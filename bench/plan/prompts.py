@@ -21,8 +21,7 @@ Key = tuple[int, ...]
 Number = TypeVar("Number", int, float)
 
 LENGTH_FORMS = (
-    "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or choice:100,200,400; "
-    "',max=N' caps all but the first"
+    "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or choice:100,200,400"
 )
 MAX_LENGTH = 1 << 22
 MAX_PLAN_TOKENS = 20_000_000
@@ -47,7 +46,7 @@ WORD_PLACES: Vocabulary = (0, len(WORDS) - 1)
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """A distribution of whole lengths from 1 to `cap`; a length beyond is moved to that edge.
+    """A distribution of whole lengths; one beyond 1 or `MAX_LENGTH` is moved to that edge.
 
     `numbers` are the equally likely lengths, the two ends of a uniform distribution, or the mean
     and the standard deviation (of the lengths, also where their logarithms are normal).
@@ -55,10 +54,9 @@ class Lengths(msgspec.Struct, frozen=True):
 
     form: Form
     numbers: tuple[float, ...]
-    cap: int = MAX_LENGTH
 
     def draw(self, rng: np.random.Generator) -> int:
-        return round(min(max(1, self._draw(rng)), self.cap))
+        return round(min(max(1, self._draw(rng)), MAX_LENGTH))
 
     def _draw(self, rng: np.random.Generator) -> float:
         if self.form == "choice":
@@ -74,30 +72,23 @@ class Lengths(msgspec.Struct, frozen=True):
 
 def parse_lengths(text: str) -> Lengths:
     """Return the distribution that a text in one of `LENGTH_FORMS` names."""
-    name, colon, rest = text.strip().partition(":")
-    body, capped, cap = rest.partition(",max=")
+    name, colon, body = text.strip().partition(":")
     try:
-        if not colon:
-            return Lengths("choice", (_possible(int(name)),))
-        lengths = _parse(name, body)
-        return msgspec.structs.replace(lengths, cap=_possible(int(cap))) if capped else lengths
+        match name:
+            case "choice":
+                return Lengths(name, tuple(_possible(int(part)) for part in body.split(",")))
+            case "uniform":
+                low, high = (_possible(int(part)) for part in body.split("-"))
+                return Lengths(name, (low, _possible(high, low)))
+            case "normal" | "lognormal":
+                mean, sd = map(float, body.removeprefix("mean=").split(",sd="))
+                return Lengths(name, (_possible(mean), _possible(sd, 0)))
+            case _ if not colon:
+                return Lengths("choice", (_possible(int(name)),))
     except ValueError:
-        allowed = f"{LENGTH_FORMS}; from 1 to {MAX_LENGTH} tokens"
-        raise ConfigError(f"lengths {text!r} are not of the form {allowed}") from None
-
-
-def _parse(name: str, body: str) -> Lengths:
-    match name:
-        case "choice":
-            return Lengths("choice", tuple(_possible(int(part)) for part in body.split(",")))
-        case "uniform":
-            low, high = (_possible(int(part)) for part in body.split("-"))
-            return Lengths("uniform", (low, _possible(high, low)))
-        case "normal" | "lognormal":
-            mean, sd = map(float, body.removeprefix("mean=").split(",sd="))
-            form: Form = "normal" if name == "normal" else "lognormal"
-            return Lengths(form, (_possible(mean), _possible(sd, 0)))
-    raise ValueError(name)
+        pass
+    allowed = f"{LENGTH_FORMS}; from 1 to {MAX_LENGTH} tokens"
+    raise ConfigError(f"lengths {text!r} are not of the form {allowed}")
 
 
 def _possible(value: Number, lowest: float = 1) -> Number:
@@ -173,12 +164,11 @@ class DrawnSource:
 
     def __init__(self, workload: Workload, draws: Draws) -> None:
         self._workload, self._draws = workload, draws
-        is_conversation = workload.workload == "conversation"
-        self._form: Kind = workload.conversation_form if is_conversation else workload.workload
+        self._kind: Kind = workload.workload
 
     def draw(self, place: int) -> list[Planned]:
         key, num_turns = (MEASURED, place), self._workload.num_turns
-        first = self._request((*key, 0), (MEASURED, place % self._workload.num_prefixes))
+        first = self._request((*key, 0), (MEASURED, 0))
         if num_turns == 1:
             return [first]
         later = [
@@ -200,12 +190,12 @@ class DrawnSource:
         num_shared = self._workload.shared_prefix if prefix is not None else 0
         outputs, own = draws.output_tokens(key), draws.input_tokens(key)
         draws.spend(num_shared + own)
-        choices = draws.vocabulary if self._form == "tokens" else WORD_PLACES
+        choices = draws.vocabulary if self._kind == "tokens" else WORD_PLACES
         start = draws.shared(prefix or (), num_shared, choices)
         rest = draws.prompt(key, own, choices)
-        if self._form == "tokens":
+        if self._kind == "tokens":
             return Planned(0, None, outputs, prompt_ids=start + rest)
-        if self._form == "text":
+        if self._kind == "text":
             return Planned(0, None, outputs, prompt=written(start + rest))
         system = (Message("system", written(start)),) if start else ()
         return Planned(0, None, outputs, messages=(*system, Message("user", written(rest))))
@@ -215,6 +205,6 @@ class DrawnSource:
         if num_turns > 1:
             requests = num_arrivals * num_turns
             notes.append(f"{num_arrivals} conversations of {num_turns} turns: {requests} requests")
-        if self._form != "tokens":
+        if self._kind != "tokens":
             notes.append("a word counts as a token in prompts: the server's usage is exact")
         return notes

@@ -1,14 +1,17 @@
 """Files of requests: recorded traces of lengths and times, and prompts that a user wrote.
 
 A trace is Azure's CSV or Mooncake's JSONL (sources and licences: `traces/README.md`) and holds no
-text. A row that cannot be read is an error with its line, never a row less.
+text. A row that cannot be read is an error with its line, never a row less. `replay` cuts, spreads,
+scales and clamps a trace as the user asked, and notes count what that changed.
 """
 
+import collections
 import gzip
 import itertools
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Annotated, TypeVar
@@ -16,8 +19,16 @@ from typing import IO, Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from baton.bench.plan.prompts import MAX_LENGTH
-from baton.bench.records import Message
+from baton.bench.plan.prompts import (
+    MAX_LENGTH,
+    MEASURED,
+    WARM_UP,
+    WORD_PLACES,
+    Draws,
+    written,
+)
+from baton.bench.plan.workload import Workload
+from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "traces"
@@ -29,6 +40,8 @@ SHIPPED = {
 }
 OPENERS: Mapping[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
 BLOCK_TOKENS = 512  # of Mooncake's hash ids
+# Blocks of fewer random bits than this would be equal by chance in a trace of 100,000 blocks.
+MIN_BLOCK_BITS = 40
 
 InputTokens = Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
 OutputTokens = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
@@ -156,3 +169,163 @@ def _mooncake(line: str) -> TraceRow:
         what = f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens"
         raise ValueError(f"{what}; blocks of {BLOCK_TOKENS} make it {blocks}")
     return TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
+
+
+@dataclass(slots=True, frozen=True)
+class Replay:
+    """The rows of a trace as they are played, from `at_s` 0."""
+
+    rows: list[TraceRow]
+    clamped: list[tuple[bool, bool]]  # for each row, whether input and output were
+    block_tokens: int
+
+
+def replay(rows: Sequence[TraceRow], options: Workload) -> Replay:
+    """Cut the rows before `trace_start_s`, then scale and clamp the others."""
+    spread = _spread(rows, options.spread_s) if options.spread_s else rows
+    chosen = [row for row in spread if row.at_s >= options.trace_start_s]
+    if not chosen:
+        raise ConfigError(f"the trace has no rows from {options.trace_start_s:g} s on")
+    block_tokens = max(1, round(BLOCK_TOKENS * options.length_scale))
+    played = Replay([], [], block_tokens)
+    for row in chosen:
+        at_s = (row.at_s - chosen[0].at_s) * options.time_scale
+        inputs, outputs = _scaled(row, options.length_scale, block_tokens)
+        fits = min(inputs, options.max_input or inputs), min(outputs, options.max_output or outputs)
+        hash_ids = row.hash_ids[: math.ceil(fits[0] / block_tokens)]
+        played.rows.append(TraceRow(at_s, *fits, hash_ids))
+        played.clamped.append((fits[0] < inputs, fits[1] < outputs or row.output_tokens == 0))
+    return played
+
+
+def _spread(rows: Sequence[TraceRow], spread_s: float) -> list[TraceRow]:
+    """Spread rows of one stamp evenly up to the next stamp, over `spread_s` at most."""
+    bursts = [list(burst) for _, burst in itertools.groupby(rows, key=lambda row: row.at_s)]
+    ends_s = [*(burst[0].at_s for burst in bursts[1:]), math.inf]
+    spread: list[TraceRow] = []
+    for burst, end_s in zip(bursts, ends_s, strict=True):
+        width_s = min(spread_s, end_s - burst[0].at_s)
+        for place, row in enumerate(burst):
+            moved_s = row.at_s + width_s * place / len(burst)
+            spread.append(msgspec.structs.replace(row, at_s=moved_s))
+    return spread
+
+
+def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
+    """Return the scaled lengths of a row, at least 1 each."""
+    inputs = max(1, round(row.input_tokens * scale))
+    if row.hash_ids:
+        # By blocks, so that rows which share an id in full share a whole block of the new size.
+        full = len(row.hash_ids) - 1
+        rest = row.input_tokens - full * BLOCK_TOKENS
+        inputs = full * block_tokens + math.ceil(rest * block_tokens / BLOCK_TOKENS)
+    return inputs, max(1, round(row.output_tokens * scale))
+
+
+def replay_notes(played: Replay, options: Workload, num_arrivals: int) -> list[str]:
+    """Say what the settings did to the first so many rows, which they do not say themselves."""
+    rows, notes = played.rows[:num_arrivals], []
+    if any(row.hash_ids for row in rows):
+        scale = played.block_tokens / BLOCK_TOKENS
+        scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
+        notes.append(f"equal hash ids are equal blocks of {played.block_tokens} tokens{scaled}")
+        share = repeated_share(rows, played.block_tokens)
+        notes.append(f"{share:.1%} of input tokens repeat the start of an earlier prompt")
+    counts = collections.Counter(row.at_s for row in rows)
+    shared = sum(count for count in counts.values() if count > 1)
+    if not options.spread_s and shared > len(rows) / 2:
+        notes.append(f"{shared} of {len(rows)} rows share a stamp: as recorded they are bursts")
+    sides = ("inputs", options.max_input), ("outputs", options.max_output)
+    for place, (side, limit) in enumerate(sides):
+        if clamped := sum(marks[place] for marks in played.clamped[:num_arrivals]):
+            bound = f"1 to {limit}" if limit else "1 or more"
+            notes.append(f"{clamped} of {len(rows)} {side} were clamped to {bound} tokens")
+    return notes
+
+
+def repeated_share(rows: Sequence[TraceRow], block_tokens: int) -> float:
+    """Return the share of input tokens that a prefix cache without end would hold."""
+    seen: set[int] = set()
+    repeated = 0
+    for row in rows:
+        known = list(itertools.takewhile(seen.__contains__, row.hash_ids))
+        repeated += min(len(known) * block_tokens, row.input_tokens)
+        seen.update(row.hash_ids)
+    return repeated / sum(row.input_tokens for row in rows)
+
+
+class TraceSource:
+    """Requests of recorded lengths, whose prompts share the prefixes that the hash ids say."""
+
+    def __init__(self, workload: Workload, draws: Draws) -> None:
+        self._workload, self._draws = workload, draws
+        self._replay = replay(read_trace(workload.path), workload)
+        self._rows = self._replay.rows
+        self.num_rows: int | None = len(self._rows)
+        self.times: Sequence[float] | None = [row.at_s for row in self._rows]
+        # Blocks that are too small to tell their ids apart would be equal by chance.
+        size, (low, high) = self._replay.block_tokens, draws.vocabulary
+        has_blocks = any(row.hash_ids for row in self._rows)
+        if has_blocks and size * math.log2(high - low + 1) < MIN_BLOCK_BITS:
+            raise ConfigError(
+                f"prefix blocks of {size} tokens from {high - low + 1} ids would be equal by "
+                "chance: raise --length-scale or widen --vocabulary"
+            )
+
+    def draw(self, place: int) -> list[Planned]:
+        row = self._rows[place]
+        if not row.hash_ids:
+            return [self._unlike_others(row, (MEASURED, place, 0))]
+        self._draws.spend(row.input_tokens)
+        blocks = (self._draws.block(one, self._replay.block_tokens) for one in row.hash_ids)
+        ids = tuple(itertools.chain.from_iterable(blocks))[: row.input_tokens]
+        assert len(ids) == row.input_tokens
+        return [Planned(0, None, row.output_tokens, prompt_ids=ids)]
+
+    def warm_up(self, place: int) -> Planned:
+        return self._unlike_others(self._rows[place % len(self._rows)], (WARM_UP, place, 0))
+
+    def _unlike_others(self, row: TraceRow, key: tuple[int, ...]) -> Planned:
+        self._draws.spend(row.input_tokens)
+        ids = self._draws.prompt(key, row.input_tokens, self._draws.vocabulary)
+        return Planned(0, None, row.output_tokens, prompt_ids=ids)
+
+    def notes(self, num_arrivals: int) -> list[str]:
+        return replay_notes(self._replay, self._workload, num_arrivals)
+
+
+class FileSource:
+    """Requests as a file has them; an output length that a row does not say is drawn."""
+
+    def __init__(self, workload: Workload, draws: Draws) -> None:
+        self._rows, self._draws = read_prompts(Path(workload.path)), draws
+        self.num_rows: int | None = len(self._rows)
+        at = [row.at_s for row in self._rows if row.at_s is not None]
+        self.times: Sequence[float] | None = at or None
+
+    def draw(self, place: int) -> list[Planned]:
+        row, outputs = self._row(place, MEASURED)
+        if isinstance(row.prompt, tuple):
+            return [Planned(0, None, outputs, prompt_ids=row.prompt)]
+        return [Planned(0, None, outputs, prompt=row.prompt, messages=row.messages)]
+
+    def warm_up(self, place: int) -> Planned:
+        """Draw a request of the row's form and length, which is counted in words if it is text."""
+        (row, outputs), key = self._row(place, WARM_UP), (WARM_UP, place, 0)
+        if isinstance(row.prompt, tuple):
+            ids = self._draws.prompt(key, len(row.prompt), self._draws.vocabulary)
+            return Planned(0, None, outputs, prompt_ids=ids)
+        text = row.prompt or " ".join(message.content for message in row.messages)
+        words = written(self._draws.prompt(key, max(1, len(text.split())), WORD_PLACES))
+        if row.prompt:
+            return Planned(0, None, outputs, prompt=words)
+        return Planned(0, None, outputs, messages=(Message("user", words),))
+
+    def _row(self, place: int, kind: int) -> tuple[PromptRow, int]:
+        row = self._rows[place % len(self._rows)]
+        return row, row.output_tokens or self._draws.output_tokens((kind, place, 0))
+
+    def notes(self, num_arrivals: int) -> list[str]:
+        asked = {(row.prompt, row.messages) for row in self._rows[:num_arrivals]}
+        repeated = num_arrivals - len(asked)
+        return [f"{repeated} of {num_arrivals} prompts repeat an earlier one"] if repeated else []

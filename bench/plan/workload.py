@@ -43,17 +43,11 @@ class Workload(msgspec.Struct, frozen=True):
         int,
         about("common start of all prompts, in front of the tokens of --prompt", "tokens", ge=0),
     ] = 0
-    num_prefixes: Annotated[int, about("different shared prefixes, used in turn", ge=1)] = 1
     turns: Annotated[int, about("requests of each conversation", ge=1, le=10_000)] = 4
     think_s: Annotated[float, about("pause between an answer and the next turn", "s", ge=0)] = 1.0
-    conversation_form: Annotated[
-        Literal["chat", "tokens"],
-        about("send turns as chat messages, or as token ids that are appended exactly"),
-    ] = "chat"
     path: Annotated[
         str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
     ] = ""
-    repeat: Annotated[bool, about("start over when the trace or the file is used up")] = False
     trace_start_s: Annotated[float, about("skip the trace up to this time", "s", ge=0)] = 0.0
     time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0
     spread_s: Annotated[
@@ -67,8 +61,12 @@ class Workload(msgspec.Struct, frozen=True):
     max_input: Annotated[
         int, about("cut longer prompts of a trace; 0 cuts none", "tokens", ge=0)
     ] = 0
-    max_output: Annotated[int, about("cut longer outputs of it; 0 cuts none", "tokens", ge=0)] = 0
-    seed: Annotated[int, about("seed of prompts, lengths and arrivals", ge=0)] = 0
+    max_output: Annotated[
+        int, about("cut longer outputs of a trace; 0 cuts none", "tokens", ge=0)
+    ] = 0
+    seed: Annotated[
+        int, about("number from which all prompts, lengths and arrivals are drawn", ge=0)
+    ] = 0
 
     @property
     def num_turns(self) -> int:

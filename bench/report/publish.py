@@ -45,7 +45,7 @@ def begin(
         raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
     return Report(
         command=command,
-        title=report.label,
+        title="",
         provenance=collect(settings, ["baton", *sys.argv[1:]], secrets),
         settings=flat_settings(settings, secrets),
     )
@@ -75,7 +75,6 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
     there = out is not None and (out / REPORT).exists() and read_json(out / REPORT)
     if there and there.provenance != report.provenance:
         raise ConfigError(f"--out {out} holds another report: name another folder")
-    report.title = settings.report.label or report.title
     return _give(report, out)
 
 

@@ -30,7 +30,6 @@ class Mix(msgspec.Struct, frozen=True):
     seed: int
     timeout_s: float = 4.0  # far above every good answer; a silent one lasts so long
     processes: int = 1
-    concurrency: int | None = None  # requests at once; others wait, and the wait is latency
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -33,7 +33,6 @@ def selftest(settings: SelfTestSettings) -> int:
     for mix in mixes(settings):
         name = f"{mix.api}, tokens counted by {mix.counting.replace('_', ' ')}, "
         name += f"client processes: {mix.processes}"
-        name += f", at most {mix.concurrency} at once" if mix.concurrency else ""
         print(f"{name}: {mix.num_good} good answers and the faulty ones", file=sys.stderr)
         verdicts.append(judge(play(name, mix), settings.tolerance_ms))
     show(verdicts, Console(width=100, highlight=False))
@@ -41,12 +40,12 @@ def selftest(settings: SelfTestSettings) -> int:
 
 
 def mixes(settings: SelfTestSettings) -> tuple[Mix, ...]:
-    """Return the loads: each way of counting, both APIs, and waiting for room."""
+    """Return the loads: each way of counting tokens, and both APIs."""
     asked = (settings.requests, settings.rate)
     return (
         Mix("completions", "token_ids", *asked, settings.seed, processes=2),
         Mix("chat", "text", *asked, settings.seed + 10),
-        Mix("chat", "running_usage", *asked, settings.seed + 20, processes=2, concurrency=4),
+        Mix("chat", "running_usage", *asked, settings.seed + 20, processes=2),
     )
 
 
@@ -61,7 +60,7 @@ def play(name: str, mix: Mix) -> Played:
             token_ids=mix.counting == "token_ids",
             continuous_usage=mix.counting == "running_usage",
         )  # fmt: skip
-        load = Load(target, requests, concurrency=mix.concurrency, processes=mix.processes)
+        load = Load(target, requests, processes=mix.processes)
         result = run_load(load, on_start=starts.append)
     return Played(name, mix, cases, requests, stage.answers, result, *starts)
 

@@ -13,7 +13,8 @@ import msgspec
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.target import Target
-from baton.bench.figures.faults import Impact, Injected, Judgement, impacts, parse_fault
+from baton.bench.figures import faults
+from baton.bench.figures.faults import Impact, Injected, Judgement, parse_fault
 from baton.bench.figures.metrics import Bounds
 from baton.bench.injector import FaultInjector
 from baton.bench.records import LoadResult, Outcome, Planned, Record
@@ -75,7 +76,7 @@ def run_with(cluster: Cluster, fault: Callable[[float], str]) -> tuple[LoadResul
     longer than any wait before the fault, whatever else this machine does.
     """
     target = target_of(cluster)
-    run_load(Load(target, planned(SEED + 1, 4, 10), concurrency=2, closed=True))
+    run_load(Load(target, planned(SEED + 1, 4, 10), concurrency=2))
     starts_s: list[float] = []
     progress: list[Progress] = []
     injectors: list[FaultInjector] = []
@@ -88,10 +89,10 @@ def run_with(cluster: Cluster, fault: Callable[[float], str]) -> tuple[LoadResul
                     return
             (start_s,) = starts_s
             spec = parse_fault(fault(monotonic() - start_s + 1.0))
-            injectors.append(stack.enter_context(FaultInjector([spec])))
+            injectors.append(stack.enter_context(FaultInjector(spec)))
             injectors[0].begin(start_s)
 
-        load = Load(target, REQUESTS, concurrency=NUM_CLIENTS, closed=True)
+        load = Load(target, REQUESTS, concurrency=NUM_CLIENTS)
         with ThreadPoolExecutor(1) as pool:
             struck = pool.submit(strike)
             try:
@@ -99,7 +100,8 @@ def run_with(cluster: Cluster, fault: Callable[[float], str]) -> tuple[LoadResul
             finally:
                 load_is_over.set()
             struck.result()
-        (done,) = injectors[0].finish()
+        done = injectors[0].finish()
+        assert done is not None
         assert done.problem == ""
         # After the load, because it warms the prefix caches.
         alone = reference(target, [REQUESTS[record.index] for record in in_flight(result, done)])
@@ -120,7 +122,7 @@ def streams(cluster: Cluster) -> bool:
 
 def impact_of(result: LoadResult, done: Injected) -> Impact:
     """Return the only impact, which interrupted at least one stream and ended none."""
-    (found,) = impacts(result.records, [done], Bounds(), JUDGEMENT)
+    found = faults.impact_of(result.records, done, Bounds(), JUDGEMENT)
     shown = msgspec.json.encode(found).decode()
     assert found.num_in_flight >= found.num_interrupted == found.num_resumed >= 1, shown
     assert found.num_failed == 0, shown

@@ -1,4 +1,4 @@
-"""Faults on real processes: signals come in time, what stands still goes on, what started ends."""
+"""Faults of real processes: signals come in time, stopped ones go on, started ones end."""
 
 import contextlib
 import signal
@@ -23,21 +23,13 @@ from baton.runtime.clock import monotonic
 DEADLINE_S = 20.0
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
-    with waiting() as process:
-        yield process
+    """Yield a process that waits."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def state(pid: int) -> str:
@@ -57,32 +49,38 @@ def wait_for(pid: int, states: str) -> None:
 
 
 @contextlib.contextmanager
-def injecting(*texts: str) -> Iterator[FaultInjector]:
-    """An injector whose schedule has just begun."""
-    with FaultInjector([parse_fault(text) for text in texts]) as injector:
+def injecting(text: str) -> Iterator[FaultInjector]:
+    """Yield an injector whose schedule has just begun."""
+    with FaultInjector(parse_fault(text)) as injector:
         injector.begin(monotonic())
         yield injector
 
 
-def settled(injector: FaultInjector) -> list[Injected]:
-    """Everything was done."""
+def finished(injector: FaultInjector) -> Injected:
+    done = injector.finish()
+    assert done is not None
+    return done
+
+
+def settled(injector: FaultInjector) -> Injected:
+    """Wait until everything was done."""
     deadline_s = monotonic() + DEADLINE_S
     while injector.is_busy:
         assert monotonic() < deadline_s
         time.sleep(0.01)
-    return injector.finish()
+    return finished(injector)
 
 
-def inject(*texts: str) -> list[Injected]:
-    """Carry faults out, to their end."""
-    with injecting(*texts) as injector:
+def inject(text: str) -> Injected:
+    """Carry a fault out, to its end."""
+    with injecting(text) as injector:
         return settled(injector)
 
 
 def test_a_killed_process_is_gone_and_both_moments_are_known(
     victim: subprocess.Popen[bytes],
 ) -> None:
-    (done,) = inject(f"kill:{victim.pid}@0.2")
+    done = inject(f"kill:{victim.pid}@0.2")
     assert victim.wait(DEADLINE_S) == -signal.SIGKILL
     assert done.problem == ""
     assert done.at_s >= 0.2
@@ -94,25 +92,9 @@ def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
     with injecting(f"stop:{victim.pid}@0+0.3") as injector:
         wait_for(victim.pid, "T")
         wait_for(victim.pid, "SR")
-        (done,) = injector.finish()
+        done = finished(injector)
     assert done.resumed_s is not None
     assert done.resumed_s - done.at_s >= 0.3
-
-
-def test_a_fault_does_not_wait_for_the_end_of_another(victim: subprocess.Popen[bytes]) -> None:
-    with (
-        waiting() as other,
-        injecting(f"stop:{victim.pid}@0+100", f"kill:{other.pid}@0.1") as injector,
-    ):
-        assert other.wait(DEADLINE_S) == -signal.SIGKILL
-        wait_for(victim.pid, "T")
-        done = injector.finish()
-    assert {entry.spec.kind: entry.problem for entry in done} == {"stop": "", "kill": ""}
-
-
-def test_a_process_goes_on_when_the_last_stop_of_it_ends(victim: subprocess.Popen[bytes]) -> None:
-    done = inject(f"stop:{victim.pid}@0+1.6", f"stop:{victim.pid}@0.8+0.1")
-    assert [entry.resumed_s is not None and entry.resumed_s >= 1.6 for entry in done] == [True] * 2
 
 
 def test_a_process_that_is_killed_while_it_stands_still_does_not_go_on(
@@ -122,7 +104,7 @@ def test_a_process_that_is_killed_while_it_stands_still_does_not_go_on(
         wait_for(victim.pid, "T")
         victim.kill()
         victim.wait(DEADLINE_S)
-        (stopped,) = injector.finish()
+        stopped = finished(injector)
     assert stopped.resumed_s is None
 
 
@@ -143,7 +125,7 @@ def test_a_process_is_started_again_once_it_is_gone_and_ends_with_the_run(
     victim: subprocess.Popen[bytes],
 ) -> None:
     with injecting(f"restart:{victim.pid}@0+0.1=sleep 120") as injector:
-        (done,) = settled(injector)
+        done = settled(injector)
         assert done.restarted_pid is not None
         assert state(done.restarted_pid) in ("R", "S", "D")  # neither stopped nor gone
     assert done.gone_s is not None
@@ -157,10 +139,10 @@ def test_a_restarted_command_that_ends_is_told_with_its_last_line(
 ) -> None:
     command = "sh -c 'echo no such model; exit 3'"
     with injecting(f"restart:{victim.pid}@0={command}") as injector:
-        (done,) = settled(injector)
+        done = settled(injector)
         assert done.restarted_pid is not None
         wait_for(done.restarted_pid, "Z")
-        (done,) = injector.finish()
+        done = finished(injector)
     assert done.problem.endswith("ended before the load: no such model")
 
 
@@ -168,19 +150,19 @@ def test_a_command_that_cannot_be_started_is_said(
     victim: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     (tmp_path / "no-program").touch(mode=0o755)
-    (done,) = inject(f"restart:{victim.pid}@0={tmp_path}/no-program")
+    done = inject(f"restart:{victim.pid}@0={tmp_path}/no-program")
     assert done.gone_s is not None
     assert f"cannot start '{tmp_path}/no-program'" in done.problem
 
 
 def test_a_process_that_died_by_itself_is_no_fault(victim: subprocess.Popen[bytes]) -> None:
     spec = parse_fault(f"kill:{victim.pid}@0")
-    with FaultInjector([spec]) as injector:
+    with FaultInjector(spec) as injector:
         # Reaped, so that its id could be another's by now.
         victim.kill()
         victim.wait()
         injector.begin(monotonic())
-        (done,) = settled(injector)
+        done = settled(injector)
     assert done.problem == f"process {victim.pid} had ended before the fault"
 
 
@@ -189,26 +171,12 @@ def test_a_process_or_command_that_does_not_exist_is_refused_before_the_load(
 ) -> None:
     no_command = parse_fault(f"restart:{victim.pid}@0=no-such-command")
     with pytest.raises(ConfigError, match="there is no command 'no-such-command'"):
-        FaultInjector([no_command]).__enter__()
+        FaultInjector(no_command).__enter__()
     assert victim.poll() is None
     victim.kill()
     victim.wait()
     with pytest.raises(ConfigError, match=f"process {victim.pid}: No such process"):
-        FaultInjector([parse_fault(f"kill:{victim.pid}@1")]).__enter__()
-
-
-def test_of_two_faults_the_one_that_the_load_did_not_reach_is_left_out(
-    victim: subprocess.Popen[bytes],
-) -> None:
-    faults = [f"stop:{victim.pid}@{moment}" for moment in ("0+60", "100+1")]
-    with injecting(*faults) as injector:
-        wait_for(victim.pid, "T")
-        done = injector.finish()
-        left_out = injector.left_out()
-    assert [str(one.spec) for one in done] == faults[:1]
-    why = "the load ended before it; let it go on for longer"
-    assert left_out == [f"fault {faults[1]} was not carried out: {why}"]
-    assert victim.poll() is None
+        FaultInjector(parse_fault(f"kill:{victim.pid}@1")).__enter__()
 
 
 def test_a_fault_run_that_ends_before_its_fault_leaves_an_invalid_report(

@@ -40,7 +40,7 @@ def requests(num: int, rate: float | None = 100.0, num_warm_up: int = 0) -> list
     ]
 
 
-def conversations(count: int, num_turns: int = 3, ids: bool = False) -> list[Planned]:
+def conversations(count: int, num_turns: int = 3) -> list[Planned]:
     return [
         Planned(
             index=number * num_turns + turn,
@@ -49,8 +49,7 @@ def conversations(count: int, num_turns: int = 3, ids: bool = False) -> list[Pla
             conversation=number,
             turn=turn,
             think_s=0.02 if turn else 0.0,
-            prompt_ids=(10 + turn,) if ids else (),
-            messages=() if ids else (Message("user", f"q{turn}"),),
+            messages=(Message("user", f"q{turn}"),),
         )
         for number in range(count)
         for turn in range(num_turns)
@@ -136,7 +135,7 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
         running.append(running[-1] - 1)
 
     planned = requests(30, rate=None, num_warm_up=3)
-    result, _ = run(script, planned, concurrency=3, closed=True, processes=2)
+    result, _ = run(script, planned, concurrency=3, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 33}
     assert max(running) <= 3
     warm_up, measured = result.records[:3], result.records[3:]
@@ -146,7 +145,7 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
 
 
 def test_a_closed_loop_may_end_by_time() -> None:
-    result, _ = run(slow, requests(500, None), concurrency=1, closed=True, stop_after_s=1.5)
+    result, _ = run(slow, requests(500, None), concurrency=1, stop_after_s=1.5)
     assert 0 < len(result.records) < 500
     assert all(record.sent_s < 1.5 for record in result.records)
     assert set(outcomes(result)) == {Outcome.ANSWERED}
@@ -155,7 +154,7 @@ def test_a_closed_loop_may_end_by_time() -> None:
 def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
     with ScriptedServer() as server:
         target = Target(server.url, MODEL)
-    result = run_load(Load(target, requests(10_000, None), 2, closed=True, stop_after_s=3.0))
+    result = run_load(Load(target, requests(10_000, None), 2, stop_after_s=3.0))
     # Each of the two after 0, 0.5, 1, 1.5, 2 and 2.5 s at the earliest.
     assert set(outcomes(result)) == {Outcome.UNREACHABLE}
     assert 2 <= len(result.records) <= 12
@@ -164,7 +163,7 @@ def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> No
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_a_client_asks_again_when_the_server_said(num_turns: int) -> None:
     script = refuses(lambda number, _: number == 0, Retry_After="1")
-    result, _ = run(script, conversations(2, num_turns), concurrency=1, closed=True)
+    result, _ = run(script, conversations(2, num_turns), concurrency=1)
     assert outcomes(result) == {Outcome.REFUSED: num_turns, Outcome.ANSWERED: num_turns}
     assert result.records[num_turns].sent_s >= result.records[0].end_s + 1.0
 
@@ -181,21 +180,11 @@ def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: b
 
     script, planned = refuses(lambda *_: True, Retry_After="10"), requests(num, None)
     result, _ = run(
-        script, planned, watch=watch, stop=stop, concurrency=1, closed=True,
+        script, planned, watch=watch, stop=stop, concurrency=1,
         stop_after_s=stop_after_s,
     )  # fmt: skip
     assert outcomes(result) == {Outcome.REFUSED: 1}
     assert result.clients[0].wall_s < 8
-
-
-def test_waiting_for_room_counts_from_the_intended_arrival() -> None:
-    result, _ = run(slow, requests(4), concurrency=1)
-    assert outcomes(result) == {Outcome.ANSWERED: 4}
-    ordered = sorted(result.records, key=lambda record: record.sent_s)
-    assert [record.index for record in ordered] == [0, 1, 2, 3]
-    for before, after in pairwise(ordered):
-        assert after.sent_s >= before.end_s
-        assert after.intended_s < before.end_s
 
 
 def test_a_chat_goes_on_with_what_the_server_said() -> None:
@@ -209,16 +198,6 @@ def test_a_chat_goes_on_with_what_the_server_said() -> None:
     for before, after in pairwise(result.records[:3]):
         assert after.intended_s == pytest.approx(before.end_s + 0.02)
         assert before.text == OWN_TEXT
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_token_ids_of_answers_are_appended_to_the_prompt(closed: bool) -> None:
-    concurrency = 1 if closed else None
-    result, calls = run(answer, conversations(1, ids=True), concurrency=concurrency, closed=closed)
-    assert outcomes(result) == {Outcome.ANSWERED: 3}
-    said = answer_ids(0, 2)
-    prompts = [call.prompt for call in calls]
-    assert prompts == [[10], [10, *said, 11], [10, *said, 11, *said, 12]]
 
 
 def test_turns_that_a_failure_took_away_count_as_failed() -> None:
@@ -275,7 +254,7 @@ def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
         stop.set()
         await hang(call)
 
-    result, _ = run(script, requests(2, None, 1), stop=stop, concurrency=1, closed=True)
+    result, _ = run(script, requests(2, None, 1), stop=stop, concurrency=1)
     assert outcomes(result) == {Outcome.STOPPED: 1}
 
 

@@ -80,7 +80,7 @@ def test_a_window_in_which_something_may_arrive_is_accepted(words: Sequence[str]
 # A longer load may still answer something, and the end of the others is not known.
 @pytest.mark.parametrize("words", [(*OPEN, "--duration-s", "9"), CLOSED, LATER_TURNS])
 def test_a_fault_that_may_come_before_the_end_is_accepted(words: Sequence[str]) -> None:
-    refuse_late([parse_fault("stop:4711@5+1")], planned(*words))
+    refuse_late(parse_fault("stop:4711@5+1"), planned(*words))
 
 
 @pytest.mark.parametrize(

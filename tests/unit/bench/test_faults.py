@@ -7,7 +7,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from baton.bench.figures.faults import FaultSpec, Impact, Injected, Judgement, impacts, parse_fault
+from baton.bench.figures import faults
+from baton.bench.figures.faults import FaultSpec, Impact, Injected, Judgement, parse_fault
 from baton.bench.figures.metrics import Bounds
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
@@ -41,15 +42,14 @@ def load(until_s: float = 25.0, stall: tuple[float, float] | None = None) -> lis
     return [stream(index, index / 4, stall=stall) for index in range(int(until_s * 4))]
 
 
-def killed(at_s: float = FAULT_S) -> Injected:
-    return Injected(FaultSpec("kill", 4711, at_s), at_s)
-
-
 def impact_of(
-    records: list[Record], bounds: Bounds = BOUNDS, judgement: Judgement | None = None
+    records: list[Record],
+    bounds: Bounds = BOUNDS,
+    judgement: Judgement = Judgement(),  # noqa: B008  frozen
+    at_s: float = FAULT_S,
 ) -> Impact:
-    (found,) = impacts(records, [killed()], bounds, judgement)
-    return found
+    fault = Injected(FaultSpec("kill", 4711, at_s), at_s)
+    return faults.impact_of(records, fault, bounds, judgement)
 
 
 @pytest.mark.parametrize(
@@ -248,60 +248,11 @@ def test_the_dip_of_a_closed_loop_does_not_depend_on_how_fast_refusals_come(
     assert found.goodput_dip == pytest.approx(dip)
 
 
-# --- several -------------------------------------------------------------------------------------
-
-
-def test_requests_after_the_next_fault_belong_to_that_one() -> None:
-    records = refused_where(lambda at_s: at_s > 18)
-    first, _ = impacts(records, [killed(), killed(18.0)], BOUNDS)
-    assert (first.num_failed, first.time_to_recover_s) == (0, 0.0)
-
-
 def test_the_usual_goodput_counts_answers_where_they_end() -> None:
-    first, second = impacts(load(), [killed(10.0), killed(12.0)], BOUNDS)
-    assert first.goodput_before == pytest.approx(4.0, rel=0.1)
-    assert second.goodput_before == pytest.approx(4.0)
+    assert impact_of(load()).goodput_before == pytest.approx(4.0, rel=0.1)
 
 
 def test_a_fault_before_anything_was_answered_has_nothing_to_recover_to() -> None:
-    (found,) = impacts(load(), [killed(0.5)], BOUNDS)
+    found = impact_of(load(), at_s=0.5)
     assert (found.attainment_before, found.time_to_recover_s) == (None, None)
     assert any("let it come later" in note for note in found.notes)
-
-
-def test_two_faults_alike_are_judged_alike() -> None:
-    # Nine requests are in flight at either stop, and get nothing for three seconds.
-    records = []
-    for index in range(400):
-        end_s = next(end_s for end_s in (23.0, 63.0, 100.0) if index / 4 < end_s)
-        stall = (end_s - 3, end_s) if end_s < 100 else None
-        records.append(stream(index, index / 4, stall=stall, num_tokens=100))
-    expected = {
-        "time_to_detect_s": 0.19, "time_to_resume_s": 3.0, "time_to_recover_s": 3.0,
-        "longest_wait_s": 3.02, "attainment_before": 1.0, "goodput_dip": 18.0,
-        "num_interrupted": 9, "num_resumed": 9, "num_failed": 0,
-    }  # fmt: skip
-    for found in impacts(records, [killed(20.0), killed(60.0)], TTFT_TOO):
-        assert {name: getattr(found, name) for name in expected} == pytest.approx(
-            expected, abs=STEP_S
-        )
-        assert found.notes == []
-
-
-def test_a_fault_amid_another_is_compared_with_what_was_before_both() -> None:
-    # The second comes while every client still waits for the first.
-    records, faults = load(stall=(FAULT_S, 14.0)), [killed(), killed(12.0)]
-    first, second = impacts(records, faults, TTFT_TOO, Judgement(closed_loop=True))
-    assert first.time_to_detect_s == pytest.approx(0.2 - STEP_S, abs=STEP_S)
-    assert first.time_to_resume_s == pytest.approx(4.0, abs=STEP_S)
-    assert first.time_to_recover_s is None
-    # Until the second.
-    assert first.longest_wait_s == pytest.approx(2.0, abs=STEP_S)
-    assert first.goodput_dip == pytest.approx(2.0 * first.goodput_before)
-    assert any("let the next fault come later" in note for note in first.notes)
-    assert second.attainment_before == first.attainment_before == 1.0
-    assert second.goodput_before == first.goodput_before
-    # A request of 11.25 s is the first to have waited for too long from the second fault on.
-    assert second.time_to_detect_s == pytest.approx(0.25, abs=STEP_S)
-    assert second.time_to_recover_s == 2.0
-    assert any("the fault before was not recovered from" in note for note in second.notes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.figures.faults import FaultSpec, Injected, impacts
+from baton.bench.figures.faults import FaultSpec, Injected, Judgement, impact_of
 from baton.bench.figures.metrics import DEFINITIONS, PRESETS, summarise
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Ending, Found, Probe, Purpose
@@ -69,7 +69,7 @@ def faulty() -> Report:
     run = scene_run(Scene(duration_s=30.0, fault_at_s=12.0, fault_for_s=3.0), "a kill")
     fault = Injected(FaultSpec("restart", 4711, 12.0, 0.5, ("serve", "--api-key", KEY)), 12.001)
     run.faults = [fault]
-    run.impacts = impacts(run.records, [fault], PRESETS["chat"])
+    run.impacts = [impact_of(run.records, fault, PRESETS["chat"], Judgement())]
     return report_of([run], command="fault")
 
 
@@ -277,11 +277,11 @@ def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
     write_json(second, tmp_path / "second.json")
     with pytest.raises(ConfigError, match="holds a report already: name another folder"):
         begin("run", RunSettings(), ReportSettings(out=str(tmp_path)))
-    again = ReportAgainSettings(ReportSettings(out=str(tmp_path), label="a better title"))
+    again = ReportAgainSettings(ReportSettings(out=str(tmp_path)))
     with pytest.raises(ConfigError, match="holds another report"):
         write_again(again, [str(tmp_path / "second.json")])
     assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
-    assert read_json(tmp_path / "report.json").title == "a better title"
+    assert (tmp_path / "report.html").exists()
     with pytest.raises(ConfigError, match="it is a file: name a folder"):
         begin("run", RunSettings(), ReportSettings(out=str(tmp_path / "report.json")))
 

@@ -106,7 +106,6 @@ def test_what_the_settings_leave_open_is_filled_in(monkeypatch: pytest.MonkeyPat
     [
         ({"api": "chat"}, {"prompt_ids": (1,)}, "chat API takes none"),
         ({}, {"messages": (Message("user", "hi"),)}, "completions API takes none"),
-        ({"token_ids": False}, {"prompt_ids": (1,), "turn": 1}, "returns token ids"),
         ({"extra_body": '{"stream": false}'}, {}, "must not set stream"),
         ({"extra_body": '{"model": "other"}'}, {}, "must not set model"),
         ({"api_key": "a\nb"}, {}, "printable"),

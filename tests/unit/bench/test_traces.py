@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import make_plan
-from baton.bench.plan.replay import Replay, repeated_share, replay, replay_notes
-from baton.bench.plan.traces import FOLDER, SHIPPED, TraceRow, read_prompts, read_trace
+from baton.bench.plan.traces import (
+    FOLDER,
+    SHIPPED,
+    Replay,
+    TraceRow,
+    read_prompts,
+    read_trace,
+    repeated_share,
+    replay,
+    replay_notes,
+)
 from baton.bench.plan.workload import Workload
 from baton.protocol.errors import ConfigError
 

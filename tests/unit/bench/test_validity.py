@@ -29,7 +29,6 @@ class Options(TypedDict, total=False):
     plan: list[Planned]
     clients: tuple[ClientProcess, ...]
     window: Window | None
-    max_concurrency: int
 
 
 def problems_of(records: list[Record], options: Options | None = None) -> list[Problem]:
@@ -37,7 +36,7 @@ def problems_of(records: list[Record], options: Options | None = None) -> list[P
     result = load(records, *more.get("clients", (IDLE,)))
     summary = summarise(result, window=more.get("window"))
     plan = more.get("plan", plan_of(records))
-    return check(result, summary, plan, max_concurrency=more.get("max_concurrency"))
+    return check(result, summary, plan)
 
 
 def changed(
@@ -113,7 +112,6 @@ def merged(num_tokens: int) -> list[Record]:
     [
         (steady(1000),),
         (changed(late(0.0051), 10),),  # 1 %, so p99 is in time
-        (changed(late(1.0)), {"max_concurrency": 1}),
         (steady(1000), {"plan": closed(steady(1000))}),
         (steady(1000), {"clients": (LATE_LOOP,)}),  # in an open loop the lag itself says it
         (steady(1000), {"clients": (busy(60.0),)}),
@@ -131,13 +129,9 @@ def test_a_good_run_has_no_problems(run: tuple[list[Record], Options]) -> None:
     ("records", "options", "severity", "words"),
     [
         (changed(late(0.0051), 11), {}, INVALID, "lag p99 is 5.1 ms, over 5.0 ms (max(5 ms, 1 % "),
-        # A limit that was never met excuses no lag.
-        (changed(late(0.02)), {"max_concurrency": 1000}, INVALID, "lag p99 is 20.0 ms"),
-        (changed(late(1.0)), {"max_concurrency": 1, "clients": (LATE_LOOP,)}, WARNING,
-         "requests wait for one of 1 slots, so lag cannot judge the client; its event loop was "
-         "late by up to 200.0 ms"),
         (steady(1000), {"plan": closed(steady(1000)), "clients": (LATE_LOOP,)}, WARNING,
-         "in a closed loop nothing is sent late, so lag cannot judge the client; its event loop "),
+         "in a closed loop nothing is sent late, so lag cannot judge the client; its event loop "
+         "was late by up to 200.0 ms"),
         (steady(1000), {"clients": (IDLE, busy(61.0))}, INVALID,
          "1 of 2 client processes used up to 61% of a core"),
         # A client that was busy for a while is not saved by a long wait.
