@@ -6,6 +6,7 @@ from hour to hour changes all arms alike.
 """
 
 import random
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from baton.bench.client.target import Place, Target, place_of
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import figures_of, unit_of
 from baton.bench.figures.paired import paired
-from baton.bench.parity import Facts, facts_of_flags, facts_said, parity, warnings
+from baton.bench.parity import Facts, facts_of, facts_said, parity, warnings
 from baton.bench.plan.workload import range_of
 from baton.bench.planning import arrivals_of
 from baton.bench.report.document import Compared, Report, Run
@@ -42,7 +43,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
         report.notes += same_servers(arms)
         said = {name: facts_said(pages_of(server.target)) for name, server in servers.items()}
         report.parity = parity(flags, said)
-        report.notes += warnings(report.parity)
+        report.notes += warnings(report.parity, list(arms))
         dice = random.Random(settings.workload.seed)
         for number in range(1, settings.rounds + 1):
             for name in dice.sample(list(servers), len(servers)):
@@ -89,9 +90,9 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
             text = Path(text).read_text() if is_file else text
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--flags: cannot read {text}: {error}") from error
-        if not (facts := facts_of_flags(text)):
-            raise ConfigError(f"--flags {given!r}: there is no such file, or no setting in it")
-        flags[name] |= facts
+        if not is_file and not re.search("--|[=:]", text):
+            raise ConfigError(f"--flags {given!r}: there is no such file, and it is no flag")
+        flags[name] |= facts_of(text)
     return flags
 
 

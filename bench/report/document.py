@@ -23,6 +23,7 @@ from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
 NARROW = 24  # characters of a cell that still reads as a number
+UNKNOWN = "not said"  # the value of a setting that an arm of a comparison does not tell
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -76,8 +77,11 @@ class Parity(msgspec.Struct):
     values: dict[str, str]  # by arm
 
     @property
-    def same(self) -> bool:
-        return len(set(self.values.values())) <= 1
+    def same(self) -> Literal["yes", "NO", "not known"]:
+        known = set(self.values.values()) - {UNKNOWN}
+        if len(known) > 1:
+            return "NO"
+        return "not known" if UNKNOWN in self.values.values() else "yes"
 
 
 class Table(msgspec.Struct):

@@ -137,14 +137,9 @@ def _ratio(row: Compared, arm: str) -> str:
 def _parity(report: Report) -> Section:
     if not report.parity:
         return Section("", [], [])
-    rows = [
-        [setting.name, *setting.values.values(), "yes" if setting.same else "NO"]
-        for setting in report.parity
-    ]
-    different = ", ".join(setting.name for setting in report.parity if not setting.same)
-    lines = [f"The arms did not run alike: {different}."] if different else []
+    rows = [[setting.name, *setting.values.values(), setting.same] for setting in report.parity]
     columns = ["setting", *report.parity[0].values, "same"]
-    return Section("Flag parity", lines, [Table("", columns, rows)])
+    return Section("Flag parity", [], [Table("", columns, rows)])
 
 
 def _overview(report: Report) -> Iterator[Section]:

@@ -192,7 +192,7 @@ def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> 
 
     async def version(call: Call) -> None:
         asked.append(call.headers["Authorization"])
-        await call.reply(200, b'{"version": "1.2"}')
+        await call.reply(200, b'{"version": "1.2", "dtype": "half"}')
 
     async def metrics(call: Call) -> None:
         await call.reply(200, b"# HELP x\n", "text/plain")
@@ -206,8 +206,9 @@ def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> 
         with ScriptedServer(pages=pages) as server:
             found = pages_of(Target(server.url, MODEL, api_key="secret"))
         assert (asked, other.num_calls) == (["Bearer secret"], 0)
-    assert found == {"/version": '{"version": "1.2"}', "/metrics": "# HELP x\n"}
-    assert facts_said(found) == {"version": "1.2"}
+    said = '{"version": "1.2", "dtype": "half"}'
+    assert found == {"/version": said, "/metrics": "# HELP x\n"}
+    assert facts_said(found) == {"dtype": "half"}
 
 
 def test_chats_are_probed_as_chats() -> None:
