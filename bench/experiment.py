@@ -48,7 +48,6 @@ class Server(msgspec.Struct, frozen=True):
             "token ids": self.target.token_ids,
             "a timeline": self.target.timeline,
             "usage": self.target.usage,
-            "running usage": self.target.continuous_usage,
         }
         found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
         told = {"version": self.probed.version, "server": self.probed.server}

@@ -123,7 +123,7 @@ class FaultSettings(Settings, frozen=True):
 class SelfTestSettings(msgspec.Struct, frozen=True):
     """Measure a scripted server whose token times are known, and compare."""
 
-    requests: Annotated[int, about("good answers per load, of three loads", ge=1)] = 300
+    requests: Annotated[int, about("good answers of each of the two loads", ge=1)] = 300
     rate: Annotated[float, about("requests per second", gt=0)] = 25.0
     tolerance_ms: Annotated[float, about("largest error of a percentile", "ms", ge=0)] = 1.0
     seed: Annotated[int, about("seed of arrivals and scripts", ge=0)] = 0

@@ -1,12 +1,13 @@
 """Read one streamed answer as it arrives: its tokens, its usage and its faults. Pure.
 
-Token ids give the number of tokens in a chunk; without them the running usage does; without both,
-each chunk with text counts as one and the final usage has to agree. An answer is `ANSWERED` only if
-nothing about it is in doubt, and a token counts only if a report of the server supports it.
+Token ids give the number of tokens in a chunk. Without them the tokens of the final usage count as
+spread over the chunks with text, or each such chunk as one if there is no usage. An answer is
+`ANSWERED` only if nothing about it is in doubt, and a token counts only if the server's reports
+support it.
 """
 
 import re
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -56,13 +57,11 @@ class _Chunk(msgspec.Struct):
 
 
 class _Piece(NamedTuple):
-    """An event with a choice. None stands for a value that the server did not send."""
+    """An event with a choice."""
 
     at_s: float
     has_text: bool
-    is_end: bool  # it carries the finish reason
-    num_ids: int | None
-    total: int | None  # the tokens so far, by the usage of this event
+    num_ids: int | None  # None if the server did not send token ids
 
 
 class Problem(NamedTuple):
@@ -116,15 +115,6 @@ class AnswerReader:
         self._texts: list[str] = []
         self.usage: _Usage | None = None
         self._finish_reason: str | None = None
-
-    @property
-    def has_running_usage(self) -> bool:
-        """Return whether each event with text reported the number of tokens so far.
-
-        Some servers put the usage of the whole answer into the last such event, and only there.
-        """
-        told = [bool(piece.total) for piece in self._pieces if piece.has_text]
-        return all(told) if told else any(piece.total for piece in self._pieces)
 
     def feed(self, data: bytes, at_s: float) -> bool:
         """Take in bytes; return whether the answer ended, well or not. Later bytes are not read."""
@@ -185,11 +175,9 @@ class AnswerReader:
             return Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
         if chunk.choices is None and chunk.usage is None and not _says(chunk.timeline):
             return _malformed("an event is not of this API: it has neither choices nor usage")
-        return self._on_choice(chunk.choices, chunk.usage, at_s) if chunk.choices else None
+        return self._on_choice(chunk.choices, at_s) if chunk.choices else None
 
-    def _on_choice(
-        self, choices: list[_Choice], usage: _Usage | None, at_s: float
-    ) -> Problem | None:
+    def _on_choice(self, choices: list[_Choice], at_s: float) -> Problem | None:
         choice, ids = choices[0], choices[0].token_ids
         if len(choices) > 1 or choice.index != 0:
             return _malformed("an event belongs to a choice that was not asked for")
@@ -205,12 +193,8 @@ class AnswerReader:
             self.token_ids += ids
         if text:
             self._texts.append(text)
-        is_end = choice.finish_reason is not None
-        if is_end:
-            self._finish_reason = choice.finish_reason
-        num_ids = None if ids is None else len(ids)
-        total = None if usage is None else usage.completion_tokens
-        self._pieces.append(_Piece(at_s, bool(text), is_end, num_ids, total))
+        self._finish_reason = choice.finish_reason or self._finish_reason
+        self._pieces.append(_Piece(at_s, bool(text), None if ids is None else len(ids)))
         return None
 
     def _count(self, num_forced: int) -> tuple[list[int], Problem | None, str]:
@@ -222,21 +206,14 @@ class AnswerReader:
         if first.num_ids if first else self.token_ids is not None:
             counts = [piece.num_ids or 0 for piece in pieces]
             return counts, _differs(reported, sum(counts), "token ids arrived"), ""
-        if self.has_running_usage:
-            counts, is_steady = _steps(pieces)
-            if not is_steady:
-                problem = Problem(Outcome.WRONG_USAGE, "the running usage goes backwards")
-                return counts, problem, ""
-            return counts, _differs(reported, sum(counts), "tokens were counted on the way"), ""
         if reported is None and self.token_ids is not None:
             reported = len(self.token_ids)
         with_text = [int(piece.has_text) for piece in pieces]
         num_texts = sum(with_text)
-        ways = [with_text, *_with_silent_tokens(pieces, self._is_chat)]
-        for counts in ways:
-            if reported is None or sum(counts) == reported:
-                return counts, None, ""
-        if reported is None or reported < num_texts or num_texts in (0, num_forced):
+        if reported is None or reported == num_texts:
+            return with_text, None, ""
+        # A token may complete no text, so usage may say more, but not once all have come.
+        if reported < num_texts or num_texts in (0, num_forced):
             return with_text, _differs(reported, num_texts, "chunks carried text"), ""
         note = f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"
         return _spread(with_text, reported), None, note
@@ -288,29 +265,6 @@ def _differs(reported: int | None, counted: int, what: str) -> Problem | None:
     if reported is None or reported == counted:
         return None
     return Problem(Outcome.WRONG_USAGE, f"usage says {reported} tokens, {counted} {what}")
-
-
-def _steps(pieces: list[_Piece]) -> tuple[list[int], bool]:
-    """Return the steps between the running totals, and whether the totals only grow."""
-    known = accumulate(
-        pieces, lambda last, piece: last if piece.total is None else piece.total, initial=0
-    )
-    steps = [total - before for before, total in pairwise(known)]
-    return [max(step, 0) for step in steps], min(steps, default=0) >= 0
-
-
-def _with_silent_tokens(pieces: list[_Piece], is_chat: bool) -> list[list[int]]:
-    """Return the ways to count tokens that complete no text, the likeliest way first.
-
-    Empty chunks before any text open the answer; an empty end may or may not be a token.
-    """
-    opening = next((i for i, piece in enumerate(pieces) if piece.has_text), len(pieces))
-    after = [int(i >= opening) for i in range(len(pieces))]
-    not_empty_end = [int(piece.has_text or not piece.is_end) for piece in pieces]
-    ways = [[min(pair) for pair in zip(after, not_empty_end, strict=True)], after]
-    if not is_chat:
-        ways.append([1] * len(pieces))
-    return ways
 
 
 def _spread(with_text: list[int], num_tokens: int) -> list[int]:

@@ -21,7 +21,7 @@ NUM_TOKENS = 2
 MAX_NAMES = 8
 PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
 # Fields of `Target` that ask for an extension.
-EXTENSIONS = ("ignore_eos", "token_ids", "timeline", "continuous_usage")
+EXTENSIONS = ("ignore_eos", "token_ids", "timeline")
 ABILITIES = ("usage", *EXTENSIONS)
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
@@ -42,7 +42,6 @@ class Probed(msgspec.Struct, frozen=True):
     def fit(self, target: Target) -> Target:
         """Return `target` with the model's name, without fields that the server does not know."""
         fields = {name: getattr(target, name) and name in self.gives for name in ABILITIES}
-        fields["continuous_usage"] = "continuous_usage" in self.gives and not fields["token_ids"]
         return msgspec.structs.replace(target, model=self.model, **fields)
 
 
@@ -223,9 +222,5 @@ def _check_streams(target: Target, plain: Exchange) -> None:
 def _has(name: str, extended: Exchange) -> bool:
     """Return whether the answer shows the extension that was asked for."""
     reader = extended.reader
-    shown = {
-        "token_ids": bool(reader.token_ids),
-        "timeline": reader.timeline is not None,
-        "continuous_usage": reader.has_running_usage,
-    }
+    shown = {"token_ids": bool(reader.token_ids), "timeline": reader.timeline is not None}
     return extended.problem is None and shown.get(name, True)

@@ -28,8 +28,8 @@ OWN_FIELDS = (
 class Target(msgspec.Struct, frozen=True):
     """A server, a model on it, and the fields that every request carries.
 
-    `token_ids`, `timeline` and `continuous_usage` ask for extensions; `Probed.fit` turns off those
-    that the server refuses. Without `ignore_eos` lengths are asked for, but not forced.
+    `token_ids` and `timeline` ask for extensions; `Probed.fit` turns off those that the server
+    refuses. Without `ignore_eos` lengths are asked for, but not forced.
     """
 
     url: Annotated[str, about("address of the server, without /v1")] = "http://127.0.0.1:8000"
@@ -51,7 +51,6 @@ class Target(msgspec.Struct, frozen=True):
     timeline: bool = True
     token_ids: bool = True
     usage: bool = True
-    continuous_usage: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -155,10 +154,7 @@ def body_of(target: Target, planned: Planned) -> bytes:
     body["temperature"] = 0
     body["stream"] = True
     if target.usage:
-        options = {"include_usage": True}
-        if target.continuous_usage:
-            options["continuous_usage_stats"] = True
-        body["stream_options"] = options
+        body["stream_options"] = {"include_usage": True}
     # With `ignore_eos`, `min_tokens` is not needed, and it costs some servers time in every step.
     if target.ignore_eos:
         body["ignore_eos"] = True

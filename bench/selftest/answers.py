@@ -96,7 +96,6 @@ def parts_of(script: Script, asked: Mapping[str, object], number: int) -> list[P
             "".join(f" t{one}" for one in sent),
             sent if asked.get("return_token_ids") else None,
             "length" if is_end else None,
-            **({"usage": usage_body(position)} if "continuous_usage_stats" in options else {}),
         )
         events.append((chunk.at_ms, data, chunk.num_tokens))
     tail = script.tail

@@ -14,8 +14,8 @@ from baton.bench.records import Message, Outcome, Planned
 from baton.bench.selftest.answers import DONE, Chunk, Script, event, paced, steady, usage
 
 FIRST_NUMBER = 10_000  # the number of the first script; warm-up prompts have lower ones
-# A server returns the ids, or usage in every chunk, or text alone and usage at the end.
-Counting = Literal["token_ids", "running_usage", "text"]
+# A server returns the ids, or text alone and usage at the end.
+Counting = Literal["token_ids", "text"]
 FILLER_IDS = 24
 NUM_WARM_UP = 4  # prompts without a script
 

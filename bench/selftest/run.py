@@ -45,7 +45,6 @@ def mixes(settings: SelfTestSettings) -> tuple[Mix, ...]:
     return (
         Mix("completions", "token_ids", *asked, settings.seed, processes=2),
         Mix("chat", "text", *asked, settings.seed + 10),
-        Mix("chat", "running_usage", *asked, settings.seed + 20, processes=2),
     )
 
 
@@ -58,7 +57,6 @@ def play(name: str, mix: Mix) -> Played:
         target = Target(
             server.url, MODEL, mix.api, timeout_s=mix.timeout_s, timeline=False,
             token_ids=mix.counting == "token_ids",
-            continuous_usage=mix.counting == "running_usage",
         )  # fmt: skip
         load = Load(target, requests, processes=mix.processes)
         result = run_load(load, on_start=starts.append)

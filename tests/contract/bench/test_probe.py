@@ -14,7 +14,7 @@ from baton.bench.compare import connect
 from baton.bench.experiment import Experiment, Server
 from baton.bench.parity import facts_said
 from baton.bench.records import Planned
-from baton.bench.selftest.answers import DONE, error, event, token, usage, usage_body
+from baton.bench.selftest.answers import DONE, error, event, token, usage
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
 from baton.bench.settings import CompareSettings, LoadSettings
 from baton.protocol.errors import BatonError, ConfigError
@@ -22,7 +22,7 @@ from baton.protocol.errors import BatonError, ConfigError
 TWO_MODELS = {"data": [{"id": "one"}, {"id": "two"}]}
 
 
-FIELDS = ("return_token_ids", "timeline", "continuous_usage_stats")
+FIELDS = ("return_token_ids", "timeline")
 
 
 def giving(*refused: str, told: Sequence[str] = (*FIELDS, "usage")) -> Play:
@@ -34,10 +34,8 @@ def giving(*refused: str, told: Sequence[str] = (*FIELDS, "usage")) -> Play:
             return
         asked = [name for name in FIELDS if name in told and name in str(call.body)]
         ids = [7] if "return_token_ids" in asked else None
-        for number in range(call.num_tokens):
-            running = "continuous_usage_stats" in asked
-            more = {"usage": usage_body(number + 1)} if running else {}
-            await call.write(token(" a", ids, **more))
+        for _ in range(call.num_tokens):
+            await call.write(token(" a", ids))
         if "timeline" in asked:
             await call.write(event({"choices": [], "timeline": [{"queue_s": 0.1}]}))
         await call.send(usage(call.num_tokens) if "usage" in told else b"", DONE)
@@ -49,7 +47,7 @@ def replies(status: int, body: bytes = b"", kind: str = "text/plain") -> Play:
     return lambda call: call.reply(status, body, kind)
 
 
-OPENAIS = giving("return_token_ids", "timeline", "ignore_eos", "continuous_usage_stats")
+OPENAIS = giving("return_token_ids", "timeline", "ignore_eos")
 MUTE = giving(told=())  # ignores every wish, that for usage too
 STRICT = giving("stream_options", told=())
 
@@ -62,12 +60,11 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
         model=MODEL,
         server="scripted",
         version="",
-        gives=frozenset({"usage", "ignore_eos", "token_ids", "timeline", "continuous_usage"}),
+        gives=frozenset({"usage", "ignore_eos", "token_ids", "timeline"}),
     )
     fitted = probed.fit(target)
     assert (fitted.model, fitted.token_ids, fitted.timeline) == (MODEL, True, True)
-    assert not fitted.continuous_usage
-    assert probed.fit(Target(target.url, token_ids=False)).continuous_usage
+    assert not probed.fit(Target(target.url, token_ids=False)).token_ids
 
 
 @pytest.mark.parametrize(
@@ -79,7 +76,7 @@ def test_what_a_server_does_not_know_is_not_asked_for(
 ) -> None:
     with ScriptedServer(play) as server:
         fitted = probe(Target(server.url)).fit(Target(server.url))
-    assert (fitted.token_ids, fitted.timeline, fitted.continuous_usage) == (False,) * 3
+    assert (fitted.token_ids, fitted.timeline) == (False, False)
     assert (fitted.usage, fitted.ignore_eos) == (knows_usage, forces)
 
 
@@ -225,7 +222,7 @@ def connected(*servers: ScriptedServer) -> list[Server]:
 
 
 def test_arms_of_a_comparison_are_asked_for_what_all_of_them_give() -> None:
-    plain = giving(told=("continuous_usage_stats", "usage"))
+    plain = giving(told=("usage",))
     with (
         ScriptedServer(giving()) as rich,
         ScriptedServer(giving()) as other,
@@ -235,10 +232,8 @@ def test_arms_of_a_comparison_are_asked_for_what_all_of_them_give() -> None:
         alike = connected(rich, other)
     asked = Planned(index=0, at_s=None, output_tokens=2, prompt="Once upon a time")
     assert body_of(first.target, asked) == body_of(second.target, asked)
-    assert first.target.continuous_usage
     assert not first.target.timeline
-    assert first.described.endswith("giving usage, running usage")
+    assert first.described.endswith("giving usage")
     assert len(alike) == 2
     for arm in alike:
         assert (arm.target.token_ids, arm.target.timeline) == (True, True)
-        assert not arm.target.continuous_usage

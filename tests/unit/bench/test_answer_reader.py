@@ -75,31 +75,20 @@ def test_an_event_without_end_is_refused(line: bytes, monkeypatch: pytest.Monkey
     assert read(*[line] * 1000).outcome is Outcome.MALFORMED
 
 
-def running(*totals: int) -> list[bytes]:
-    """Chunks with the usage so far; those of no token carry no text."""
-    return [token("a" if total else "", usage=usage_body(total)) for total in totals]
-
-
 @pytest.mark.parametrize(
     ("pieces", "num_tokens", "found"),
     [
-        # Token ids say how many tokens a chunk carries, or the running usage where there are none.
+        # Token ids say how many tokens a chunk carries.
         ([token("", []), token("a", [1]), token("", [2, 3]), usage(3)], 3, [(2, 1), (3, 2)]),
-        ([*running(0, 1, 3), usage(3)], 3, [(2, 1), (3, 2)]),
         # Else each chunk with text is a token.
         ([token(""), token("a"), token("b"), token("c", end="length")], 3,
          [(2, 1), (3, 1), (4, 1)]),
-        # One that completes no text is a token if usage says so, also at the end.
-        ([token("a"), token(""), token("b", end="length"), usage(3)], 3,
-         [(1, 1), (2, 1), (3, 1)]),
         ([token("a"), token("b"), token("", end="length"), usage(2)], 2, [(1, 1), (2, 1)]),
-        ([token("a"), token("b"), token("", end="length"), usage(3)], 3,
-         [(1, 1), (2, 1), (3, 1)]),
         # What comes with one read is one arrival.
         ([token("a") + token("b"), token("c")], 3, [(1, 2), (2, 1)]),
         # An event counts when its last byte is there.
         ([token("a")[:9], token("a")[9:-1], token("a")[-1:]], 1, [(3, 1)]),
-        # Usage in the last chunk of text is no running usage, and neither is one behind the text.
+        # Usage may come with the chunks.
         ([token("a"), token("b"), token("c", end="length", usage=usage_body(3))], 3,
          [(1, 1), (2, 1), (3, 1)]),
         ([token("a", usage=usage_body(0)), token("b", usage=usage_body(0)), usage(2)], 2,
@@ -139,11 +128,21 @@ def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one() -> None:
     assert record.text == "hmb"
 
 
-def test_merged_chunks_are_spread_and_marked() -> None:
-    record = read(token("a b"), token(" c d e"), usage(5), DONE, forced=5)
+@pytest.mark.parametrize(
+    ("pieces", "found", "note"),
+    [
+        ([token("a b"), token(" c d e"), usage(5)], [(1, 2), (2, 3)], "5 tokens in 2 chunks"),
+        # A token that completes no text comes with one that does.
+        ([token("a"), token(""), token("b"), usage(3)], [(1, 1), (3, 2)], "3 tokens in 2 chunks"),
+    ],
+)
+def test_tokens_without_a_chunk_of_their_own_are_spread_and_marked(
+    pieces: list[bytes], found: Counts, note: str
+) -> None:
+    record = read(*pieces, DONE, forced=sum(count for _, count in found))
     assert record.outcome is Outcome.ANSWERED
-    assert counts(record) == [(1, 2), (2, 3)]
-    assert "5 tokens in 2 chunks" in record.detail
+    assert counts(record) == found
+    assert note in record.detail
 
 
 THREE = [token("a"), token("b"), token("c")]
@@ -157,8 +156,6 @@ THREE = [token("a"), token("b"), token("c")]
         ([*THREE, usage(2)], "wrong_usage", "usage says 2 tokens, 3 chunks"),
         ([*THREE, usage(4)], "wrong_usage", "usage says 4 tokens, 3 chunks"),
         ([usage(3)], "wrong_usage", "usage says 3 tokens, 0 chunks"),
-        ([*running(2, 1), usage(1)], "wrong_usage", "backwards"),
-        ([*running(1), usage(3)], "wrong_usage", "usage says 3 tokens, 1"),
         # A forced length is verified, and one that cannot be is wrong.
         ([token("a", [1, 2]), token("", [], end="stop"), usage(2)], "wrong_length",
          "2 tokens instead of 3, finish reason stop"),

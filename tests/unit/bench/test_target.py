@@ -69,14 +69,14 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
         # Extensions are asked for by name, and the rest is the user's.
         (
             Target(
-                model="m", api="chat", continuous_usage=True, ignore_eos=False,
+                model="m", api="chat", ignore_eos=False,
                 extra_body='{"temperature": 0.5, "seed": 1}',
             ),
             CHAT,
             {
                 "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 1,
                 "return_token_ids": True, "timeline": True,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+                "stream_options": {"include_usage": True},
             },
         ),
         # A prompt of text is a chat of one message.
