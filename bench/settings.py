@@ -107,13 +107,13 @@ class CompareSettings(Settings, frozen=True):
 
 
 class FaultSettings(Settings, frozen=True):
-    """Kill, stop or restart a process under load, and measure what its clients see."""
+    """Kill or stop a process under load, and measure what its clients see."""
 
     fault: Annotated[
         str,
         about(
-            "kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND, in seconds from the start of "
-            "the load"
+            "kill:PID@10, or stop:PID@10+2 for 2 s: a process of this host, and when to do it, in "
+            "seconds from the start of the load"
         ),
     ] = ""
     verify: Verify = False

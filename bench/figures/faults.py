@@ -7,7 +7,6 @@ so it holds for any server. DEFINITIONS explains every term.
 import math
 import os
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,13 +19,10 @@ from baton.bench.figures.metrics import Bounds, counted, meets
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
 
-FaultKind = Literal["kill", "stop", "restart"]
+FaultKind = Literal["kill", "stop"]
 FEW = 20  # requests before the fault below which they say little about what is usual
-FORMS = "kill:PID@10, stop:PID@10+2 or restart:PID@10=COMMAND (seconds from the start)"
-_FORM = re.compile(
-    r"(?P<kind>kill|stop|restart):(?P<pid>[0-9]+)@(?P<at>[0-9.]+)"
-    r"(?:\+(?P<after>[0-9.]+))?(?:=(?P<command>.*))?"
-)
+FORMS = "kill:PID@10 or stop:PID@10+2 (seconds from the start)"
+_FORM = re.compile(r"(?P<kind>kill|stop):(?P<pid>[0-9]+)@(?P<at>[0-9.]+)(?:\+(?P<after>[0-9.]+))?")
 DEFINITIONS = {
     "wait": "time without tokens for a request in flight: from its intended arrival to its first "
     "tokens, then between tokens; each kind has a limit of its own",
@@ -48,21 +44,16 @@ DEFINITIONS = {
 
 
 class FaultSpec(msgspec.Struct, frozen=True):
-    """A fault of process `pid`, to be carried out `at_s` after the start of the schedule.
-
-    `after_s` is the time until SIGCONT (stop), or from the death until `command` starts (restart).
-    """
+    """A fault of process `pid`, to be carried out `at_s` after the start of the schedule."""
 
     kind: FaultKind
     pid: int
     at_s: float
-    after_s: float = 0.0
-    command: tuple[str, ...] = ()
+    after_s: float = 0.0  # how long a stop lasts
 
     def __str__(self) -> str:
         after = f"+{self.after_s:g}" if self.after_s else ""
-        command = f"={shlex.join(self.command)}" if self.command else ""
-        return f"{self.kind}:{self.pid}@{self.at_s:g}{after}{command}"
+        return f"{self.kind}:{self.pid}@{self.at_s:g}{after}"
 
 
 class Injected(msgspec.Struct, frozen=True):
@@ -72,8 +63,6 @@ class Injected(msgspec.Struct, frozen=True):
     at_s: float  # just before the signal
     gone_s: float | None = None  # the process had ended
     resumed_s: float | None = None  # SIGCONT
-    restarted_s: float | None = None  # the command was started, which is before it serves
-    restarted_pid: int | None = None
     problem: str = ""  # one line, when it could not be done as written
 
 
@@ -121,21 +110,18 @@ def parse_fault(text: str) -> FaultSpec:
         raise ConfigError(f"fault {text!r}: write {FORMS}")
     try:
         at_s, after_s = float(found["at"]), float(found["after"] or 0.0)
-        command = tuple(shlex.split(found["command"] or ""))
     except ValueError as error:
         raise ConfigError(f"fault {text!r}: {error}; write {FORMS}") from error
     kind, pid = msgspec.convert(found["kind"], FaultKind), int(found["pid"])
     why = {
         f"{pid} is not the id of a server's process": pid <= 1 or pid == os.getpid(),
-        f"a kill takes only a time; write {FORMS}": kind == "kill" and (found["after"] or command),
-        "say after how many seconds it continues: stop:PID@10+2":
-            kind == "stop" and (after_s <= 0 or command),
-        "say what starts it again: restart:PID@10=COMMAND": kind == "restart" and not command,
-    }  # fmt: skip
-    for text_of_mistake, is_made in why.items():
+        f"a kill takes only a time; write {FORMS}": kind == "kill" and found["after"],
+        "say after how many seconds it continues: stop:PID@10+2": kind == "stop" and after_s <= 0,
+    }
+    for mistake, is_made in why.items():
         if is_made:
-            raise ConfigError(f"fault {text!r}: {text_of_mistake}")
-    return FaultSpec(kind, pid, at_s, after_s, command)
+            raise ConfigError(f"fault {text!r}: {mistake}")
+    return FaultSpec(kind, pid, at_s, after_s)
 
 
 def impact_of(

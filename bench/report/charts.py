@@ -228,10 +228,9 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
         for kind, rate in rates.items()
     ]
     marks = [
-        Mark(fault.at_s, f"{fault.spec.kind} {fault.spec.pid}",
-             fault.restarted_s if fault.resumed_s is None else fault.resumed_s)
+        Mark(fault.at_s, f"{fault.spec.kind} {fault.spec.pid}", fault.resumed_s)
         for fault in run.faults
-    ]  # fmt: skip
+    ]
     caption = f"Bins of {bin_s} s. A request counts where it arrived."
     title = f"Requests over time, {_short(run.label)}"
     return Chart(title, caption, "seconds from the start of the schedule", "arrivals/s", curves,

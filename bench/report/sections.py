@@ -223,8 +223,7 @@ def _faults(run: Run) -> Iterator[Table]:
             [_words(field), quantity(getattr(impact, field), unit)]
             for field, unit in IMPACT.items()
         ]
-        spec, _, _ = impact.fault.partition("=")
-        yield Table(f"Fault {spec}", ["", ""], rows, "; ".join(impact.notes))
+        yield Table(f"Fault {impact.fault}", ["", ""], rows, "; ".join(impact.notes))
 
 
 def _stages(run: Run) -> Iterator[Table]:

@@ -1,9 +1,8 @@
 """The harness sees what a fault does to a cluster under load, and that no output is harmed."""
 
 import random
-import shlex
-import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +34,7 @@ SEED = 1
 NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE = 6, 40, 3
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 300
 VICTIM = "decode-0"
-LOOK_EVERY_S = 0.02
+LOOK_EVERY_S, WAIT_S = 0.02, 30.0
 # Fine bins, so that the requests after the fault fill some of them on a fast machine, too.
 JUDGEMENT = Judgement(closed_loop=True, bin_s=0.1)
 
@@ -69,11 +68,16 @@ def target_of(cluster: Cluster) -> Target:
     return Target(cluster.url(""), "tiny", token_ids=True)
 
 
-def run_with(cluster: Cluster, fault: Callable[[float], str]) -> tuple[LoadResult, Injected]:
+def run_with(
+    cluster: Cluster,
+    fault: Callable[[float], str],
+    then: Callable[[float, float], None] = lambda *_: None,
+) -> tuple[LoadResult, Injected]:
     """Run the load with a fault in the midst of it. The nodes have served before.
 
     `fault` gets the seconds that the node is to be away for: longer than the load has run, so
-    longer than any wait before the fault, whatever else this machine does.
+    longer than any wait before the fault, whatever else this machine does. `then` gets these too,
+    and the start of the load.
     """
     target = target_of(cluster)
     run_load(Load(target, planned(SEED + 1, 4, 10), concurrency=2))
@@ -88,9 +92,10 @@ def run_with(cluster: Cluster, fault: Callable[[float], str]) -> tuple[LoadResul
                 if load_is_over.wait(LOOK_EVERY_S):
                     return
             (start_s,) = starts_s
-            spec = parse_fault(fault(monotonic() - start_s + 1.0))
-            injectors.append(stack.enter_context(FaultInjector(spec)))
+            away_s = monotonic() - start_s + 1.0
+            injectors.append(stack.enter_context(FaultInjector(parse_fault(fault(away_s)))))
             injectors[0].begin(start_s)
+            then(away_s, start_s)
 
         load = Load(target, REQUESTS, concurrency=NUM_CLIENTS)
         with ThreadPoolExecutor(1) as pool:
@@ -131,25 +136,24 @@ def impact_of(result: LoadResult, done: Injected) -> Impact:
 
 
 def test_the_load_outlives_a_killed_decode_node_and_the_times_are_sane(tmp_path: Path) -> None:
+    restarted_s: list[float] = []
     with Cluster(tmp_path, settings()) as cluster:
         victim = cluster.children[VICTIM]
-        file = cluster.folder / f"{VICTIM}.yaml"
-        command = shlex.join([sys.executable, "-m", "baton", "decode", "--config", str(file)])
-        away_s: list[float] = []
 
-        def fault(seconds: float) -> str:
-            away_s.append(seconds)
-            return f"restart:{victim.pid}@0+{seconds}={command}"
+        def restart(away_s: float, start_s: float) -> None:
+            assert victim.wait(monotonic() + WAIT_S)
+            time.sleep(away_s)
+            restarted_s.append(monotonic() - start_s)
+            cluster.start_node("decode", 0)
 
-        result, done = run_with(cluster, fault)
+        result, done = run_with(cluster, lambda _: f"kill:{victim.pid}@0", restart)
     assert done.gone_s is not None
-    assert done.restarted_s is not None
-    assert 0 < done.at_s <= done.gone_s <= done.restarted_s - away_s[0]
+    assert 0 < done.at_s <= done.gone_s <= restarted_s[0]
     found = impact_of(result, done)
     assert found.time_to_detect_s is not None
     assert found.time_to_resume_s is not None
     assert found.time_to_recover_s is not None
-    away = done.restarted_s - done.at_s
+    away = restarted_s[0] - done.at_s
     assert 0 <= found.time_to_detect_s < away < found.time_to_resume_s <= found.time_to_recover_s
 
 

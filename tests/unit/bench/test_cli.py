@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.bench import cli
-from baton.bench.settings import CompareSettings, FaultSettings, RunSettings
+from baton.bench.settings import CompareSettings, RunSettings
 from baton.protocol.errors import ConfigError
 
 NAMES = pytest.mark.parametrize("name", cli.COMMANDS)
@@ -44,8 +44,6 @@ def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> N
     settings, arms = cli.parse(CompareSettings, words)
     assert arms == ["a=http://a", "b=http://b#name"]
     assert (settings.rounds, settings.flags) == (7, ("a=--x 1,2",))
-    fault = "restart:8@2=run --a 1,2"
-    assert cli.parse(FaultSettings, ("--fault", fault))[0].fault == fault
 
 
 @NAMES
