@@ -41,17 +41,17 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "run": Command(
         RunSettings,
-        "run:run",
+        "loads:run",
         "baton bench run --arrivals poisson:5 --requests 1000 --preset chat --out report",
     ),
     "sweep": Command(
         SweepSettings,
-        "run:sweep",
+        "loads:sweep",
         "baton bench sweep --rates 1,2,4,8 --duration-s 60 --preset chat --out report",
     ),
     "search": Command(
         SearchSettings,
-        "search:search",
+        "loads:search",
         "baton bench search --preset chat --attainment 0.9 --duration-s 60 --out report",
     ),
     "compare": Command(
@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "fault": Command(
         FaultSettings,
-        "fault:fault",
+        "loads:fault",
         "baton bench fault --fault kill:4711@10 --arrivals poisson:5 --duration-s 30",
     ),
     "selftest": Command(SelfTestSettings, "selftest.run:selftest", "baton bench selftest"),

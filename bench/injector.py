@@ -62,7 +62,8 @@ class FaultInjector:
     def _carry_out(self) -> Injected | None:
         """Do it in the thread. Return None if the run ends first."""
         spec = self._spec
-        if self._over.wait(max(0.0, self._start_s + spec.at_s - monotonic())):
+        rest_s = self._start_s + spec.at_s - monotonic()
+        if rest_s > 0 and self._over.wait(rest_s):
             return None
         done, is_stop = Injected(spec, self._now()), spec.kind == "stop"
         if not self._send(signal.SIGSTOP if is_stop else signal.SIGKILL):

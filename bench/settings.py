@@ -80,7 +80,9 @@ class RunSettings(Settings, frozen=True):
 class SweepSettings(Settings, frozen=True):
     """Measure one load after the other, at several rates."""
 
-    rates: Annotated[str, about("rates in requests/s, separated by commas: 1,2,4,8")] = ""
+    rates: Annotated[
+        tuple[float, ...], about("rates in requests/s, separated by commas: 1,2,4,8")
+    ] = ()
     shape: Shape = "poisson"
 
 

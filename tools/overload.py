@@ -16,11 +16,10 @@ from msgspec import Meta
 from baton.bench.client.target import Target
 from baton.bench.figures.paired import nearest_rank
 from baton.bench.figures.search import SearchOptions
+from baton.bench.loads import search, sweep
 from baton.bench.plan.workload import Workload
 from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Run, read_json
-from baton.bench.run import sweep
-from baton.bench.search import search
 from baton.bench.settings import (
     BoundSettings,
     LoadSettings,
@@ -111,7 +110,7 @@ def measure(settings: OverloadSettings, folder: Path) -> OverloadReport:
         rate = settings.rate or sustained(settings, url, folder / "search")
         rates = {factor: round(factor * rate, 3) for factor in settings.factors}
         common = msgspec.structs.asdict(loads(settings, url, settings.duration_s, folder / "sweep"))
-        sweep(SweepSettings(**common, rates=",".join(map(str, rates.values()))))
+        sweep(SweepSettings(**common, rates=tuple(rates.values())))
     runs = {run.rate: run for run in read_json(folder / "sweep" / "report.json").runs}
     found = [(factor, runs[rates[factor]]) for factor in sorted(rates) if rates[factor] in runs]
     best = max((run.summary.goodput or 0.0 for _, run in found), default=0.0)

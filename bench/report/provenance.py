@@ -5,7 +5,6 @@ secret. A fact that cannot be found out is unknown, and never stops a run.
 """
 
 import datetime
-import hashlib
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ import msgspec
 import psutil
 
 import baton
-from baton.bench.report.redaction import clean, clean_words
+from baton.bench.report.redaction import clean_words
 
 COMMAND_TIMEOUT_S = 5.0
 PACKAGES = ("aiohttp", "msgspec", "numpy")
@@ -44,7 +43,6 @@ class Provenance(msgspec.Struct, frozen=True):
     baton_version: str
     commit: str  # empty outside a checkout
     dirty: bool  # files of the checkout differed from the commit
-    config_hash: str  # sha256 of the canonical settings without secrets
     machine: Machine
     versions: dict[str, str]
     load_before: Load | None
@@ -59,10 +57,8 @@ class Provenance(msgspec.Struct, frozen=True):
         return self.commit[:12] + (" with local changes" if self.dirty else "")
 
 
-def collect(
-    settings: object, command_line: Sequence[str], secrets: Sequence[str] = ()
-) -> Provenance:
-    """Look at this checkout and this machine, now. `settings` is a Struct or plain data."""
+def collect(command_line: Sequence[str], secrets: Sequence[str] = ()) -> Provenance:
+    """Look at this checkout and this machine, now."""
     commit, dirty = _checkout(Path(__file__).resolve())
     return Provenance(
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -70,7 +66,6 @@ def collect(
         baton_version=baton.__version__,
         commit=commit,
         dirty=dirty,
-        config_hash=config_hash(settings),
         machine=_machine(),
         versions={"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES},
@@ -82,12 +77,6 @@ def complete(before: Provenance) -> Provenance:
     """Return `before` with what can only be known after the run."""
     gpus = _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
     return msgspec.structs.replace(before, load_after=os.getloadavg(), gpus_after=gpus)
-
-
-def config_hash(settings: object) -> str:
-    """Return a hash that is equal for equal settings on any machine, with or without a key."""
-    plain = clean(msgspec.to_builtins(settings), traces=False)
-    return hashlib.sha256(msgspec.json.encode(plain, order="deterministic")).hexdigest()
 
 
 def cpu_model_of(cpuinfo: str) -> str:

@@ -46,7 +46,7 @@ def begin(
     return Report(
         command=command,
         title="",
-        provenance=collect(settings, ["baton", *sys.argv[1:]], secrets),
+        provenance=collect(["baton", *sys.argv[1:]], secrets),
         settings=flat_settings(settings, secrets),
     )
 

@@ -52,11 +52,8 @@ def clean_text(text: str, secrets: Iterable[str] = ()) -> str:
     return text
 
 
-def clean(value: object, secrets: Sequence[str] = (), *, traces: bool = True) -> object:
-    """Return plain data (as `msgspec.to_builtins` makes it) without secrets, to any depth.
-
-    Without `traces`, a value with a secret's name is left out altogether.
-    """
+def clean(value: object, secrets: Sequence[str] = ()) -> object:
+    """Return plain data (as `msgspec.to_builtins` makes it) without secrets, to any depth."""
     match value:
         case str():
             return clean_text(value, secrets)
@@ -64,15 +61,14 @@ def clean(value: object, secrets: Sequence[str] = (), *, traces: bool = True) ->
             return {
                 clean_text(str(key), secrets): (inner and WITHHELD)
                 if is_secret_name(str(key))
-                else clean(inner, secrets, traces=traces)
+                else clean(inner, secrets)
                 for key, inner in value.items()
-                if traces or not is_secret_name(str(key))
             }
         case list() | tuple():
             words = [inner for inner in value if isinstance(inner, str)]
             if len(words) == len(value):
                 return clean_words(words, secrets)  # it may be a command
-            return [clean(inner, secrets, traces=traces) for inner in value]
+            return [clean(inner, secrets) for inner in value]
         case _:
             return value
 

@@ -34,7 +34,6 @@ PROVENANCE = Provenance(
     baton_version="0.1.0",
     commit="0123456789abcdef0123456789abcdef01234567",
     dirty=False,
-    config_hash="9f" * 32,
     machine=Machine("Example CPU at 3.0 GHz", 16, 16, 128 << 30, [], "Linux 6.1 x86_64"),
     versions={"python": "3.11.7", "aiohttp": "3.14.5"},
     load_before=(0.31, 0.42, 0.40),

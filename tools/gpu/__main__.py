@@ -126,8 +126,7 @@ def check_device(device: str) -> None:
 
 def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> GpuReport:
     """Run all sections, one after the other; print and write the report after each."""
-    settings = {"total_s": options.total_s, "sections": options.sections}
-    report = GpuReport(collect(settings, [MODULE, *words]))
+    report = GpuReport(collect([MODULE, *words]))
     deadline_s = clock() + options.total_s
     waiting = [entry for entry in SECTIONS if entry[0] in options.sections]
     held = ""  # why the GPU is not free

@@ -138,10 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(".baton/agreement"))
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` ends the server
-    before = collect(
-        vars(given) | {"model": given.model.name, "out": ""},
-        ["python", "-m", MODULE, *(sys.argv[1:] if arguments is None else arguments)],
-    )
+    words = sys.argv[1:] if arguments is None else arguments
+    before = collect(["python", "-m", MODULE, *words])
     load = Load(given.requests, given.concurrency, given.prompt_tokens, given.output_tokens)
     try:
         lines = measure(given.model.absolute(), given.arm, load, given.rounds, given.out.absolute())

@@ -94,7 +94,7 @@ class SoakReport(msgspec.Struct, frozen=True):
 
 async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     """Run the soak in an empty folder. Raises `BatonError` if the cluster cannot serve at all."""
-    provenance = collect(settings, sys.argv)
+    provenance = collect(sys.argv)
     env = OVER_LOOPBACK if settings.transport == "nixl" else ()
     async with SoakCluster(folder, _config(settings), env) as cluster:
         faults = Faults(cluster, settings.seed, settings.roles, settings.faults)

@@ -81,7 +81,7 @@ def transfer(
     settings: TransferSettings, on_rows: Callable[[Sequence[Row]], None] | None = None
 ) -> TransferReport:
     """Measure every kind of read that fits, and pass each to `on_rows`. Raises `BatonError`."""
-    provenance = collect(settings, command_line(settings))
+    provenance = collect(command_line(settings))
     transports, notes = _transports(settings)
     kinds, too_large = _kinds(settings)
     notes += too_large

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from baton.bench import cli
-from baton.bench.fault import fault
 from baton.bench.figures.faults import Injected, parse_fault
 from baton.bench.injector import FaultInjector
+from baton.bench.loads import fault
 from baton.bench.report.document import read_json
 from baton.bench.selftest.scripted_server import ScriptedServer
 from baton.bench.settings import FaultSettings

@@ -10,17 +10,16 @@ from baton.bench import cli
 from baton.bench.client.probe import Probed
 from baton.bench.client.target import Target
 from baton.bench.experiment import Experiment, Server
-from baton.bench.fault import refuse_late
 from baton.bench.figures.faults import parse_fault
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import Case, judge
+from baton.bench.loads import refuse_late, spread
 from baton.bench.plan.plan import Plan
 from baton.bench.plan.workload import Workload
 from baton.bench.planning import arrivals_of, loop_of, plan_of, reseeded
 from baton.bench.report.document import Report, Run, read_json, write_json
 from baton.bench.report.publish import UNTOLD, finish
-from baton.bench.run import spread
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, answered, load, report_of, scene_run

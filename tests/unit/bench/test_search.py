@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import judge
+from baton.bench.loads import is_servers_fault, probe_of
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.search import is_servers_fault, probe_of
 from baton.bench.terminal import shown
 from tests.support.bench_records import answered, case_of, ended, load, report_of
 

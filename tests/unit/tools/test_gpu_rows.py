@@ -170,7 +170,7 @@ NOTHING_WRONG: tuple[Event, ...] = (
 def test_a_report_passes_when_everything_was_reached_and_nothing_failed(
     event: Event, state: str, reason: str
 ) -> None:
-    report = GpuReport(collect({}, ["gpu"]))
+    report = GpuReport(collect(["gpu"]))
     section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
     report.sections = [section]
     gpu.fill(report, section, [*NOTHING_WRONG, event])
@@ -200,7 +200,7 @@ def test_events_make_the_section_and_a_cut_line_is_left_out(tmp_path: Path) -> N
     path = gpu.events_file(tmp_path, "kernels")
     lines = [msgspec.json.encode(event) for event in events]
     path.write_bytes(b"\n".join([*lines, lines[2][:30]]))
-    report = GpuReport(collect({}, ["gpu"]))
+    report = GpuReport(collect(["gpu"]))
     section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
     gpu.fill(report, section, gpu.read_events(path))
     assert (report.environment, report.floors) == (MACHINE, H200)
@@ -266,7 +266,7 @@ def test_a_split_server_that_left_no_record_of_a_hand_over_is_an_error() -> None
 
 
 def test_last_lines_say_pass_fail_or_values() -> None:
-    report = GpuReport(collect({}, ["gpu"]))
+    report = GpuReport(collect(["gpu"]))
     section = Section("engine", "Steps", 10.0, 5.0, "complete")
     report.sections = [section]
     gpu.fill(
