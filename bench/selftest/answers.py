@@ -70,7 +70,7 @@ class Script(msgspec.Struct, frozen=True):
 
     chunks: tuple[Chunk, ...] = ()
     tail: bytes | None = None  # the end after the chunks; None: usage if asked for, then [DONE]
-    then: Literal["end", "close", "reset", "hang"] = "end"  # the last three cut the answer
+    then: Literal["end", "close", "hang"] = "end"  # the last two cut the answer
     end_ms: float | None = None  # None: with the last chunk
     cached_tokens: int = 0
 

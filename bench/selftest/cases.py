@@ -5,26 +5,24 @@ The number of times that a fault comes tells it from its neighbours. All is draw
 
 import random
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
-from baton.bench.client.target import Api
 from baton.bench.records import Message, Outcome, Planned
 from baton.bench.selftest.answers import DONE, Chunk, Script, event, paced, steady, usage
 
 FIRST_NUMBER = 10_000  # the number of the first script; warm-up prompts have lower ones
-# A server returns the ids, or text alone and usage at the end.
-Counting = Literal["token_ids", "text"]
 FILLER_IDS = 24
 NUM_WARM_UP = 4  # prompts without a script
 
 
 class Mix(msgspec.Struct, frozen=True):
-    """The requests of one load, and the means by which the client can count tokens."""
+    """The requests of one load.
 
-    api: Api
-    counting: Counting
+    Tokens are counted by their ids in completions, and by chunks of text in chats.
+    """
+
+    counts_ids: bool
     num_good: int
     rate: float
     seed: int
@@ -85,7 +83,6 @@ NUM = len(SOME)
 FAILED = event({"error": {"message": "scripted failure", "type": "server_error"}})
 FAULTS = (
     Case("cut in an event", Script(SOME, b'data: {"ch', "close"), NUM, Outcome.TRUNCATED),
-    Case("reset", Script(SOME, b"", "reset"), NUM, Outcome.TRUNCATED),
     Case("silence", Script(SOME, b"", "hang"), NUM, Outcome.TIMED_OUT),
     Case("error, then [DONE]", Script(SOME, FAILED + DONE), NUM, Outcome.ERROR_IN_STREAM),
     Case("no JSON", Script(SOME, b"data: {]\n\n" + DONE), NUM, Outcome.MALFORMED),
@@ -122,12 +119,11 @@ def plan(cases: list[Case], mix: Mix) -> list[Planned]:
 
 def _planned(index: int, at_s: float, number: int, output_tokens: int, mix: Mix) -> Planned:
     """Return a request for a script; the numbers of the warm-up have none."""
-    is_chat = mix.api == "chat"
     return Planned(
         index=index,
         at_s=at_s,
         output_tokens=output_tokens,
-        prompt_ids=() if is_chat else (number, *range(1, FILLER_IDS)),
-        messages=(Message("user", f"play script {number}"),) if is_chat else (),
+        prompt_ids=(number, *range(1, FILLER_IDS)) if mix.counts_ids else (),
+        messages=() if mix.counts_ids else (Message("user", f"play script {number}"),),
         warm_up=at_s < 0,
     )

@@ -8,11 +8,9 @@ import asyncio
 import json
 import re
 import ssl
-import struct
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from socket import SO_LINGER, SOL_SOCKET
 from typing import Self
 
 import msgspec
@@ -240,9 +238,5 @@ class Stage:
             answer.writes.append(Arrival(monotonic(), num_tokens))
             call.transport.write(data)
             free_s = monotonic() + SPACING_S
-        if script.then == "reset":
-            link = call.transport.get_extra_info("socket")
-            link.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
-            call.transport.abort()
-        elif script.then == "hang":
+        if script.then == "hang":
             await call.until(monotonic() + SILENCE_LIMIT_S)

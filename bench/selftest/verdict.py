@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.figures.metrics import Summary, summarise
+from baton.bench.figures.metrics import summarise
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.selftest.answers import answer_ids
 from baton.bench.selftest.cases import FIRST_NUMBER, Case, Mix
@@ -26,10 +26,6 @@ class Figure(msgspec.Struct, frozen=True):
     name: str
     written: float  # by the stamps of the server
     measured: float
-
-    @property
-    def off_by(self) -> float:
-        return self.measured - self.written
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -74,22 +70,16 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def farthest_ms(self) -> float:
-        return max((abs(one.off_by) for one in self.figures), default=0.0)
-
-    @property
-    def is_close(self) -> bool:
-        """Return whether every percentile lies within the tolerance."""
-        return not self.doubts and self.farthest_ms <= self.tolerance_ms
+        return max((abs(one.measured - one.written) for one in self.figures), default=0.0)
 
     @property
     def ok(self) -> bool:
-        return self.is_close and not self.wrong
+        return not (self.doubts or self.wrong) and self.farthest_ms <= self.tolerance_ms
 
 
 def judge(played: Played, tolerance_ms: float) -> Verdict:
     """Hold a load to the truth; `tolerance_ms` is the largest error of a percentile."""
-    summary = summarise(played.result)
-    figures, doubts = _figures(played, summary)
+    figures, doubts = _figures(played)
     wrong = _differences(played)
     return Verdict(played.name, len(played.cases), tolerance_ms, figures, wrong, doubts)
 
@@ -115,8 +105,9 @@ def percentile_of(values: Sequence[float], percent: int) -> float:
     return sorted(values)[math.ceil(percent * len(values) / 100) - 1]
 
 
-def _figures(played: Played, summary: Summary) -> tuple[list[Figure], list[str]]:
+def _figures(played: Played) -> tuple[list[Figure], list[str]]:
     """Return every percentile, and doubts about metrics with a wrong number of samples."""
+    summary = summarise(played.result)
     truths = [truth_of(answer, due_s) for answer, due_s in played.good()]
     figures, doubts = [], []
     for metric in truths[0] if truths else ():
@@ -145,7 +136,7 @@ def _differences(played: Played) -> list[str]:
             num_tokens = case.script.num_tokens
             expected |= {"num_tokens": num_tokens, "output_tokens": num_tokens}
             expected["cached_tokens"] = case.script.cached_tokens
-            if played.mix.counting == "token_ids":
+            if played.mix.counts_ids:
                 expected["token_ids"] = answer_ids(FIRST_NUMBER + index, num_tokens)
         for name, truth in expected.items():
             if (seen := getattr(record, name)) != truth:

@@ -44,7 +44,7 @@ sys.exit(main(["bench", "selftest"]))
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    mix = Mix("completions", "token_ids", 32, 40.0, 1, TIMEOUT_S, processes=2)
+    mix = Mix(True, 32, 40.0, 1, TIMEOUT_S, processes=2)
     return play("token ids", mix)
 
 
@@ -82,7 +82,7 @@ def test_every_fault_is_counted_as_often_as_it_was_scripted(played: Played) -> N
 
 @pytest.mark.release
 def test_faults_are_counted_without_token_ids_too() -> None:
-    mix = Mix("chat", "text", 16, 60.0, 2, TIMEOUT_S)
+    mix = Mix(False, 16, 60.0, 2, TIMEOUT_S)
     assert judge(play("text", mix), tolerance_ms=1.0).wrong == []
 
 
@@ -202,5 +202,5 @@ def test_ctrl_c_ends_it_at_once_and_without_a_verdict() -> None:
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("", 130)
     first_load, last = done.stderr.splitlines()
-    assert first_load.startswith("completions, tokens counted by token ids")
+    assert first_load.startswith("completions, tokens counted by their ids")
     assert last == "baton: interrupted"

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import ssl
+import struct
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def says(data: bytes) -> Play:
 
 def replies(status: int, body: bytes, kind: str = "application/json", **fields: str) -> Play:
     return lambda call: call.reply(status, body, kind, **fields)
+
+
+async def resets(call: Call) -> None:
+    await call.write(token())
+    link = call.transport.get_extra_info("socket")
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    call.transport.abort()
 
 
 async def hang(call: Call) -> None:
@@ -141,6 +149,7 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (sends(token(), b"data: {]\n\n"), "malformed", "not JSON"),
         (cuts(token(), token()), "truncated", "the connection was closed without [DONE], after 2"),
         (cuts(), "truncated", "the connection was closed without any event"),
+        (resets, "truncated", "the connection was reset without"),
         (says(b""), "truncated", "the connection was closed before an answer came"),
         (says(b"SSH-2.0-x\r\n"), "malformed", "the answer is not HTTP/1.1"),
         (replies(429, error("full"), retry_after_ms="20"), "refused", "full"),
