@@ -80,14 +80,10 @@ ABOUT = "Measure the latency of any OpenAI-compatible server."
 FURTHER = """`baton bench COMMAND --help` lists its flags. The definitions are in docs/bench.md
 and in every report."""
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
-# The flags of a workload that only some kinds of it read.
-SUBGROUPS = {
-    "conversations": ("turns", "think_s"),
-    "traces and files": (
-        "path", "trace_start_s", "time_scale", "spread_s", "length_scale", "max_input",
-        "max_output",
-    ),
-}  # fmt: skip
+# The flags that only some workloads read.
+OF_TRACES = (
+    "path", "trace_start_s", "time_scale", "spread_s", "length_scale", "max_input", "max_output",
+)  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
@@ -150,7 +146,6 @@ def _command_of(settings: type[msgspec.Struct]) -> tuple[str, Command]:
 
 
 def _group(command: str, field: Field) -> str:
-    for name, keys in SUBGROUPS.items():
-        if field.section == "workload" and field.key in keys:
-            return name
+    if field.key in OF_TRACES:
+        return "traces and files"
     return GROUPS.get(field.section, field.section) or command

@@ -12,7 +12,7 @@ from baton.bench.figures.metrics import Summary, counted, summarise
 from baton.bench.figures.validity import Problem, check, invalid, warning
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import bounds_of, window_of
-from baton.bench.records import NOT_SENT, LoadResult, Outcome, Planned, Record, units_of
+from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Settings
 from baton.bench.verify import Mismatch, MismatchKind
@@ -79,12 +79,12 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
     is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
     if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         yield warning(CACHED)
-    num_units = len(units_of([one for one in case.plan.requests if not one.warm_up]))
-    if num_units < case.concurrency:
-        yield warning(f"{num_units} requests cannot keep {case.concurrency} clients busy")
+    num_asked = sum(not one.warm_up for one in case.plan.requests)
+    if num_asked < case.concurrency:
+        yield warning(f"{num_asked} requests cannot keep {case.concurrency} clients busy")
     # Drawn arrivals may be far from the rate that was asked for.
     plan = case.plan
-    wanted, drawn = plan.offered_rate, plan.planned_rate
+    wanted, drawn = plan.offered_rate, plan.realised and plan.realised.rate
     if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
         off = f"{abs(drawn / wanted - 1):.0%} {'above' if drawn > wanted else 'below'}"
         text = f"the arrivals were drawn at {drawn:.4g}/s, {off} the {wanted:g}/s asked for"
@@ -93,7 +93,7 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
 
 def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
     """Say how far a load came that was stopped, without its warm-up."""
-    sent = [one for one in records if not (one.warm_up or one.detail.startswith(NOT_SENT))]
+    sent = [one for one in records if not one.warm_up]
     num_planned = sum(not one.warm_up for one in planned)
     num_stopped = sum(one.outcome is Outcome.STOPPED for one in sent)
     rest = f"; not ended by then, and in no figure: {num_stopped}" if num_stopped else ""

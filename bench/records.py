@@ -1,15 +1,12 @@
-"""The records of a load: the planned requests, the turns that belong together, and their outcomes.
+"""The records of a load: the planned requests, and their outcomes.
 
 Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request lies
 before zero. Counts are tokens, never text. Pure.
 """
 
-from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
-
-NOT_SENT = "not sent: "  # begins the detail of a turn that was lost with an earlier one
 
 
 class Outcome(StrEnum):
@@ -38,21 +35,14 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request that is to be sent. Exactly one of `prompt_ids`, `prompt` and `messages` is given.
-
-    `at_s` is None in a closed loop, and for a later turn of a conversation: such a turn is due
-    `think_s` after the answer to the previous turn (same `conversation`, `turn - 1`).
-    """
+    """A request that is to be sent, with one of `prompt_ids`, `prompt` and `messages`."""
 
     index: int
-    at_s: float | None
+    at_s: float | None  # None in a closed loop
     output_tokens: int  # forced, and verified
     prompt_ids: tuple[int, ...] = ()
     prompt: str = ""
     messages: tuple[Message, ...] = ()
-    conversation: int | None = None
-    turn: int = 0
-    think_s: float = 0.0
     warm_up: bool = False
 
 
@@ -87,10 +77,8 @@ class Record(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     forced_tokens: int = 0
     token_ids: list[int] | None = None  # where the server returns them
-    text: str | None = None  # kept for verification and conversations only
+    text: str | None = None  # kept for verification only
     stages: list[Stage] = msgspec.field(default_factory=list)
-    conversation: int | None = None
-    turn: int = 0
     warm_up: bool = False
     retry_after_s: float | None = None
 
@@ -108,8 +96,6 @@ def begun(planned: Planned, intended_s: float, sent_s: float) -> Record:
         sent_s=sent_s,
         end_s=sent_s,
         outcome=Outcome.UNREACHABLE,
-        conversation=planned.conversation,
-        turn=planned.turn,
         warm_up=planned.warm_up,
     )
 
@@ -133,35 +119,3 @@ class LoadResult(msgspec.Struct):
     clients: list[ClientProcess]
     wall_s: float
     started_at: str  # UTC, ISO 8601
-
-
-# A request alone, or the turns of a conversation in order.
-Unit = list[Planned]
-
-
-def units_of(requests: Sequence[Planned]) -> list[Unit]:
-    """Return the units in the order of their first requests."""
-    units: dict[tuple[object, ...], Unit] = {}
-    for planned in requests:
-        alone = planned.conversation is None
-        key = (planned.index,) if alone else (planned.warm_up, planned.conversation)
-        units.setdefault(key, []).append(planned)
-    return [sorted(unit, key=lambda planned: planned.turn) for unit in units.values()]
-
-
-def next_turn(planned: Planned, before: Planned, answer: Record) -> Planned:
-    """Return `planned` with the whole conversation before it."""
-    said = Message("assistant", answer.text or "")
-    told = (*before.messages, said, *planned.messages)
-    return msgspec.structs.replace(planned, messages=told)
-
-
-def lost_turn(planned: Planned, answer: Record, due_s: float) -> Record | None:
-    """Return the record of a turn that cannot be sent, or None if it can."""
-    if answer.outcome is Outcome.ANSWERED:
-        return None
-    lost = begun(planned, due_s, due_s)
-    lost.outcome, lost.detail = answer.outcome, answer.detail
-    if not answer.detail.startswith(NOT_SENT):
-        lost.detail = f"{NOT_SENT}turn {answer.turn} of the conversation failed"
-    return lost

@@ -79,9 +79,7 @@ def reference(
 def alone(requests: Sequence[Planned]) -> list[Planned]:
     """Return the requests for a closed loop: without their times, and without the warm-up."""
     return [
-        msgspec.structs.replace(planned, at_s=None, think_s=0.0)
-        for planned in requests
-        if not planned.warm_up
+        msgspec.structs.replace(planned, at_s=None) for planned in requests if not planned.warm_up
     ]
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.bench.client.ask import LEAD_S
 from baton.bench.client.target import Target, check, place_of, tls_of
-from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record, units_of
+from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Child, Command
@@ -125,15 +125,14 @@ def deal(load: Load) -> list[Load]:
     check(load.target, load.requests)
     if place_of(load.target.url).is_tls:
         tls_of(load.target)
-    units = units_of(load.requests)
     clients = load.concurrency
-    if not clients and any(unit[0].at_s is None for unit in units):
+    if not clients and any(planned.at_s is None for planned in load.requests):
         raise ConfigError("an open loop needs an arrival time for every request")
-    num_shares = min(load.processes, len(units), clients or load.processes)
+    num_shares = min(load.processes, len(load.requests), clients or load.processes)
     return [
         msgspec.structs.replace(
             load,
-            requests=[planned for unit in units[number::num_shares] for planned in unit],
+            requests=load.requests[number::num_shares],
             concurrency=clients // num_shares + (number < clients % num_shares),
         )
         for number in range(num_shares)

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from operator import itemgetter
 
 import msgspec
 
@@ -32,16 +33,7 @@ from baton.bench.client.load import (
     encode,
     to_worker,
 )
-from baton.bench.records import (
-    ClientProcess,
-    Outcome,
-    Planned,
-    Record,
-    Unit,
-    lost_turn,
-    next_turn,
-    units_of,
-)
+from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
 
@@ -80,7 +72,7 @@ async def _work(pipe: Connection) -> None:
 
 
 class Worker:
-    """The sender of the units of a share. All moments and stamps are on the monotonic clock."""
+    """The sender of the requests of a share. All moments and stamps are on the monotonic clock."""
 
     def __init__(self, pipe: Connection, share: Load) -> None:
         self._pipe, self._share = pipe, share
@@ -107,11 +99,9 @@ class Worker:
         self._ended += 1
         self._failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
         self._tokens += record.num_tokens
-        text = record.text
         if not self._share.keep_text:
             record.text = None
         self._records.append(self._encode(record))
-        record.text = text  # the next turn needs it
 
     def _hear(self) -> None:
         """Take in one message; the end of the load's process is also a stop."""
@@ -135,13 +125,13 @@ class Worker:
         return Progress(self._sent, self._ended, self._failed, self._tokens)
 
     async def _carry_out(self) -> ClientProcess:
-        share, units = self._share, units_of(self._share.requests)
+        share, requests = self._share, self._share.requests
         if share.concurrency:
-            await self._closed_loop([unit for unit in units if unit[0].warm_up], monotonic())
-            units = [unit for unit in units if not unit[0].warm_up]
+            await self._closed_loop([one for one in requests if one.warm_up], monotonic())
+            requests = [one for one in requests if not one.warm_up]
             # All clients start at once, so connections are opened before that crowded moment.
             timeout_s = min(share.target.timeout_s, OPEN_AHEAD_S)
-            await self._session.open_ahead(min(share.concurrency, len(units)), timeout_s)
+            await self._session.open_ahead(min(share.concurrency, len(requests)), timeout_s)
         gc.collect()
         gc.freeze()
         gc.disable()  # cycles are rare here, and a collection would stop the clock of all requests
@@ -152,9 +142,9 @@ class Worker:
         cpu_s, wall_s = time.process_time(), monotonic()
         if start_s is not None and share.concurrency:
             await asyncio.sleep(start_s - monotonic())
-            await self._closed_loop(units, start_s)
+            await self._closed_loop(requests, start_s)
         elif start_s is not None:
-            await self._open_loop(units, start_s)
+            await self._open_loop(requests, start_s)
         strain.stop()
         return ClientProcess(
             pid=os.getpid(),
@@ -166,27 +156,27 @@ class Worker:
             busiest_cpu=strain.busiest_cpu,
         )
 
-    async def _open_loop(self, units: Sequence[Unit], start_s: float) -> None:
-        """Send each unit at the moment of its first request."""
-        moments = [(start_s + (unit[0].at_s or 0.0), unit) for unit in units]
+    async def _open_loop(self, requests: Sequence[Planned], start_s: float) -> None:
+        """Send each request at its moment."""
+        moments = [(start_s + (planned.at_s or 0.0), planned) for planned in requests]
         async with asyncio.TaskGroup() as group:
-            for due_s, unit in sorted(moments, key=lambda pair: pair[0]):
+            for due_s, planned in sorted(moments, key=itemgetter(0)):
                 if not await self._session.until(due_s - LEAD_S):
                     return
-                group.create_task(self._follow(unit, due_s))
+                group.create_task(self._ask(planned, due_s))
 
-    async def _closed_loop(self, units: Sequence[Unit], start_s: float) -> None:
-        """Run the clients; each takes the next unit when it has the last answer.
+    async def _closed_loop(self, requests: Sequence[Planned], start_s: float) -> None:
+        """Run the clients; each sends the next request when it has the last answer.
 
         One that was turned away pauses, or it would spend all its requests on an absent server.
         """
-        waiting, session = deque(units), self._session
+        waiting, session = deque(requests), self._session
         stop_after_s = self._share.stop_after_s
         over_s = math.inf if stop_after_s is None else start_s + stop_after_s
 
         async def client() -> None:
             while waiting and not session.stopped and monotonic() < over_s:
-                answer = await self._follow(waiting.popleft(), None)
+                answer = await self._ask(waiting.popleft(), None)
                 if answer is not None and waiting:
                     await session.until(min(monotonic() + pause_s(answer), over_s))
 
@@ -194,40 +184,16 @@ class Worker:
             for _ in range(min(self._share.concurrency, len(waiting))):
                 group.create_task(client())
 
-    async def _follow(self, unit: Unit, due_s: float | None) -> Record | None:
-        """Ask the turns of a unit, each after the answer to the one before.
-
-        Return the last answer, or None if the load was stopped before the moment of a turn.
-        """
-        answer = last = None
-        before = unit[0]
-        for turn in unit:
-            planned = turn
-            if answer is not None:
-                planned = next_turn(turn, before, answer)
-                due_s = answer.end_s + turn.think_s
-                if (lost := lost_turn(planned, answer, due_s)) is not None:
-                    self._sent += 1
-                    self.add(lost)
-                    before, answer = planned, lost
-                    continue
-            answer = last = await self._ask(planned, due_s)
-            if answer is None:
-                return None
-            self.add(answer)
-            before = planned
-        return last
-
     async def _ask(self, planned: Planned, due_s: float | None) -> Record | None:
         """Return the answer, or None if the load was stopped before the moment came."""
-        if not await self._session.until(0.0 if due_s is None else due_s - LEAD_S):
-            return None
         self._sent += 1
         try:
-            return await ask(self._session, self._share.target, planned, due_s)
+            answer = await ask(self._session, self._share.target, planned, due_s)
         except Stopped:
             self._sent -= 1
             return None
+        self.add(answer)
+        return answer
 
 
 def pause_s(answer: Record) -> float:

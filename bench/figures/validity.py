@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from baton.bench.figures.metrics import Summary, Window, counted, measure
-from baton.bench.records import NOT_SENT, LoadResult, Outcome, Planned, Record
+from baton.bench.records import LoadResult, Outcome, Planned, Record
 
 MIN_LAG_GATE_MS = 5.0
 LAG_GATE_OF_TTFT = 0.01
@@ -138,8 +138,7 @@ def _answers(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[
             f"{len(wrong)} {of_all} answers have another length than was asked for (the first: "
             f"{wrong[0].num_tokens} tokens for {wrong[0].forced_tokens}){IGNORED}"
         )
-    # Later turns are left out: they are sent longer than they were planned.
-    asked = {one.index: len(one.prompt_ids) for one in planned if not one.turn}
+    asked = {one.index: len(one.prompt_ids) for one in planned}
     seen = [(one.prompt_tokens, asked.get(one.index, 0)) for one in records]
     if cut := [(had, sent) for had, sent in seen if had is not None and had < sent]:
         yield warning(
@@ -192,11 +191,9 @@ def _counts(failed: Sequence[Record]) -> str:
 
 
 def _has_wrong_length(record: Record) -> bool:
-    if record.outcome is Outcome.WRONG_LENGTH:
-        # A turn after one of a wrong length is not sent, so it has none of its own.
-        return not record.detail.startswith(NOT_SENT)
     is_answered = record.outcome is Outcome.ANSWERED
-    return is_answered and record.forced_tokens not in (0, record.num_tokens)
+    is_off = is_answered and record.forced_tokens not in (0, record.num_tokens)
+    return is_off or record.outcome is Outcome.WRONG_LENGTH
 
 
 def find_growth(records: Sequence[Record], window: Window | None) -> str:

@@ -1,8 +1,7 @@
 """What is asked, and when: a workload and arrivals become a plan of requests.
 
 Everything is drawn from one seed before the load starts; request n of a seed is the same however
-many there are, so arms and rounds are asked the same. A later turn of a conversation holds only
-what the user adds: the client puts the turns before it and their answers in front.
+many there are, so arms and rounds are asked the same.
 """
 
 import math
@@ -16,7 +15,6 @@ from baton.bench.plan.arrivals import (
     Gaps,
     Realised,
     Recorded,
-    at_rate,
     realised,
     times,
 )
@@ -48,19 +46,9 @@ class Plan(msgspec.Struct, frozen=True):
     duration_s: float | None = None
 
     @property
-    def planned_rate(self) -> float | None:
-        """Requests/s of the arrivals, with the turns that each of them brings."""
-        if self.realised is None or self.realised.rate is None:
-            return None
-        num_requests = sum(not one.warm_up for one in self.requests)
-        return self.realised.rate * num_requests / self.realised.num_arrivals
-
-    @property
     def times(self) -> list[float]:
-        """Return the times without the warm-up, or none if some depend on answers to others."""
-        at = [one.at_s for one in self.requests if not one.warm_up]
-        known = [at_s for at_s in at if at_s is not None]
-        return known if len(known) == len(at) else []
+        """Return the times without the warm-up, or none in a closed loop."""
+        return [one.at_s for one in self.requests if not one.warm_up and one.at_s is not None]
 
 
 # The times of the arrivals, None in a closed loop, and a plan that has no requests yet.
@@ -77,12 +65,10 @@ def make_plan(
 ) -> Plan:
     """Plan an open loop, or a closed one if `arrivals` is None.
 
-    `count` and `duration_s` bound the arrivals. Counts and rates are of requests; a conversation
-    begins at its arrival and is never cut, so up to `turns` - 1 more may be planned. Warm-up
-    requests lie before time 0. Raises `ConfigError`.
+    `count` and `duration_s` bound the arrivals. Warm-up requests lie before time 0. Raises
+    `ConfigError`.
     """
     source = _source(workload)
-    count = None if count is None else math.ceil(count / workload.num_turns)
     if count is None and (arrivals is None or duration_s is None):
         # Recorded times end by themselves.
         count = source.num_rows
@@ -95,7 +81,7 @@ def make_plan(
         case Recorded():
             schedule = _recorded(source, arrivals, count, duration_s)
         case _:
-            schedule = _drawn(arrivals, workload, count, duration_s)
+            schedule = _drawn(arrivals, workload.seed, count, duration_s)
     at, outline = schedule
     num = len(at)
     if source.num_rows is not None and num > source.num_rows:
@@ -106,8 +92,7 @@ def make_plan(
     measured = [source.draw(place) for place in range(num)]
     at_once = _warm_up_times(warm_up, outline)
     drawn = [(at_s, True, source.warm_up(place)) for place, at_s in enumerate(at_once)]
-    for turns, at_s in zip(measured, at, strict=True):
-        drawn += [(None if turn else at_s, False, one) for turn, one in enumerate(turns)]
+    drawn += [(at_s, False, one) for one, at_s in zip(measured, at, strict=True)]
     requests = [
         msgspec.structs.replace(one, index=index, at_s=at_s, warm_up=is_warm_up)
         for index, (at_s, is_warm_up, one) in enumerate(drawn)
@@ -127,22 +112,14 @@ def _source(workload: Workload) -> Source:
     return sources.get(kind, DrawnSource)(workload, draws)
 
 
-def _drawn(
-    arrivals: Gaps, workload: Workload, count: int | None, duration_s: float | None
-) -> Schedule:
-    """Draw times. A conversation is as many requests as it has turns, so they begin that slower."""
+def _drawn(arrivals: Gaps, seed: int, count: int | None, duration_s: float | None) -> Schedule:
     if count is None and duration_s is None:
         raise ConfigError("say how long: --requests N, --duration-s S, or both")
-    starts, what = arrivals, str(arrivals)
-    if (turns := workload.num_turns) > 1:
-        starts = at_rate(arrivals, arrivals.rate / turns)
-        what += f" of requests, {starts} of conversations"
-    at = times(starts, duration_s=duration_s, count=count, seed=workload.seed)
+    at = times(arrivals, duration_s=duration_s, count=count, seed=seed)
     if not at:
-        raise ConfigError(f"no request of {what} arrives within {duration_s:g} s")
+        raise ConfigError(f"no request of {arrivals} arrives within {duration_s:g} s")
     reality = realised(at)
-    notes = [f"{what}: {reality}"]
-    return at, Plan([], notes, reality, arrivals.rate, duration_s or at[-1])
+    return at, Plan([], [f"{arrivals}: {reality}"], reality, arrivals.rate, duration_s or at[-1])
 
 
 def _recorded(

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-from baton.bench.plan.workload import Kind, Vocabulary, Workload, range_of
+from baton.bench.plan.workload import Vocabulary, Workload, range_of
 from baton.bench.records import Message, Planned
 from baton.protocol.errors import ConfigError
 
@@ -157,41 +157,27 @@ def written(places: Sequence[int]) -> str:
 
 
 class DrawnSource:
-    """Requests with random prompts, without index and time; several turns make a conversation."""
+    """Requests with random prompts, without index and time."""
 
     num_rows: int | None = None  # there is no end
     times: Sequence[float] | None = None
 
     def __init__(self, workload: Workload, draws: Draws) -> None:
         self._workload, self._draws = workload, draws
-        self._kind: Kind = workload.workload
+        self._kind = workload.workload
 
-    def draw(self, place: int) -> list[Planned]:
-        key, num_turns = (MEASURED, place), self._workload.num_turns
-        first = self._request((*key, 0), (MEASURED, 0))
-        if num_turns == 1:
-            return [first]
-        later = [
-            msgspec.structs.replace(
-                self._request((*key, turn), None),
-                conversation=place,
-                turn=turn,
-                think_s=self._workload.think_s,
-            )
-            for turn in range(1, num_turns)
-        ]
-        return [msgspec.structs.replace(first, conversation=place), *later]
+    def draw(self, place: int) -> Planned:
+        return self._request((MEASURED, place, 0), (MEASURED, 0))
 
     def warm_up(self, place: int) -> Planned:
         return self._request((WARM_UP, place, 0), (WARM_UP, place))
 
-    def _request(self, key: Key, prefix: Key | None) -> Planned:
-        draws = self._draws
-        num_shared = self._workload.shared_prefix if prefix is not None else 0
+    def _request(self, key: Key, prefix: Key) -> Planned:
+        draws, num_shared = self._draws, self._workload.shared_prefix
         outputs, own = draws.output_tokens(key), draws.input_tokens(key)
         draws.spend(num_shared + own)
         choices = draws.vocabulary if self._kind == "tokens" else WORD_PLACES
-        start = draws.shared(prefix or (), num_shared, choices)
+        start = draws.shared(prefix, num_shared, choices)
         rest = draws.prompt(key, own, choices)
         if self._kind == "tokens":
             return Planned(0, None, outputs, prompt_ids=start + rest)
@@ -200,11 +186,7 @@ class DrawnSource:
         system = (Message("system", written(start)),) if start else ()
         return Planned(0, None, outputs, messages=(*system, Message("user", written(rest))))
 
-    def notes(self, num_arrivals: int) -> list[str]:
-        num_turns, notes = self._workload.num_turns, []
-        if num_turns > 1:
-            requests = num_arrivals * num_turns
-            notes.append(f"{num_arrivals} conversations of {num_turns} turns: {requests} requests")
-        if self._kind != "tokens":
-            notes.append("a word counts as a token in prompts: the server's usage is exact")
-        return notes
+    def notes(self, _num_arrivals: int) -> list[str]:
+        if self._kind == "tokens":
+            return []
+        return ["a word counts as a token in prompts: the server's usage is exact"]

@@ -272,15 +272,15 @@ class TraceSource:
                 "chance: raise --length-scale or widen --vocabulary"
             )
 
-    def draw(self, place: int) -> list[Planned]:
+    def draw(self, place: int) -> Planned:
         row = self._rows[place]
         if not row.hash_ids:
-            return [self._unlike_others(row, (MEASURED, place, 0))]
+            return self._unlike_others(row, (MEASURED, place, 0))
         self._draws.spend(row.input_tokens)
         blocks = (self._draws.block(one, self._replay.block_tokens) for one in row.hash_ids)
         ids = tuple(itertools.chain.from_iterable(blocks))[: row.input_tokens]
         assert len(ids) == row.input_tokens
-        return [Planned(0, None, row.output_tokens, prompt_ids=ids)]
+        return Planned(0, None, row.output_tokens, prompt_ids=ids)
 
     def warm_up(self, place: int) -> Planned:
         return self._unlike_others(self._rows[place % len(self._rows)], (WARM_UP, place, 0))
@@ -303,11 +303,11 @@ class FileSource:
         at = [row.at_s for row in self._rows if row.at_s is not None]
         self.times: Sequence[float] | None = at or None
 
-    def draw(self, place: int) -> list[Planned]:
+    def draw(self, place: int) -> Planned:
         row, outputs = self._row(place, MEASURED)
         if isinstance(row.prompt, tuple):
-            return [Planned(0, None, outputs, prompt_ids=row.prompt)]
-        return [Planned(0, None, outputs, prompt=row.prompt, messages=row.messages)]
+            return Planned(0, None, outputs, prompt_ids=row.prompt)
+        return Planned(0, None, outputs, prompt=row.prompt, messages=row.messages)
 
     def warm_up(self, place: int) -> Planned:
         """Draw a request of the row's form and length, which is counted in words if it is text."""

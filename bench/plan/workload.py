@@ -10,7 +10,7 @@ import msgspec
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import about
 
-Kind = Literal["tokens", "text", "chat", "conversation", "trace", "file"]
+Kind = Literal["tokens", "text", "chat", "trace", "file"]
 Vocabulary = tuple[int, int]  # lowest and highest token id to draw, both included
 
 AUTO = "auto"
@@ -43,8 +43,6 @@ class Workload(msgspec.Struct, frozen=True):
         int,
         about("common start of all prompts, in front of the tokens of --prompt", "tokens", ge=0),
     ] = 0
-    turns: Annotated[int, about("requests of each conversation", ge=1, le=10_000)] = 4
-    think_s: Annotated[float, about("pause between an answer and the next turn", "s", ge=0)] = 1.0
     path: Annotated[
         str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
     ] = ""
@@ -67,11 +65,6 @@ class Workload(msgspec.Struct, frozen=True):
     seed: Annotated[
         int, about("number from which all prompts, lengths and arrivals are drawn", ge=0)
     ] = 0
-
-    @property
-    def num_turns(self) -> int:
-        """Return the number of requests that one arrival brings."""
-        return self.turns if self.workload == "conversation" else 1
 
 
 def range_of(text: str) -> Vocabulary:

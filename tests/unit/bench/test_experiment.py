@@ -30,7 +30,6 @@ ARMS = ("a=http://127.0.0.1:9", "b=http://127.0.0.1:10")
 ASKED = ("--prompt", "4", "--output", "2", "--vocabulary", "300-400")
 OPEN = ("--arrivals", "constant:1", "--requests", "5")  # at 0, 1, 2, 3 and 4 s
 CLOSED = ("--concurrency", "1", "--requests", "5")
-LATER_TURNS = (*OPEN, "--workload", "conversation")
 
 
 def planned(*words: str) -> Plan:
@@ -70,14 +69,14 @@ def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(
 
 @pytest.mark.parametrize(
     "words",
-    [(*OPEN, "--window", "4-5"), *((*one, "--window", "9-10") for one in (CLOSED, LATER_TURNS))],
+    [(*OPEN, "--window", "4-5"), (*CLOSED, "--window", "9-10")],
 )
 def test_a_window_in_which_something_may_arrive_is_accepted(words: Sequence[str]) -> None:
     assert planned(*words).requests
 
 
 # A longer load may still answer something, and the end of the others is not known.
-@pytest.mark.parametrize("words", [(*OPEN, "--duration-s", "9"), CLOSED, LATER_TURNS])
+@pytest.mark.parametrize("words", [(*OPEN, "--duration-s", "9"), CLOSED])
 def test_a_fault_that_may_come_before_the_end_is_accepted(words: Sequence[str]) -> None:
     refuse_late(parse_fault("stop:4711@5+1"), planned(*words))
 

@@ -56,10 +56,9 @@ def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
             judge(case_of(2), nothing, "the first 1 failed")
 
 
-def test_how_far_a_load_came_is_said_without_warm_up_and_turns_that_were_not_sent() -> None:
-    result = ended(ANSWERED, ANSWERED, STOPPED, STOPPED)
+def test_how_far_a_load_came_is_said_without_warm_up() -> None:
+    result = ended(ANSWERED, ANSWERED, STOPPED)
     result.records[0].warm_up = True
-    result.records[3].detail = "not sent: turn 0 of the conversation failed"
     planned = [Planned(index, None, 2, (1,), warm_up=not index) for index in range(9)]
     far = sent_so_far(result.records, planned)
     assert far == "2 of 8 requests had been sent; not ended by then, and in no figure: 1"
@@ -93,7 +92,6 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
         (Workload(shared_prefix=16), False),
         (Workload(workload="chat", shared_prefix=16), False),
         (Workload(workload="trace"), False),
-        (Workload(workload="conversation"), False),
         (Workload(workload="file"), False),
     ],
 )

@@ -22,14 +22,12 @@ from baton.protocol.errors import ConfigError
 POISSON = Gaps(5, 1)
 SMALL = Workload(prompt="uniform:4-40", output="uniform:1-9", shared_prefix=3)
 TINY = Workload(prompt="1", vocabulary="0-9")
-TURNS = Workload(workload="conversation", prompt="4", shared_prefix=2, turns=4, think_s=1.5)
 WORKLOADS = st.builds(
     Workload,
-    workload=st.sampled_from(("tokens", "text", "chat", "conversation")),
+    workload=st.sampled_from(("tokens", "text", "chat")),
     prompt=st.sampled_from(("4", "uniform:4-40")),
     output=st.just("uniform:1-9"),
     shared_prefix=st.sampled_from((0, 3)),
-    turns=st.sampled_from((1, 3)),
     seed=st.integers(0, 2**40),
 )
 TRACE = "\n".join(
@@ -75,7 +73,7 @@ def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
     assert len(set(prompts(requests))) == len(requests)
     assert times(plan) == sorted(times(plan))
     for one in requests:
-        assert (one.at_s is None) == (arrivals is None or one.turn > 0)
+        assert (one.at_s is None) == (arrivals is None)
         assert one.at_s is None or (one.at_s < 0) == one.warm_up
         assert sum(bool(part) for part in (one.prompt_ids, one.prompt, one.messages)) == 1
         assert 1 <= one.output_tokens <= 9
@@ -133,30 +131,11 @@ def test_prompts_that_cannot_all_differ_are_refused() -> None:
         make_plan(TINY, None, count=11)
 
 
-def test_a_later_turn_holds_only_what_the_user_adds() -> None:
-    plan = make_plan(msgspec.structs.replace(TURNS, turns=2), Gaps(4, 0), count=4)
-    first, second, other, _ = plan.requests
+def test_a_prefix_that_chats_share_is_their_system_message() -> None:
+    workload = Workload(workload="chat", prompt="4", shared_prefix=2)
+    first, other = make_plan(workload, None, count=2).requests
     assert [message.role for message in first.messages] == ["system", "user"]
-    assert [message.role for message in second.messages] == ["user"]
-    assert [one.conversation for one in plan.requests] == [0, 0, 1, 1]
-    assert [one.turn for one in plan.requests] == [0, 1, 0, 1]
-    assert [one.at_s for one in plan.requests] == [0.0, None, 0.5, None]
-    assert [one.think_s for one in plan.requests] == [0.0, 1.5, 0.0, 1.5]
     assert first.messages[0] == other.messages[0]
-
-
-@pytest.mark.parametrize("arrivals", [Gaps(8, 0), Gaps(8, 1), Gaps(8, 2)])
-def test_rates_and_counts_of_conversations_are_those_of_their_requests(arrivals: Gaps) -> None:
-    plan = make_plan(TURNS, arrivals, duration_s=400.0)
-    assert len(plan.requests) == pytest.approx(8 * 400, rel=0.15)
-    assert plan.planned_rate == pytest.approx(len(plan.requests) / 400, rel=0.03)
-    assert plan.offered_rate == 8
-    counted = make_plan(TURNS, arrivals, count=10, duration_s=400.0)
-    assert counted.requests == plan.requests[:12]  # no conversation is cut
-    assert "3 conversations of 4 turns: 12 requests" in said(counted)
-    assert len(make_plan(TURNS, None, count=8).requests) == 8
-    drawn = said(make_plan(TURNS, Gaps(8, 0), count=80))
-    assert "constant:8 of requests, constant:2 of conversations: 20 arrivals at 2/s" in drawn
 
 
 def test_a_plan_says_what_it_is() -> None:
@@ -201,11 +180,13 @@ def test_a_recorded_shape_offers_the_rate_asked_for_within_its_duration(
     plan = make_plan(workload, Recorded(rate), duration_s=120.0)
     assert len(plan.requests) == 120 * rate
     assert plan.offered_rate == rate
-    assert plan.planned_rate == pytest.approx(rate)
+    assert plan.realised is not None
+    assert plan.realised.rate == pytest.approx(rate)
     assert plan.requests[-1].at_s == pytest.approx(120 - 1 / rate)
     assert plan.requests == make_plan(workload, Recorded(rate), count=int(120 * rate)).requests
     shorter = make_plan(workload, Recorded(rate), count=30, duration_s=120.0)
-    assert (len(shorter.requests), shorter.planned_rate) == (30, pytest.approx(rate))
+    assert shorter.realised is not None
+    assert (len(shorter.requests), shorter.realised.rate) == (30, pytest.approx(rate))
     # The rows keep their shape: the same gaps as recorded, all by one factor.
     recorded = times(make_plan(workload, Recorded(), count=30))
     factor = 29 / rate / recorded[-1]

@@ -127,11 +127,11 @@ def test_alone_means_without_schedule_and_without_warm_up() -> None:
     requests = [
         Planned(0, -1.0, 8, (1, 2), warm_up=True),
         Planned(1, 0.5, 8, (3, 4)),
-        Planned(2, None, 8, (5, 6), conversation=1, turn=1, think_s=2.0),
+        Planned(2, None, 8, (5, 6)),
     ]
     assert alone(requests) == [
         Planned(1, None, 8, (3, 4)),
-        Planned(2, None, 8, (5, 6), conversation=1, turn=1),
+        Planned(2, None, 8, (5, 6)),
     ]
 
 

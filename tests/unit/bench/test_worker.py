@@ -11,7 +11,7 @@ import pytest
 from baton.bench.client.ask import Session
 from baton.bench.client.target import Target
 from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Strain, new_loop, pause_s
-from baton.bench.records import Arrival, Planned, Record, units_of
+from baton.bench.records import Arrival, Record
 
 T = TypeVar("T")
 
@@ -75,25 +75,9 @@ def test_the_busiest_seconds_are_found_among_idle_ones(num_s: int, busiest: floa
     assert strain.busiest_cpu == pytest.approx(busiest, abs=0.01)
 
 
-def planned(index: int, **more: object) -> Planned:
-    return msgspec.convert({"index": index, "at_s": None, "output_tokens": 2, **more}, Planned)
-
-
 def answer(outcome: str = "answered", **more: object) -> Record:
     fields = {"index": 0, "intended_s": 0.0, "sent_s": 0.0, "end_s": 3.0, "outcome": outcome}
     return msgspec.convert({**fields, **more}, Record)
-
-
-def test_turns_of_a_conversation_stay_together_in_order() -> None:
-    requests = [
-        planned(0, conversation=5),
-        planned(1),
-        planned(2, conversation=5, turn=2),
-        planned(3, conversation=5, turn=1),
-        planned(4, conversation=5, warm_up=True),
-    ]
-    found = [[one.index for one in unit] for unit in units_of(requests)]
-    assert found == [[0, 3, 2], [1], [4]]
 
 
 @pytest.mark.parametrize(
