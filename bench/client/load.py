@@ -29,7 +29,7 @@ EXIT_TIMEOUT_S = 2.0
 MODULE = "baton.bench.client.worker"
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class Load(msgspec.Struct, frozen=True):
     """Requests for a target.
 
     With a `concurrency` it is a closed loop: each of so many clients sends when it has its last
@@ -44,20 +44,6 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     keep_text: bool = False
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
-    """The schedule starts at `start_s` on the monotonic clock that all processes share."""
-
-    start_s: float
-
-
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The order to send nothing more, give up the requests under way, and report."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The process waits for `Go`; the warm-up of a closed loop is over."""
-
-
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """The counts so far, warm-up included."""
 
@@ -65,6 +51,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     ended: int = 0
     failed: int = 0
     tokens: int = 0
+    ready: int = 0  # client processes that wait for the start, or have begun
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -74,11 +61,12 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     records: list[msgspec.Raw]
 
 
-ToWorker = Load | Go | Stop
-FromWorker = Ready | Progress | Finished
+# What follows the load: the start of the schedule on the monotonic clock that all processes share,
+# or None to send nothing more, give up the requests under way, and report.
+Order = float | None
+FromWorker = Progress | Finished
 
 encode = msgspec.msgpack.Encoder().encode
-to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _record = msgspec.msgpack.Decoder(Record)
 
@@ -96,7 +84,7 @@ def run_load(
     start of the schedule on the monotonic clock. Raises `ConfigError` for a load that cannot run.
     """
     with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
-        workers.wait_until(lambda: all(end.is_ready for end in workers.ends))
+        workers.wait_until(lambda: workers.progress.ready == len(workers.ends))
         # The first request of an open loop may be due before the start, to warm up.
         first_s = min([0.0, *(one.at_s for one in load.requests if one.at_s is not None)])
         start_s = monotonic() + START_DELAY_S + LEAD_S - first_s
@@ -104,7 +92,7 @@ def run_load(
         if not workers.stopping:
             on_start(start_s)
             for end in workers.ends:
-                end.send(Go(start_s))
+                end.send(start_s)
         workers.wait_until(lambda: all(end.finished for end in workers.ends))
         on_progress(workers.progress)
         found = [end.finished for end in workers.ends if end.finished is not None]
@@ -179,7 +167,7 @@ class Workers:
                 self.stopping, self._deadline_s = True, now_s + STOP_TIMEOUT_S
                 for end in self.ends:
                     with contextlib.suppress(OSError):  # `poll` finds out how a process ended
-                        end.pipe.send_bytes(encode(Stop()))
+                        end.pipe.send_bytes(encode(None))
             if self.stopping and now_s > self._deadline_s:
                 raise BatonError("the client processes did not stop when told to")
             if now_s - self._shown_s >= SHOW_EVERY_S:
@@ -200,7 +188,6 @@ class _End:
 
     def __init__(self, name: str) -> None:
         self.progress = Progress()
-        self.is_ready = False
         self.finished: Finished | None = None
         self.pipe, theirs = Pipe()
         descriptor = theirs.fileno()
@@ -209,7 +196,7 @@ class _End:
             # The child keeps its last lines for the error message.
             self._child = Child(command, relay=lambda *_: None)
 
-    def send(self, message: ToWorker) -> None:
+    def send(self, message: Load | Order) -> None:
         try:
             self.pipe.send_bytes(encode(message))
         except OSError as error:
@@ -222,8 +209,6 @@ class _End:
         except (EOFError, OSError):
             raise self._gone("it ended before the load did") from None
         match message:
-            case Ready():
-                self.is_ready = True
             case Progress():
                 self.progress = message
             case Finished():

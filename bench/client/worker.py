@@ -23,16 +23,7 @@ from operator import itemgetter
 import msgspec
 
 from baton.bench.client.ask import LEAD_S, Session, Stopped, ask
-from baton.bench.client.load import (
-    Finished,
-    FromWorker,
-    Go,
-    Load,
-    Progress,
-    Ready,
-    encode,
-    to_worker,
-)
+from baton.bench.client.load import Finished, FromWorker, Load, Order, Progress, encode
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
@@ -66,9 +57,7 @@ def main() -> None:
 
 
 async def _work(pipe: Connection) -> None:
-    share = to_worker.decode(pipe.recv_bytes())
-    assert isinstance(share, Load)
-    await Worker(pipe, share).run()
+    await Worker(pipe, msgspec.msgpack.decode(pipe.recv_bytes(), type=Load)).run()
 
 
 class Worker:
@@ -79,7 +68,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._session = Session(share.target)
         self._start: asyncio.Future[float | None] = self._loop.create_future()
-        self._sent = self._ended = self._failed = self._tokens = 0
+        self._sent = self._ended = self._failed = self._tokens = self._ready = 0
         self._records: list[bytes] = []
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -106,8 +95,9 @@ class Worker:
     def _hear(self) -> None:
         """Take in one message; the end of the load's process is also a stop."""
         with contextlib.suppress(EOFError, ConnectionError):
-            if isinstance(message := to_worker.decode(self._pipe.recv_bytes()), Go):
-                self._start.set_result(message.start_s)
+            order: Order = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Order)
+            if order is not None:
+                self._start.set_result(order)
                 return
         self._loop.remove_reader(self._pipe.fileno())
         self._session.stop()
@@ -122,7 +112,7 @@ class Worker:
         self._counting = self._loop.call_later(COUNT_EVERY_S, self._count)
 
     def _progress(self) -> Progress:
-        return Progress(self._sent, self._ended, self._failed, self._tokens)
+        return Progress(self._sent, self._ended, self._failed, self._tokens, self._ready)
 
     async def _carry_out(self) -> ClientProcess:
         share, requests = self._share, self._share.requests
@@ -135,7 +125,8 @@ class Worker:
         gc.collect()
         gc.freeze()
         gc.disable()  # cycles are rare here, and a collection would stop the clock of all requests
-        self._tell(Ready())
+        self._ready = 1
+        self._tell(self._progress())
         start_s = await self._start
         strain = Strain(self._loop)
         ended, tokens = self._ended, self._tokens

@@ -25,7 +25,6 @@ class SearchOptions(msgspec.Struct, frozen=True):
     ] = 0.9
     start_rate: Annotated[float, about("first rate to try", "requests/s", gt=0)] = 1.0
     min_rate: Annotated[float, about("lowest rate to try", "requests/s", gt=0)] = 0.01
-    max_rate: Annotated[float, about("highest rate to try; 0: any", "requests/s", ge=0)] = 0.0
     # Rates have four digits; a bracket that is hardly wider could not be bisected.
     tolerance: Annotated[
         float, about("relative distance of the rates between which bisecting ends", ge=0.01, le=1)
@@ -67,7 +66,6 @@ class Ending(StrEnum):
     FOUND = "found"
     NEVER_ATTAINED = "never_attained"
     CLIENT_LIMIT = "client_limit"  # the server holds what the client can send
-    RATE_LIMIT = "rate_limit"  # the server holds `max_rate`
     NO_VALID_RUN = "no_valid_run"
     PROBES_SPENT = "probes_spent"
 
@@ -99,7 +97,7 @@ class _Rate:
 class RateSearch:
     """Narrows the gap between the highest rate that attains and the lowest that does not.
 
-    Raises `ConfigError` for options that contradict each other.
+    Raises `ConfigError` for a first rate below the lowest one.
     """
 
     options: SearchOptions = field(default_factory=SearchOptions)
@@ -110,12 +108,9 @@ class RateSearch:
 
     def __post_init__(self) -> None:
         least, start = self.options.min_rate, self.options.start_rate
-        limit = self.options.max_rate or math.inf
         if not least <= start < math.inf:
             raise ConfigError(f"--start-rate {start:g} must not be below --min-rate {least:g}")
-        if limit < least:
-            raise ConfigError(f"--max-rate {limit:g} must not be below --min-rate {least:g}")
-        self._next = (min(start, limit), Purpose.UP)
+        self._next = (start, Purpose.UP)
 
     def next_rate(self) -> float | None:
         """Return the rate to run now, or None once the search has ended. Changes nothing."""
@@ -152,17 +147,14 @@ class RateSearch:
     def result(self) -> Found:
         """Return the result at the end, or what is known so far."""
         low, high = self._low(), self._high()
-        has_rate = self._ending in (Ending.FOUND, Ending.CLIENT_LIMIT, Ending.RATE_LIMIT)
-        confirmed = has_rate and self._is_confirmed()
-        line, offered = (
-            self._line(low, high),
-            [
-                probe.offered_rate
-                for probe in self.probes
-                if probe.rate == low and probe.purpose is Purpose.CONFIRM and probe.is_valid
-                if probe.offered_rate is not None
-            ],
-        )
+        has_rate = self._ending in (Ending.FOUND, Ending.CLIENT_LIMIT)
+        confirmed, line = has_rate and self._is_confirmed(), self._line(low, high)
+        offered = [
+            probe.offered_rate
+            for probe in self.probes
+            if probe.rate == low and probe.purpose is Purpose.CONFIRM and probe.is_valid
+            if probe.offered_rate is not None
+        ]
         median = statistics.median(offered) if confirmed and offered else None
         if median is not None:
             line += f"; {median:.4g}/s were offered (median of the confirming runs)"
@@ -171,7 +163,7 @@ class RateSearch:
         return Found(low, confirmed, self._ending, failing, line, probes, median)
 
     def _choose(self) -> tuple[float, Purpose] | None:
-        low, high, limit = self._low(), self._high(), self.options.max_rate or math.inf
+        low, high = self._low(), self._high()
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
             if high > self.options.min_rate and not self._known[high].is_alone:
@@ -179,18 +171,15 @@ class RateSearch:
             has_failed = self._has_failed(high)
             self._ending = Ending.NEVER_ATTAINED if has_failed else Ending.NO_VALID_RUN
             return None
-        if high is None and low < limit:
-            return min(_rounded(2 * low), limit), Purpose.UP
-        if high is not None and high > low * (1 + self.options.tolerance):
+        if high is None:
+            return _rounded(2 * low), Purpose.UP
+        if high > low * (1 + self.options.tolerance):
             return _rounded(math.sqrt(low * high)), Purpose.BISECT
-        if high is not None and self._has_failed(high) and not self._known[high].is_rechecked:
+        if self._has_failed(high) and not self._known[high].is_rechecked:
             return high, Purpose.RECHECK
         if not self._is_confirmed():
             return low, Purpose.CONFIRM
-        if high is None:
-            self._ending = Ending.RATE_LIMIT
-        else:
-            self._ending = Ending.FOUND if self._has_failed(high) else Ending.CLIENT_LIMIT
+        self._ending = Ending.FOUND if self._has_failed(high) else Ending.CLIENT_LIMIT
         return None
 
     def _high(self) -> float | None:
@@ -227,8 +216,6 @@ class RateSearch:
                     f"{held} holds an {goal}, and this client cannot send {above}: the server's "
                     "limit is higher; give the client more processes or a machine of its own"
                 )
-            case Ending.RATE_LIMIT:
-                return f"{held}, the largest rate allowed, holds an {goal}: the limit is higher"
             case Ending.NO_VALID_RUN if failed:
                 return f"no run at {above} was valid, and {failed[0]} does not hold an {goal}"
             case Ending.NO_VALID_RUN:

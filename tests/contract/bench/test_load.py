@@ -105,7 +105,7 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
     assert sum(client.num_tokens for client in result.clients) == 46
     assert all(client.cpu_s > 0 for client in result.clients)
     assert result.wall_s == pytest.approx(max(record.end_s for record in result.records))
-    assert seen[-1] == Progress(sent=24, ended=24, failed=1, tokens=46)
+    assert seen[-1] == Progress(sent=24, ended=24, failed=1, tokens=46, ready=processes)
     assert before_s < starts[0] < before_s + WAIT_S
 
 
