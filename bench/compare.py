@@ -2,7 +2,9 @@
 
 In each round every arm gets the same requests once, in an order that is drawn anew; different
 rounds have different prompts. Figures are compared within a round, so that a machine that changes
-from hour to hour changes all arms alike.
+from hour to hour changes all arms alike. Whether the servers were started alike is read from flags
+and their own words: settings are compared under the names and with the values that they were
+written with.
 """
 
 import random
@@ -14,18 +16,34 @@ from pathlib import Path
 import msgspec
 
 from baton.bench.client.probe import pages_of
-from baton.bench.client.target import Place, Target, place_of
+from baton.bench.client.target import Target
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import figures_of, unit_of
 from baton.bench.figures.paired import paired
-from baton.bench.parity import Facts, facts_of, facts_said, parity, warnings
 from baton.bench.plan.workload import range_of
 from baton.bench.planning import arrivals_of
-from baton.bench.report.document import Compared, Report, Run
+from baton.bench.report.document import UNKNOWN, Compared, Parity, Report, Run
 from baton.bench.settings import CompareSettings
 from baton.protocol.errors import ConfigError
 
+ON = "true"  # the value of a flag that has none
+# What a comparison depends on, and the words by which the names of its settings are known.
+DECISIVE: Mapping[str, str] = {
+    "dtype": "dtype",
+    "quantization": "quantiz",
+    "block size": "(?:block|page)[-_]size",
+    "threads": "threads",
+    "CUDA graphs": "cuda[-_]?graph|eager",
+}
+_SETTING = re.compile(
+    rf"""([\w.-]*(?:{"|".join(DECISIVE.values())})[\w-]*)["']?"""
+    r"""(?:(?:[ \t]*[=:][ \t]*|[ \t]+)"""
+    r"""(?:"([^"]*)"|'([^']*)'|([^\s"',;{}\[\]\\-][^\s"',;{}\[\]]*)))?""",
+    re.IGNORECASE,
+)
+
 Arms = Mapping[str, Target]
+Facts = dict[str, str]
 
 
 def compare(settings: CompareSettings, words: Sequence[str]) -> int:
@@ -39,8 +57,6 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
         report.title = " against ".join(arms)
         servers = connect(experiment, arms)
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
-        experiment.note_repeated_prompts()
-        report.notes += same_servers(arms)
         said = {name: facts_said(pages_of(server.target)) for name, server in servers.items()}
         report.parity = parity(flags, said)
         report.notes += warnings(report.parity, list(arms))
@@ -140,19 +156,6 @@ def contrast(report: Report, arms: Sequence[str]) -> None:
             )
 
 
-def same_servers(arms: Arms) -> list[str]:
-    """Return a warning for each server that several arms name: it is asked the same twice."""
-    names: dict[Place, list[str]] = {}
-    for name, target in arms.items():
-        names.setdefault(place_of(target.url), []).append(name)
-    return [
-        f"WARNING: {' and '.join(found)} are one server: it is asked the same by each of them, and "
-        "a prefix cache may know it the second time"
-        for found in names.values()
-        if len(found) > 1
-    ]
-
-
 def whole_rounds(runs: Sequence[Run], arms: Sequence[str]) -> list[dict[str, Run]]:
     """Return the valid runs by arm, of each round that has one of every arm."""
     rounds: dict[int, dict[str, Run]] = {}
@@ -160,3 +163,48 @@ def whole_rounds(runs: Sequence[Run], arms: Sequence[str]) -> list[dict[str, Run
         if not run.invalid:
             rounds.setdefault(run.round, {})[run.arm] = run
     return [found for found in rounds.values() if len(found) == len(arms)]
+
+
+def facts_of(text: str) -> Facts:
+    """Return the decisive settings in a text of any form; the last of a name counts."""
+    return {
+        name.lstrip("-").lower().replace("_", "-").rpartition(".")[2]: "".join(values) or ON
+        for name, *values in _SETTING.findall(text)
+    }
+
+
+def facts_said(pages: Mapping[str, str]) -> Facts:
+    """Return what a server says of itself on these pages: in JSON, or as labels of info metrics."""
+    facts: Facts = {}
+    for text in pages.values():
+        is_json = text.lstrip().startswith(("{", "["))
+        lines = [line for line in text.splitlines() if is_json or "_info{" in line]
+        facts |= facts_of("\n".join(lines))
+    return facts
+
+
+def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity]:
+    """Return a row per setting of each arm: what its server says, or else what its flags say."""
+    seen = {arm: facts | said.get(arm, {}) for arm, facts in flags.items()}
+    names = dict.fromkeys(name for facts in seen.values() for name in facts)
+    return [
+        Parity(name, {arm: facts.get(name, UNKNOWN) for arm, facts in seen.items()})
+        for name in names
+    ]
+
+
+def warnings(rows: Sequence[Parity], arms: Sequence[str]) -> list[str]:
+    """Return a line for each setting that differs, and one for all that are not known."""
+    lines = []
+    for row in rows:
+        if row.same == "NO":
+            shown = ", ".join(f"{arm}: {value}" for arm, value in row.values.items())
+            lines.append(f"WARNING: the arms differ in {row.name} ({shown})")
+    silent = []
+    for subject, words in DECISIVE.items():
+        own = [row for row in rows if re.search(words, row.name)]
+        lacking = [arm for arm in arms if all(row.values[arm] == UNKNOWN for row in own)]
+        silent += [f"{subject} ({', '.join(lacking)})"] if lacking else []
+    if silent:
+        lines.append(f"Not said by flags or servers: {', '.join(silent)}; see --flags")
+    return lines

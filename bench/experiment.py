@@ -31,7 +31,6 @@ from baton.runtime.interrupts import Interrupts
 
 OnStart = Callable[[float], None]
 STOPPING = "stopping: the report keeps what there is; Ctrl-C again ends at once, without one"
-SAME_PROMPTS = "a file has the same prompts in every run: a prefix cache may know them"
 
 
 class Server(msgspec.Struct, frozen=True):
@@ -117,10 +116,6 @@ class Experiment:
         self.report.title = name
         self.report.notes.append(server.described)
         return server
-
-    def note_repeated_prompts(self) -> None:
-        if self.settings.workload.workload == "file":
-            self.report.notes.append(SAME_PROMPTS)
 
     def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
         workload = reseeded(workload, place)

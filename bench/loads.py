@@ -64,8 +64,6 @@ def _put_all(
 ) -> None:
     with experiment:
         server = experiment.connect_alone(what)
-        if len(labels) > 1:
-            experiment.note_repeated_prompts()
         for place, label in enumerate(labels):
             experiment.put(server, place, label, arrivals[place])
             if experiment.interrupted:
@@ -97,7 +95,6 @@ def search(settings: SearchSettings) -> int:
         report = experiment.report
         report.target = settings.search.attainment
         server = experiment.connect_alone(": largest rate")
-        experiment.note_repeated_prompts()
         while (rate := rates.next_rate()) is not None:
             label = f"{rate:g}/s, {rates.purpose}"
             try:

@@ -328,4 +328,7 @@ class FileSource:
     def notes(self, num_arrivals: int) -> list[str]:
         asked = {(row.prompt, row.messages) for row in self._rows[:num_arrivals]}
         repeated = num_arrivals - len(asked)
-        return [f"{repeated} of {num_arrivals} prompts repeat an earlier one"] if repeated else []
+        notes = ["a file has the same prompts in every load: a prefix cache may know them"]
+        if repeated:
+            notes.append(f"{repeated} of {num_arrivals} prompts repeat an earlier one")
+        return notes

@@ -16,9 +16,16 @@ from rich.console import Console
 from baton.bench import cli
 from baton.bench.records import Arrival, Outcome, Record
 from baton.bench.selftest.cases import FIRST_NUMBER, Mix
-from baton.bench.selftest.run import play, show
+from baton.bench.selftest.run import (
+    Played,
+    Verdict,
+    judge,
+    percentile_of,
+    play,
+    show,
+    truth_of,
+)
 from baton.bench.selftest.scripted_server import Answer
-from baton.bench.selftest.verdict import Played, Verdict, judge, percentile_of, truth_of
 from baton.protocol.errors import ConfigError
 
 EXACT_MS = 1e-6

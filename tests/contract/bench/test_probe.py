@@ -10,9 +10,8 @@ import pytest
 
 from baton.bench.client.probe import Probed, pages_of, probe
 from baton.bench.client.target import Target, body_of
-from baton.bench.compare import connect
+from baton.bench.compare import connect, facts_said
 from baton.bench.experiment import Experiment, Server
-from baton.bench.parity import facts_said
 from baton.bench.records import Planned
 from baton.bench.selftest.answers import DONE, error, event, token, usage
 from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer

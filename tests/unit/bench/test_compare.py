@@ -4,9 +4,17 @@ import msgspec
 import pytest
 
 from baton.bench.client.target import Target
-from baton.bench.compare import arms_of, contrast, flags_of, same_servers, whole_rounds
+from baton.bench.compare import (
+    arms_of,
+    contrast,
+    facts_of,
+    facts_said,
+    flags_of,
+    parity,
+    warnings,
+    whole_rounds,
+)
 from baton.bench.figures.validity import invalid
-from baton.bench.parity import facts_of, facts_said, parity, warnings
 from baton.bench.records import Outcome
 from baton.bench.report.document import UNKNOWN, Report, Run
 from baton.protocol.errors import ConfigError
@@ -92,14 +100,6 @@ def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:
         "a": ("http://a:1", "common", 7.0),
         "b": ("http://b:2/v1", "org/m", 7.0),
     }
-
-
-def test_arms_of_one_server_are_noticed() -> None:
-    arms = {"a": Target("http://h:80/v1"), "b": Target("http://h"), "c": Target("http://h:81")}
-    (line,) = same_servers(arms)
-    assert line.startswith("WARNING: a and b are one server")
-    del arms["a"]
-    assert same_servers(arms) == []
 
 
 def test_flags_are_for_an_arm_that_exists() -> None:
