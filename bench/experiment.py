@@ -85,7 +85,7 @@ class Experiment:
 
     def __enter__(self) -> "Experiment":
         settings = self.settings
-        self.report = begin(self._command, settings, settings.report, self._secrets)
+        self.report = begin(self._command, settings, self._secrets)
         self.report.bounds = bounds_of(settings.bounds)
         self._stack.enter_context(self._interrupts)
         self._stack.enter_context(self.progress)

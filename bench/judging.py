@@ -84,7 +84,7 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
         yield warning(f"{num_asked} requests cannot keep {case.concurrency} clients busy")
     # Drawn arrivals may be far from the rate that was asked for.
     plan = case.plan
-    wanted, drawn = plan.offered_rate, plan.realised and plan.realised.rate
+    wanted, drawn = plan.offered_rate, plan.realised.rate if plan.realised else None
     if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
         off = f"{abs(drawn / wanted - 1):.0%} {'above' if drawn > wanted else 'below'}"
         text = f"the arrivals were drawn at {drawn:.4g}/s, {off} the {wanted:g}/s asked for"

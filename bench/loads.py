@@ -5,13 +5,12 @@ prefix cache. `figures/search.py` decides what a search tries next, `figures/fau
 did. Each command returns the exit code of the process.
 """
 
-import statistics
 from collections.abc import Sequence
 
 from baton.bench.experiment import Experiment
 from baton.bench.figures import faults
 from baton.bench.figures.faults import FORMS, FaultSpec, Judgement, parse_fault
-from baton.bench.figures.metrics import PRESETS, Bounds, figures_of, unit_of
+from baton.bench.figures.metrics import PRESETS, Bounds
 from baton.bench.figures.search import Probe, RateSearch
 from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth, invalid
 from baton.bench.injector import FaultInjector
@@ -19,8 +18,7 @@ from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.plan.plan import Plan
 from baton.bench.planning import arrivals_of, bounds_of, loop_of, shaped
 from baton.bench.records import Outcome
-from baton.bench.report.document import Run, Table
-from baton.bench.report.sections import quantity
+from baton.bench.report.document import Run
 from baton.bench.settings import FaultSettings, RunSettings, SearchSettings, SweepSettings
 from baton.protocol.errors import BatonError, ConfigError
 
@@ -38,11 +36,6 @@ def run(settings: RunSettings) -> int:
     if num_runs > 1:
         labels = [f"{label}, run {place + 1}" for place in range(num_runs)]
     _put_all(experiment, labels, loads)
-    runs = experiment.report.runs
-    if len(runs) > 1:
-        for place, one in enumerate(runs, start=1):
-            one.round = place
-        experiment.report.tables.append(spread(runs))
     return experiment.finish(num_runs)
 
 
@@ -68,18 +61,6 @@ def _put_all(
             experiment.put(server, place, label, arrivals[place])
             if experiment.interrupted:
                 break
-
-
-def spread(runs: list[Run]) -> Table:
-    """Return the median of the runs' figures, and how far apart they lie."""
-    figures, rows = [figures_of(run.summary) for run in runs], []
-    for name in figures[0]:
-        values = [one[name] for one in figures]
-        if all(values):
-            spread_of = (statistics.median(values), min(values), max(values))
-            rows.append([name, *(quantity(value, unit_of(name)) for value in spread_of)])
-    columns = ["figure", "median", "lowest", "highest"]
-    return Table("Over the runs", columns, rows, f"{len(runs)} runs of the same load")
 
 
 def search(settings: SearchSettings) -> int:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from baton.bench.figures.metrics import PRESETS, Bounds, Window
-from baton.bench.plan.arrivals import ArrivalProcess, at_rate, parse_arrivals
+from baton.bench.plan.arrivals import ArrivalProcess, parse_arrivals
 from baton.bench.plan.plan import Plan, make_plan
 from baton.bench.plan.workload import Workload
 from baton.bench.settings import ArrivalSettings, BoundSettings, LoadSettings
@@ -48,12 +48,11 @@ def shaped(shape: str, rate: float) -> ArrivalProcess:
     """Return arrivals of `--shape` at a rate."""
     name, comma, rest = shape.partition(",")
     try:
-        process = parse_arrivals(f"{name}:1{comma}{rest}")
+        return parse_arrivals(f"{name}:{rate}{comma}{rest}")
     except ConfigError as error:
         raise ConfigError(
             f"--shape {shape!r}: write poisson, constant, gamma,cv=N or trace ({error.message})"
         ) from error
-    return at_rate(process, rate)
 
 
 def plan_of(workload: Workload, load: LoadSettings, arrivals: ArrivalProcess | None) -> Plan:

@@ -27,7 +27,7 @@ LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
 # vLLM (with its development endpoints), SGLang, and servers that follow them.
 PAGE_TIMEOUT_S = 5.0
-PAGES = ("/version", "/server_info", "/get_server_info", "/metrics")
+PAGES = ("/server_info", "/get_server_info", "/metrics")
 
 
 class Probed(msgspec.Struct, frozen=True):

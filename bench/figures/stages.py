@@ -30,6 +30,9 @@ STAGES: Mapping[str, str] = {
     UNATTRIBUTED: "what no stage explains: messages between nodes, waiting for a node's consent",
 }
 
+# The stages that the server tells, and the fields in which it does.
+TOLD = {name: f"{name}_s" for name in ("router_queue", "queue", "prefill", "decode_queue")}
+TOLD |= {"exposed_transfer": "exposed_s", "first_step": "first_step_s"}
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -70,14 +73,7 @@ def stages_of(timeline: Timeline, record: Record) -> list[Stage]:
     if not stamps:
         return []
     seen_s = record.end_s - record.sent_s
-    parts = {
-        "router_queue": timeline.router_queue_s or 0.0,
-        "queue": timeline.queue_s or 0.0,
-        "prefill": timeline.prefill_s or 0.0,
-        "exposed_transfer": timeline.exposed_s or 0.0,
-        "decode_queue": timeline.decode_queue_s or 0.0,
-        "first_step": timeline.first_step_s or 0.0,
-    }
+    parts = {name: getattr(timeline, field) or 0.0 for name, field in TOLD.items()}
     named_s = sum(parts.values())
     parts["client_lag"] = max(0.0, record.sent_s - record.intended_s)
     inside_s = seen_s

@@ -8,7 +8,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -46,7 +45,6 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 ArrivalProcess = Gaps | Recorded
-AnyProcess = TypeVar("AnyProcess", bound=ArrivalProcess)
 
 
 class Realised(msgspec.Struct, frozen=True):
@@ -85,11 +83,6 @@ def _gaps(rng: np.random.Generator, shape: float, scale: float) -> Iterator[floa
     while True:
         gaps = rng.exponential(scale, 256) if shape == 1.0 else rng.gamma(shape, scale, 256)
         yield from gaps.tolist()
-
-
-def at_rate(process: AnyProcess, rate: float) -> AnyProcess:
-    """Return the same process at another mean rate, which sweeps and searches vary."""
-    return msgspec.structs.replace(process, rate=_between("rate", rate, RATES))
 
 
 def parse_arrivals(text: str) -> ArrivalProcess:

@@ -118,7 +118,6 @@ class Report(msgspec.Struct, kw_only=True):
     search: Found | None = None
     comparison: list[Compared] = []
     parity: list[Parity] = []
-    tables: list[Table] = []
     notes: list[str] = []
 
     @property

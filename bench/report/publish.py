@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from baton.bench.records import Outcome
@@ -25,7 +24,7 @@ from baton.bench.report.document import (
 )
 from baton.bench.report.provenance import collect, complete
 from baton.bench.report.sections import sections, utc
-from baton.bench.settings import ReportAgainSettings, ReportSettings
+from baton.bench.settings import ReportAgainSettings, Settings
 from baton.bench.terminal import shown
 from baton.protocol.errors import ConfigError
 
@@ -36,11 +35,9 @@ UNTOLD = (
 )
 
 
-def begin(
-    command: str, settings: msgspec.Struct, report: ReportSettings, secrets: Sequence[str] = ()
-) -> Report:
+def begin(command: str, settings: Settings, secrets: Sequence[str] = ()) -> Report:
     """Look at the machine as it is before the load; raise `ConfigError` for a bad `--out`."""
-    out = _folder(report.out)
+    out = _folder(settings.report.out)
     if out is not None and (out / REPORT).exists():
         raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
     return Report(

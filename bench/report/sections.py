@@ -8,10 +8,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from statistics import median
 
 import msgspec
 
-from baton.bench.figures.metrics import Distribution, distribution
+from baton.bench.figures.metrics import Distribution, distribution, figures_of, unit_of
 from baton.bench.figures.paired import MIN_ROUNDS
 from baton.bench.figures.stages import STAGES, sum_error_s
 from baton.bench.records import Outcome
@@ -52,12 +53,9 @@ def sections(report: Report) -> list[Section]:
         _search(report),
         _comparison(report),
         _parity(report),
+        _spread(report),
         *_overview(report),
         *(_run(run, folded=len(report.runs) > 1) for run in report.runs),
-        *(
-            Section(table.title, [], [msgspec.structs.replace(table, title="")])
-            for table in report.tables
-        ),
         Section("Notes", report.notes, []),
         Section("Settings", [], [_pairs("", report.settings)], folded=True),
         Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], folded=True),
@@ -177,6 +175,21 @@ def _overview_row(run: Run) -> dict[str, str]:
         "failed": f"{summary.num_requests - summary.outcomes.get('answered', 0):,}",
         "valid": "INVALID" if run.invalid else "warnings" if run.problems else "yes",
     }
+
+
+def _spread(report: Report) -> Section:
+    """Return the median of the figures of a load that ran several times, and how far they lie."""
+    figures = [figures_of(run.summary) for run in report.runs if report.command == "run"]
+    rows = [
+        [
+            name,
+            *(quantity(one, unit_of(name)) for one in (median(values), min(values), max(values))),
+        ]
+        for name in (figures[0] if len(figures) > 1 else ())
+        if all(values := [one[name] for one in figures])
+    ]
+    table = Table("", ["figure", "median", "lowest", "highest"], rows)
+    return Section("Over the runs", [], [table])
 
 
 def _run(run: Run, *, folded: bool) -> Section:

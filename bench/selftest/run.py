@@ -11,8 +11,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -94,8 +93,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def selftest(settings: SelfTestSettings) -> int:
     """Play all loads, one after the other; return 0 without a deviation, else 1."""
-    verdicts = []
-    for mix in mixes(settings):
+    verdicts, asked = [], (settings.requests, settings.rate)
+    # Each way of counting tokens, and both APIs.
+    for mix in (
+        Mix(True, *asked, settings.seed, processes=2),
+        Mix(False, *asked, settings.seed + 10),
+    ):
         name = "completions, tokens counted by their ids" if mix.counts_ids else ""
         name = name or "chat, tokens counted by chunks of text"
         print(f"{name}: {mix.num_good} good answers and the faulty ones", file=sys.stderr)
@@ -104,39 +107,22 @@ def selftest(settings: SelfTestSettings) -> int:
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
-def mixes(settings: SelfTestSettings) -> tuple[Mix, ...]:
-    """Return the loads: each way of counting tokens, and both APIs."""
-    asked = (settings.requests, settings.rate)
-    return (
-        Mix(True, *asked, settings.seed, processes=2),
-        Mix(False, *asked, settings.seed + 10),
-    )
-
-
 def play(name: str, mix: Mix) -> Played:
     """Run one load, and return its cases, answers and records."""
     cases = make_cases(mix)
     stage = Stage({FIRST_NUMBER + index: case.script for index, case in enumerate(cases)})
     requests, starts = plan(cases, mix), list[float]()
-    with frozen(), ScriptedServer(stage.play) as server:
+    gc.collect()
+    gc.freeze()  # a long garbage collection would stall scripted answers
+    with ScriptedServer(stage.play) as server:
         target = Target(
             server.url, MODEL, "completions" if mix.counts_ids else "chat",
             timeout_s=mix.timeout_s, timeline=False, token_ids=mix.counts_ids,
         )  # fmt: skip
         load = Load(target, requests, processes=mix.processes)
         result = run_load(load, on_start=starts.append)
+    gc.unfreeze()
     return Played(name, mix, cases, requests, stage.answers, result, *starts)
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Freeze the heap, because a long garbage collection would stall scripted answers."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def show(verdicts: list[Verdict], console: Console) -> None:

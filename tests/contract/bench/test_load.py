@@ -260,7 +260,6 @@ def test_a_client_process_that_dies_is_an_error() -> None:
     ("more", "words"),
     [
         ({"requests": []}, "no request"),
-        ({"closed": True}, "needs a concurrency"),
         ({"requests": requests(2, None)}, "needs an arrival time"),
         ({"target": Target("http://a", MODEL, api="chat")}, "chat API takes none"),
         (

@@ -186,9 +186,9 @@ def test_a_probe_ends_when_it_is_told_to() -> None:
 def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> None:
     asked: list[str] = []
 
-    async def version(call: Call) -> None:
+    async def info(call: Call) -> None:
         asked.append(call.headers["Authorization"])
-        await call.reply(200, b'{"version": "1.2", "dtype": "half"}')
+        await call.reply(200, b'{"dtype": "half"}')
 
     async def metrics(call: Call) -> None:
         await call.reply(200, b"# HELP x\n", "text/plain")
@@ -196,14 +196,13 @@ def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> 
     with ScriptedServer() as other:
 
         async def moved(call: Call) -> None:
-            await call.reply(302, b"{}", Location=f"{other.url}/version")
+            await call.reply(302, b"{}", Location=f"{other.url}/server_info")
 
-        pages = {"/version": version, "/server_info": moved, "/metrics": metrics}
+        pages = {"/server_info": info, "/get_server_info": moved, "/metrics": metrics}
         with ScriptedServer(pages=pages) as server:
             found = pages_of(Target(server.url, MODEL, api_key="secret"))
         assert (asked, other.num_calls) == (["Bearer secret"], 0)
-    said = '{"version": "1.2", "dtype": "half"}'
-    assert found == {"/version": said, "/metrics": "# HELP x\n"}
+    assert found == {"/server_info": '{"dtype": "half"}', "/metrics": "# HELP x\n"}
     assert facts_said(found) == {"dtype": "half"}
 
 

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from baton.bench.plan.arrivals import (
     ArrivalProcess,
     Gaps,
-    at_rate,
+    Recorded,
     parse_arrivals,
     realised,
     times,
 )
+from baton.bench.planning import shaped
 from baton.protocol.errors import ConfigError
 
 # Few digits, so that a text holds them exactly.
@@ -84,14 +85,14 @@ def test_a_schedule_that_no_plan_can_hold_is_refused(
         times(process, duration_s=duration_s, count=count, seed=0)
 
 
-@pytest.mark.parametrize("text", ["constant:2", "gamma:5,cv=3", "trace", "trace:2"])
-def test_the_rate_alone_changes_with_it(text: str) -> None:
-    process: ArrivalProcess = parse_arrivals(text)
-    moved = at_rate(process, 40.0)
-    assert moved.rate == 40.0
-    assert getattr(moved, "cv", None) == getattr(process, "cv", None)
+@pytest.mark.parametrize(
+    ("shape", "process"),
+    [("constant", Gaps(40.5, 0)), ("gamma,cv=3", Gaps(40.5, 3)), ("trace", Recorded(40.5))],
+)
+def test_a_shape_is_taken_at_any_rate(shape: str, process: ArrivalProcess) -> None:
+    assert shaped(shape, 40.5) == process
     with pytest.raises(ConfigError, match="the rate must lie between"):
-        at_rate(process, 1e9)
+        shaped(shape, 1e9)
 
 
 def test_few_arrivals_have_no_figures_that_mean_nothing() -> None:

@@ -14,12 +14,13 @@ from baton.bench.figures.faults import parse_fault
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.validity import invalid
 from baton.bench.judging import Case, judge
-from baton.bench.loads import refuse_late, spread
+from baton.bench.loads import refuse_late
 from baton.bench.plan.plan import Plan
 from baton.bench.plan.workload import Workload
 from baton.bench.planning import arrivals_of, loop_of, plan_of, reseeded
 from baton.bench.report.document import Report, Run, read_json, write_json
 from baton.bench.report.publish import UNTOLD, finish
+from baton.bench.report.sections import sections
 from baton.bench.settings import ArrivalSettings, RunSettings
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, answered, load, report_of, scene_run
@@ -171,10 +172,10 @@ def test_loads_that_were_never_run_make_a_report_unusable(
 
 def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
     runs = [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2, 3)]
-    table = spread(runs)
-    assert table.rows[0][0] == "tokens/s"
-    assert {"TTFT p50", "ITL p99", "answered"} <= {row[0] for row in table.rows}
-    assert "Over the runs" in table.title
+    (found,) = [one for one in sections(report_of(runs)) if one.title == "Over the runs"]
+    assert found.tables[0].rows[0][0] == "tokens/s"
+    assert {"TTFT p50", "ITL p99", "answered"} <= {row[0] for row in found.tables[0].rows}
+    assert "Over the runs" not in [one.title for one in sections(report_of(runs[:1]))]
 
 
 def test_a_loop_is_named_by_what_drives_it() -> None:
