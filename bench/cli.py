@@ -80,17 +80,14 @@ ABOUT = "Measure the latency of any OpenAI-compatible server."
 FURTHER = """`baton bench COMMAND --help` lists its flags. The definitions are in docs/bench.md
 and in every report."""
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
-# The flags that only some workloads read.
-OF_TRACES = (
-    "path", "trace_start_s", "time_scale", "spread_s", "length_scale", "max_input", "max_output",
-)  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
     """Run `baton bench words...`; return the exit code of the process."""
     name, rest = (words[0], list(words[1:])) if words else ("", [])
     if name in ("", "-h", "--help", "help"):
-        print(overview())
+        lines = [f"  {key:<10}{command.settings.__doc__}" for key, command in COMMANDS.items()]
+        print("\n".join(["usage: baton bench COMMAND [flags]", "", ABOUT, "", *lines, "", FURTHER]))
         return 0 if name else 2
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS) or f": {', '.join(COMMANDS)}"
@@ -100,11 +97,6 @@ def main(words: Sequence[str]) -> int:
     module, _, function = command.start.partition(":")
     start: Callable[..., int] = getattr(importlib.import_module(f"baton.bench.{module}"), function)
     return start(settings, others) if command.words else start(settings)
-
-
-def overview() -> str:
-    lines = [f"  {name:<10}{command.settings.__doc__}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: baton bench COMMAND [flags]", "", ABOUT, "", *lines, "", FURTHER])
 
 
 def parse(settings: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
@@ -130,7 +122,9 @@ def parser(settings: type[msgspec.Struct]) -> FlagParser:
     )
     if command.words:
         built.add_argument("words", metavar=command.words, nargs="*", help=command.words_help)
-    built.add_settings(flags_of(settings), group_of=lambda field: _group(name, field))
+    built.add_settings(
+        flags_of(settings), group_of=lambda field: GROUPS.get(field.section, field.section) or name
+    )
     return built
 
 
@@ -143,9 +137,3 @@ def flags_of(settings: type[msgspec.Struct]) -> list[Field]:
 
 def _command_of(settings: type[msgspec.Struct]) -> tuple[str, Command]:
     return next(item for item in COMMANDS.items() if item[1].settings is settings)
-
-
-def _group(command: str, field: Field) -> str:
-    if field.key in OF_TRACES:
-        return "traces and files"
-    return GROUPS.get(field.section, field.section) or command

@@ -31,11 +31,8 @@ def run(settings: RunSettings) -> int:
     arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
     loads = [arrivals] * num_runs
     experiment = Experiment("run", settings, loads, settings.arrival, settings.verify)
-    label = loop_of(settings.arrival)
-    labels = [label]
-    if num_runs > 1:
-        labels = [f"{label}, run {place + 1}" for place in range(num_runs)]
-    _put_all(experiment, labels, loads)
+    places = [f", run {place}" for place in range(1, num_runs + 1)] if num_runs > 1 else [""]
+    _put_all(experiment, [loop_of(settings.arrival) + place for place in places], loads)
     return experiment.finish(num_runs)
 
 
@@ -127,9 +124,8 @@ def is_servers_fault(run: Run) -> bool:
 
 
 def outcome(run: Run) -> str:
-    if run.invalid:
-        return f"INVALID: {next(one.text for one in run.problems if one.is_invalid)}"
-    return f"attainment {run.summary.attainment or 0.0:.1%}"
+    why = next((one.text for one in run.problems if one.is_invalid), "")
+    return f"INVALID: {why}" if why else f"attainment {run.summary.attainment or 0.0:.1%}"
 
 
 def fault(settings: FaultSettings) -> int:

@@ -88,18 +88,6 @@ class Record(msgspec.Struct, kw_only=True):
         return sum(arrival.num_tokens for arrival in self.arrivals)
 
 
-def begun(planned: Planned, intended_s: float, sent_s: float) -> Record:
-    """Return the record of a request whose outcome is still to be set."""
-    return Record(
-        index=planned.index,
-        intended_s=intended_s,
-        sent_s=sent_s,
-        end_s=sent_s,
-        outcome=Outcome.UNREACHABLE,
-        warm_up=planned.warm_up,
-    )
-
-
 class ClientProcess(msgspec.Struct, frozen=True):
     """The cost of one client process."""
 

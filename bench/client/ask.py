@@ -14,7 +14,7 @@ from baton.bench.client.answer_reader import Problem
 from baton.bench.client.exchange import Connection, Exchange, reason_of
 from baton.bench.client.target import Target, body_of, place_of, tls_of
 from baton.bench.figures.stages import read_timeline, stages_of
-from baton.bench.records import Outcome, Planned, Record, begun
+from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 
@@ -158,7 +158,7 @@ class Session:
         self._under_way.add(stop)
         try:
             connection.send(request, exchange)
-            await exchange.until_ended()
+            await exchange.ended
         finally:
             timer.cancel()
             self._under_way.discard(stop)
@@ -180,8 +180,15 @@ async def ask(
     request = session.request("POST", session.base_path + target.path, body_of(target, planned))
     intended_s = monotonic() if due_s is None else due_s
     sent_s, found = await _connected(session, target.timeout_s, intended_s, due_s is None)
-    record = begun(planned, intended_s, sent_s)
-    record.forced_tokens = planned.output_tokens if target.ignore_eos else 0
+    record = Record(
+        index=planned.index,
+        intended_s=intended_s,
+        sent_s=sent_s,
+        end_s=sent_s,
+        outcome=Outcome.UNREACHABLE,
+        forced_tokens=planned.output_tokens if target.ignore_eos else 0,
+        warm_up=planned.warm_up,
+    )
     if isinstance(found, Problem):
         record.end_s = monotonic()
         record.outcome, record.detail = found

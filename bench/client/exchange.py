@@ -94,21 +94,18 @@ class Exchange:
         self.is_complete = False  # the whole body is there; a stream may have ended before
         self.keep_alive = False
         self.drained: asyncio.Future[None] | None = None  # done: the connection can be used again
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Set only within `feed`: the parser refers to this, and the client collects no cycles.
         self._parser: httptools.HttpResponseParser | None = None
         self._read_s = 0.0  # the stamp of the read that is being parsed
         self._num_other_bytes = 0
         self._is_stream = False
 
-    async def until_ended(self) -> None:
-        await self._ended
-
     def end(self, at_s: float, problem: Problem | None = None) -> None:
         """End the request; later bytes do not count."""
-        if not self._ended.done():
+        if not self.ended.done():
             self.end_s, self.problem = at_s, problem
-            self._ended.set_result(None)
+            self.ended.set_result(None)
 
     def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
         """Take in the bytes of one read; `parser` is the one that was made for this exchange."""
@@ -170,7 +167,7 @@ class Exchange:
 
     def on_body(self, piece: bytes) -> None:
         self._num_other_bytes = 0
-        if self._ended.done():
+        if self.ended.done():
             return
         if self.first_byte_s is None:
             self.first_byte_s = self._read_s
@@ -196,7 +193,7 @@ class Exchange:
         self.end(self._read_s, Problem(Outcome.MALFORMED, one_line(text)))
 
     def _finish(self, why: str) -> None:
-        if self._ended.done():
+        if self.ended.done():
             return
         if self._is_stream:
             self.reader.cut(why)

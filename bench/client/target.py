@@ -17,7 +17,6 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.fields import about
 from baton.runtime.tls import client_context, trusting
 
-Api = Literal["completions", "chat"]
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
 # The client sets these fields itself and reads the answer accordingly.
 OWN_FIELDS = (

@@ -216,10 +216,9 @@ class RateSearch:
                     f"{held} holds an {goal}, and this client cannot send {above}: the server's "
                     "limit is higher; give the client more processes or a machine of its own"
                 )
-            case Ending.NO_VALID_RUN if failed:
-                return f"no run at {above} was valid, and {failed[0]} does not hold an {goal}"
             case Ending.NO_VALID_RUN:
-                return f"no run was valid, down to {above}: the client cannot measure here"
+                known = f", and {failed[0]} does not hold an {goal}" if failed else ""
+                return f"no run at {above} was valid{known}: the client cannot measure here"
             case Ending.PROBES_SPENT | Ending.RUNNING:
                 spent = f"no result within {self.options.max_probes} runs"
                 why = spent if self._ending is Ending.PROBES_SPENT else "the search has not ended"

@@ -206,7 +206,8 @@ def find_growth(records: Sequence[Record], window: Window | None) -> str:
     if len(arrived) < MIN_REQUESTS:
         return ""
     moments = np.array([record.intended_s for record in arrived])
-    ttfts_ms = np.array([_ttft_ms(record) for record in arrived])
+    found = (one.outcome is Outcome.ANSWERED and measure(one).ttft_ms for one in arrived)
+    ttfts_ms = np.array([ttft_ms or math.nan for ttft_ms in found])
     # Requests that arrived before the window may still be in flight within it.
     every = counted(records, None)
     begun = np.searchsorted(np.sort([one.intended_s for one in every]), moments, "right")
@@ -246,8 +247,3 @@ def _ends(means: Sequence[float]) -> tuple[float, float]:
     """Return the means of the first and the last third."""
     third = len(means) // 3
     return float(np.mean(means[:third])), float(np.mean(means[-third:]))
-
-
-def _ttft_ms(record: Record) -> float:
-    ttft_ms = measure(record).ttft_ms if record.outcome is Outcome.ANSWERED else None
-    return ttft_ms or math.nan

@@ -33,6 +33,7 @@ IMPACT = {
     "goodput_dip": "requests", "num_in_flight": "", "num_interrupted": "", "num_resumed": "",
     "num_failed": "",
 }  # fmt: skip
+STAGE_DEFINITIONS = {f"stage {name}": text for name, text in STAGES.items()}
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
@@ -59,7 +60,9 @@ def sections(report: Report) -> list[Section]:
         Section("Notes", report.notes, []),
         Section("Settings", [], [_pairs("", report.settings)], folded=True),
         Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], folded=True),
-        Section("Definitions", [], [_pairs("", _definitions(report))], folded=True),
+        Section(
+            "Definitions", [], [_pairs("", report.definitions | STAGE_DEFINITIONS)], folded=True
+        ),
     ]
     filled = [
         msgspec.structs.replace(one, tables=[table for table in one.tables if table.rows])
@@ -277,12 +280,6 @@ def _reasons(run: Run) -> Table:
     )
     rows = [[f"{count:,}", *reason] for reason, count in counts.most_common(MAX_REASONS)]
     return Table("What the failures said", ["requests", "outcome", "detail"], rows)
-
-
-def _definitions(report: Report) -> dict[str, str]:
-    has_stages = any(record.stages for run in report.runs for record in run.records)
-    return report.definitions | ({f"stage {name}": text for name, text in STAGES.items()}
-                                 if has_stages else {})  # fmt: skip
 
 
 def _words(field: str) -> str:

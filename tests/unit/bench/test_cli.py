@@ -73,7 +73,7 @@ def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
         ("run", "--url URL"),
         ("compare", "NAME=URL ... [flags]"),  # whose arms alone name the servers
         ("run", "--ca-file PATH"),  # which a refused certificate names
-        ("run", "traces and files: --path PATH a JSONL file of prompts, a trace file, or a"),
+        ("run", "--path PATH a JSONL file of prompts, a trace file, or a shipped trace"),
         ("run", "time limit of an answer (default: 300 s)"),
     ],
 )

@@ -128,7 +128,8 @@ def test_each_run_decides_the_next_one(
         # A rate that was never run validly is not said to be out of reach.
         ([(2.0, 0.0, {}), (1.0, 0.0, BAD), (1.0, 0.0, BAD)], {"start_rate": 2.0, "min_rate": 1.0},
          Ending.NO_VALID_RUN, None,
-         "no run at 1/s was valid, and 2/s does not hold an attainment of 90%"),
+         "no run at 1/s was valid, and 2/s does not hold an attainment of 90%: the client cannot "
+         "measure here"),
     ],
 )  # fmt: skip
 def test_a_search_ends_with_what_is_known(
