@@ -2,8 +2,7 @@
 
 Token ids give the number of tokens in a chunk. Without them the tokens of the final usage count as
 spread over the chunks with text, or each such chunk as one if there is no usage. An answer is
-`ANSWERED` only if nothing about it is in doubt, and a token counts only if the server's reports
-support it.
+`ANSWERED` only if nothing about it is in doubt, and a token counts only if a report supports it.
 """
 
 import re
