@@ -10,7 +10,7 @@ that has no place to go.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
@@ -127,15 +127,14 @@ class _PairSearch:
         self._held = {node: num_blocks * size for node, num_blocks in found.items()}
         # The last token is computed in any case, for its logits.
         most = (place.num_tokens - 1) // size * size
-        self._cached = {node: min(num_tokens, most) for node, num_tokens in self._held.items()}
+        self._cached = {node: num if num < most else most for node, num in self._held.items()}
 
     # --- offers ---------------------------------------------------------------------------------
 
     def prefill_offers(self) -> list[Offer]:
         """Return what each prefill node would cost that could hold the prompt if it were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._place.num_tokens, 1))
-        waits = [node.num_tokens for node in nodes]
-        return self._offers(nodes, waits, self._place.num_tokens, self._cached)
+        return self._offers(nodes, [node.num_tokens for node in nodes], self._cached)
 
     def local_offers(self, least_held: int = 0) -> list[Offer]:
         """Return what each decode node would cost that computes the prompt itself.
@@ -148,13 +147,12 @@ class _PairSearch:
         nodes = self._decodes()
         if least_held > 0:
             nodes = [node for node in nodes if held.get(node.node_id, 0) >= least_held]
-        return self._offers(nodes, self._seats(nodes), self._place.num_tokens, self._cached)
+        return self._offers(nodes, self._seats(nodes), self._cached)
 
     def _reading_offers(self, read: float) -> list[Offer]:
         """Return what each decode node would cost if it takes `read` to read a token's KV."""
         nodes = self._decodes()
-        saved = {node: read * num_tokens for node, num_tokens in self._held.items()}
-        return self._offers(nodes, self._seats(nodes), read * self._place.num_tokens, saved)
+        return self._offers(nodes, self._seats(nodes), self._held, read)
 
     def _seats(self, nodes: list[Node]) -> list[int]:
         return [node.num_sequences * self._seat_tokens for node in nodes]
@@ -168,19 +166,19 @@ class _PairSearch:
         return [node for node in self._registry.in_service(role) if _pool(node) >= num_blocks]
 
     def _offers(
-        self, nodes: list[Node], waits: list[int], work: float, saved: Mapping[NodeId, float]
+        self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
     ) -> list[Offer]:
-        """Return what nodes cost: their waits, and the work less what each has saved of it.
+        """Return what nodes cost: their waits, and `read` for each token that they do not have.
 
         No leg shares a node with a suspect as long as there is another node.
         """
-        avoid = self._place.avoid
+        avoid, num_tokens = self._place.avoid, self._place.num_tokens
         return [
             (
                 bool(avoid) and node.process in avoid,
                 node.num_suspects,
                 False,
-                wait + work - saved.get(node.node_id, 0),
+                wait + read * (num_tokens - has.get(node.node_id, 0)),
                 node.num_tokens,
                 node.node_id,
                 node,
@@ -207,21 +205,30 @@ class _PairSearch:
         """Return the cheapest pair that works; None if none does."""
         if not prefills:
             return None
-        for pair in sorted(self._best_pairs(prefills), key=_pair_order):
+        # Without a look at what is full first: if the best pair has room, it is the best of all.
+        likely = min(self._best_pairs(prefills, min), key=_pair_order, default=None)
+        if likely is None:
+            return None
+        if all(map(self._has_room, (likely.prefill, likely.decode))) and self._works(now_s, likely):
+            return likely
+        for pair in sorted(self._best_pairs(prefills, self.best), key=_pair_order):
             if self._works(now_s, pair):
                 return pair
         some = self.possible_pairs(prefills)
         return next((pair for pair in some if self._works(now_s, pair)), None)
 
-    def _best_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
+    def _best_pairs(
+        self, prefills: list[Offer], best: Callable[[list[Offer]], Offer]
+    ) -> Iterator[_Pair]:
         """Yield pairs of which one is the cheapest of all, if all pairs work.
 
-        The costs of two nodes do not depend on one another, except for the way between them.
+        `best` takes one of several offers. The costs of two nodes do not depend on one another,
+        except for the way between them.
         """
         hosts = self._registry.hosts()
         decodes = self._reading_offers(NEAR_READ if hosts.is_one else FAR_READ)
         if decodes:
-            yield _paired(self.best(prefills), self.best(decodes))
+            yield _paired(best(prefills), best(decodes))
         if hosts.is_one or not hosts.shared:
             return
         firsts = {offer[5]: offer for offer in prefills}
@@ -230,7 +237,7 @@ class _PairSearch:
             first = [firsts[node] for node in nodes & firsts.keys()]
             second = [seconds[node] for node in nodes & seconds.keys()]
             if first and second:
-                yield _paired(self.best(first), self.best(second))
+                yield _paired(best(first), best(second))
 
     def possible_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, those with the best decode node first."""

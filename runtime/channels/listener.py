@@ -34,6 +34,8 @@ REBIND_S = 0.01
 PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
 FRAMES_PER_LOOK = 256  # a peer that floods must not keep newcomers waiting for their handshakes
+# The flags of the two frames of a message, as numbers: flags are slow to join.
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 log = logger("channel")
 
@@ -118,7 +120,8 @@ class Listener(Generic[Out, In]):
             return False
         frame = session.frame(encoded)
         try:
-            self.socket.send_multipart((peer, frame), zmq.NOBLOCK)
+            self.socket.send(peer, _MORE)
+            self.socket.send(frame, _LAST)
         except zmq.ZMQError:
             self.end(peer)
             return False
