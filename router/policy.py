@@ -34,7 +34,7 @@ NEAR_READ, FAR_READ = 1 / 32, 1 / 8
 MISPREDICTION = 2
 
 # Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared. An
-# offer counts its node as one with room: to look takes long, and mostly the best one has room.
+# offer first counts its node as having room: to look takes long, and the best node mostly has it.
 Offer = tuple[bool, int, bool, float, int, NodeId, Node]
 Flags = tuple[int, int, int, float]
 
