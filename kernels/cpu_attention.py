@@ -4,16 +4,18 @@ Queries go through their keys a tile of `TILE` after the other, cut at absolute 
 running maximum and sum (online softmax). Whatever is computed beside it, a query adds the same
 terms in the same order, and nothing for keys that it does not see: so its bits depend on its own
 sequence alone, and slots past the end may hold anything. Called by `cpu_kernels`; the meaning is
-`reference.paged_prefill_attention`.
+`reference.paged_prefill_attention`. The products here are in fp32; `cpu_pair_attention` has others.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from baton.kernels.cpu_products import add_product, transpose, widen
+from baton.kernels.cpu_products import add_product, set_product, transpose, widen
 from baton.kernels.cpu_shapes import MAX_STRIP, ROWS, TILE, WIDTH, padded
 from baton.kernels.cpu_vectors import (
     Floats,
@@ -42,61 +44,70 @@ HIDDEN, ZERO = np.float32("-inf"), np.float32(0)
 row_floats = inlined(padded)
 
 
-@kernel
-def attend(
-    first_unit: int,  # item * kv_heads + KV head
-    end_unit: int,
-    scratch: Floats,
-    staging: Numbers,  # 16 rows of a head
-    q: Numbers,  # [num_tokens, num_heads, head_dim]
-    pool: Numbers,  # of one layer
-    tables: Int32s,  # the block tables one after the other
-    items: Int64s,  # [num_items, 4]: first row, tokens, first position, start of a block table
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    stride_block: int,
-    stride_head: int,
-    window: int,
-    scale: float,  # of the scores, in base 2
-    out: Numbers,  # as q
-) -> None:
-    """All queries of items `first_unit:end_unit`, each for one KV head."""
-    width = row_floats(head_dim)
-    most = max(ROWS, group)
-    mixed = shift(scratch, most * width)
-    keys = shift(mixed, most * width)
-    values = shift(keys, TILE * width)
-    scores = shift(values, TILE * width)
-    sums = shift(scores, MAX_STRIP * TILE)
-    tops = shift(sums, most * WIDTH)
-    for unit in range(first_unit, end_unit):
-        item, head = unit // kv_heads * 4, unit % kv_heads
-        num_tokens, position = items[item + 1], items[item + 2]
-        table, head_pool = shift(tables, items[item + 3]), shift(pool, head * stride_head)
-        num_rows, end = num_tokens * group, position + num_tokens
-        # Row `r` is query head `r % group` of the KV head, of token `r // group`.
-        at = ((items[item] * kv_heads + head) * group) * head_dim
-        step = (kv_heads - 1) * group * head_dim  # over the heads of other KV heads
-        _take_queries(scratch, mixed, sums, tops, shift(q, at), num_rows, group, head_dim, step)
-        for tile in range(_first_tile(position, window), end, TILE):
-            next_pool, next_table, next_tile, next_end = head_pool, table, tile + TILE, end
-            if next_tile >= end and unit + 1 < end_unit:
-                later = (unit + 1) // kv_heads * 4
-                next_pool = shift(pool, (unit + 1) % kv_heads * stride_head)
-                next_table = shift(tables, items[later + 3])
-                next_tile = _first_tile(items[later + 2], window)
-                next_end = items[later + 1] + items[later + 2]
-            _unpack(
-                keys, values, staging, head_pool, table, tile, end, next_pool, next_table,
-                next_tile, next_end, block_size, stride_block, head_dim,
-            )  # fmt: skip
-            _attend_tile(
-                scratch, mixed, keys, values, scores, sums, tops, num_rows, group,
-                position - tile, window, head_dim, scale,
-            )  # fmt: skip
-        _give_results(shift(out, at), mixed, sums, num_rows, group, head_dim, step)
+def attention(
+    take_queries: Callable[..., None],
+    unpack: Callable[..., None],
+    attend_tile: Callable[..., None],
+) -> Callable[..., None]:
+    """The kernel that attends with these steps."""
+
+    @kernel
+    def attend(
+        first_unit: int,  # item * kv_heads + KV head
+        end_unit: int,
+        scratch: Floats,
+        staging: Numbers,  # 16 rows of a head
+        q: Numbers,  # [num_tokens, num_heads, head_dim]
+        pool: Numbers,  # of one layer
+        tables: Int32s,  # the block tables one after the other
+        items: Int64s,  # [num_items, 4]: first row, tokens, first position, start of a block table
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        block_size: int,
+        stride_block: int,
+        stride_head: int,
+        window: int,
+        scale: float,  # of the scores, in base 2
+        out: Numbers,  # as q
+    ) -> None:
+        """All queries of items `first_unit:end_unit`, each for one KV head."""
+        width = row_floats(head_dim)
+        most = max(ROWS, group)
+        mixed = shift(scratch, most * width)
+        keys = shift(mixed, most * width)
+        values = shift(keys, TILE * width)
+        scores = shift(values, TILE * width)
+        sums = shift(scores, MAX_STRIP * TILE)
+        tops = shift(sums, most * WIDTH)
+        for unit in range(first_unit, end_unit):
+            item, head = unit // kv_heads * 4, unit % kv_heads
+            num_tokens, position = items[item + 1], items[item + 2]
+            table, head_pool = shift(tables, items[item + 3]), shift(pool, head * stride_head)
+            num_rows, end = num_tokens * group, position + num_tokens
+            # Row `r` is query head `r % group` of the KV head, of token `r // group`.
+            at = ((items[item] * kv_heads + head) * group) * head_dim
+            step = (kv_heads - 1) * group * head_dim  # over the heads of other KV heads
+            take_queries(scratch, mixed, sums, tops, shift(q, at), num_rows, group, head_dim, step)
+            for tile in range(_first_tile(position, window), end, TILE):
+                next_pool, next_table, next_tile, next_end = head_pool, table, tile + TILE, end
+                if next_tile >= end and unit + 1 < end_unit:
+                    later = (unit + 1) // kv_heads * 4
+                    next_pool = shift(pool, (unit + 1) % kv_heads * stride_head)
+                    next_table = shift(tables, items[later + 3])
+                    next_tile = _first_tile(items[later + 2], window)
+                    next_end = items[later + 1] + items[later + 2]
+                unpack(
+                    keys, values, staging, head_pool, table, tile, end, next_pool, next_table,
+                    next_tile, next_end, block_size, stride_block, head_dim,
+                )  # fmt: skip
+                attend_tile(
+                    scratch, mixed, keys, values, scores, sums, tops, num_rows, group,
+                    position - tile, window, head_dim, scale,
+                )  # fmt: skip
+            _give_results(shift(out, at), mixed, sums, num_rows, group, head_dim, step)
+
+    return attend
 
 
 @inlined
@@ -105,7 +116,7 @@ def _first_tile(position: int, window: int) -> int:
 
 
 @inlined
-def _place(table: Int32s, key: int, block_size: int, stride_block: int, head_dim: int) -> int:
+def address(table: Int32s, key: int, block_size: int, stride_block: int, head_dim: int) -> int:
     return table[key // block_size] * stride_block + key % block_size * head_dim
 
 
@@ -141,14 +152,14 @@ def _unpack(
     to_values = block_size * head_dim
     is_whole = block_size % WIDTH == 0 and width == head_dim  # rows and 16 keys lie together
     for key in range(first, min(first + TILE, end), WIDTH):
-        at = _place(table, key, block_size, stride_block, head_dim)
+        at = address(table, key, block_size, stride_block, head_dim)
         soon = next_first + key - first
         ahead = at  # nothing is ahead: these lines are close already
         if soon < next_end:
-            ahead = _place(next_table, soon, block_size, stride_block, head_dim)
+            ahead = address(next_table, soon, block_size, stride_block, head_dim)
         far = key + 2 * TILE  # only the address, which a core may have to look up in memory
         if far < end:
-            prefetch(pool, _place(table, far, block_size, stride_block, head_dim))
+            prefetch(pool, address(table, far, block_size, stride_block, head_dim))
         for i in range(min(WIDTH, end - key)):
             row = shift(values, (key - first + i) * width)
             if is_whole:
@@ -160,7 +171,7 @@ def _unpack(
                     widen(shift(row, d), here, to_values + d)
                     d += line
             else:
-                here = shift(pool, _place(table, key + i, block_size, stride_block, head_dim))
+                here = shift(pool, address(table, key + i, block_size, stride_block, head_dim))
                 for d in range(head_dim):
                     staging[i * width + d] = here[d]
                 for d in range(0, head_dim, WIDTH):
@@ -189,12 +200,9 @@ def _attend_tile(
         if end <= first:
             continue
         start = first // WIDTH * WIDTH
-        for i in range(count):
-            for key in range(start, end, WIDTH):
-                store(scores, i * TILE + key, every(ZERO))
         # Strides are constants where they can be: numba compiles the product for them, and its
         # addresses fit the registers. With variables it takes twice as long.
-        add_product(
+        set_product(
             shift(scores, start), TILE, shift(queries, row * width), width, count,
             shift(keys, start * width), WIDTH, WIDTH * width, end - start, head_dim,
         )  # fmt: skip
@@ -261,4 +269,9 @@ def _give_results(
         at = row * head_dim + row // group * step
         norm = every(total(load(sums, row * WIDTH)))
         for d in range(0, head_dim, WIDTH):
-            store_first(out, at + d, load(mixed, row * width + d) / norm, head_dim - d)
+            # Terms of 0 may decide the sign of a sum that is 0: there is one 0 from here on.
+            value = load(mixed, row * width + d) + every(ZERO)
+            store_first(out, at + d, value / norm, head_dim - d)
+
+
+attend = attention(_take_queries, _unpack, _attend_tile)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import llvmlite.binding as llvm
 from numba import types
 
-from baton.kernels import cpu_attention, cpu_rows, cpu_sampling
+from baton.kernels import cpu_attention, cpu_pair_attention, cpu_rows, cpu_sampling
 from baton.kernels.cpu_vectors import FEATURES
 
+ATTENTION = {False: cpu_attention.attend, True: cpu_pair_attention.attend}  # by `in_pairs`
 KERNELS = (
-    cpu_attention.attend,
     cpu_rows.rope_and_store,
     cpu_rows.add_rms_norm,
     cpu_rows.silu_mul,
@@ -28,10 +28,11 @@ SCALARS = {"int": types.int64, "float": types.float32}
 
 
 def compile_kernels(
-    *, is_bf16: bool, progress: Callable[[int, int], None]
+    *, is_bf16: bool, in_pairs: bool, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, list[str]], bytes]:
     """What each kernel takes ("pointer", "int" or "float" each), and the object code of them all.
 
+    `in_pairs` says that attention multiplies bf16 numbers as such; else it does so in fp32.
     A kernel's symbol is its name. Ahead of its own arguments it takes two pointers of numba's: to
     8 bytes for a result and to 8 bytes for an exception, neither of which ever comes.
     """
@@ -40,8 +41,9 @@ def compile_kernels(
     )
     arguments: dict[str, list[str]] = {}
     whole = llvm.parse_assembly("")
-    for done, kernel in enumerate(KERNELS):
-        progress(done, len(KERNELS))
+    kernels = (ATTENTION[in_pairs], *KERNELS)
+    for done, kernel in enumerate(kernels):
+        progress(done, len(kernels))
         name = kernel.py_func.__name__
         annotations = dict(kernel.py_func.__annotations__)
         annotations.pop("return")
@@ -52,7 +54,7 @@ def compile_kernels(
     options = llvm.create_pipeline_tuning_options(speed_level=0)
     passes.run(whole, llvm.create_pass_builder(machine, options))
     code = machine.emit_object(whole)
-    progress(len(KERNELS), len(KERNELS))
+    progress(len(kernels), len(kernels))
     return arguments, code
 
 

@@ -91,8 +91,10 @@ class CpuKernels:
         num_units = len(items) * self.kv_heads
         if torch.get_num_threads() == 1:
             return (0, num_units)
-        keys = (items[:, 1] + items[:, 2]) * self.head_dim
-        costs = keys * (NS_PER_KEY_NUMBER + NS_PER_SCORE_NUMBER * self.group * items[:, 1])
+        tokens, positions = items[:, 1], items[:, 2]
+        keys = tokens + positions
+        scores = self.group * tokens * (positions + tokens / 2)
+        costs = self.head_dim * (NS_PER_KEY_NUMBER * keys + NS_PER_SCORE_NUMBER * scores)
         ends = np.repeat(costs, self.kv_heads).cumsum()
         count = max(1, min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), num_units))
         inner = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count)

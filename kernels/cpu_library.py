@@ -25,8 +25,9 @@ from pathlib import Path
 
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 SOURCES = (
-    "cpu_attention.py", "cpu_compile.py", "cpu_products.py", "cpu_rows.py", "cpu_sampling.py",
-    "cpu_shapes.py", "cpu_vectors.py", "draws.py",
+    "cpu_attention.py", "cpu_compile.py", "cpu_pair_attention.py", "cpu_pairs.py",
+    "cpu_products.py", "cpu_rows.py", "cpu_sampling.py", "cpu_shapes.py", "cpu_vectors.py",
+    "draws.py",
 )  # fmt: skip
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
 
@@ -41,9 +42,11 @@ class KernelsUnavailable(Exception):
 class CpuLibrary:
     """Kernels by name, as functions of addresses and numbers. They run without Python's lock."""
 
-    def __init__(self, arguments: dict[str, list[str]], code: bytes) -> None:
+    def __init__(self, arguments: dict[str, list[str]], code: bytes, *, in_pairs: bool) -> None:
+        """`in_pairs`: attention multiplies bf16 numbers as such, which gives other bits."""
         import llvmlite.binding as llvm
 
+        self.in_pairs = in_pairs
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler()
@@ -62,10 +65,17 @@ class CpuLibrary:
         return partial(function, result, result + 8)
 
 
-def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
-    """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all)."""
-    name = f"{'bf16' if is_bf16 else 'fp32'}-{_fingerprint()}.kernels"
-    if (found := _cached(name)) is not None:
+def load_library(*, is_bf16: bool, progress: Progress, in_pairs: bool | None = None) -> CpuLibrary:
+    """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all).
+
+    `in_pairs`, see `CpuLibrary`, is what the CPU and the dtype allow unless it is given.
+    """
+    fingerprint = _fingerprint()
+    if in_pairs is None:
+        in_pairs = is_bf16 and has_bf16_products()
+    kind = "pairs" if in_pairs else "bf16" if is_bf16 else "fp32"
+    name = f"{kind}-{fingerprint}.kernels"
+    if (found := _cached(name, in_pairs=in_pairs)) is not None:
         return found
     progress(0, 1)
     refusals: list[Exception] = []  # of `progress`, which may end the start of a node
@@ -78,14 +88,16 @@ def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
             raise
 
     with _compiling_alone():
-        if (found := _cached(name)) is not None:  # compiled while this process waited
+        if (
+            found := _cached(name, in_pairs=in_pairs)
+        ) is not None:  # compiled while this process waited
             progress(1, 1)
             return found
         try:
             from baton.kernels.cpu_compile import compile_kernels
 
-            arguments, code = compile_kernels(is_bf16=is_bf16, progress=told)
-            library = CpuLibrary(arguments, code)
+            arguments, code = compile_kernels(is_bf16=is_bf16, in_pairs=in_pairs, progress=told)
+            library = CpuLibrary(arguments, code, in_pairs=in_pairs)
         except Exception as error:  # a compiler can fail in any way, and none of them is fatal
             if refusals:
                 raise
@@ -95,10 +107,17 @@ def load_library(*, is_bf16: bool, progress: Progress) -> CpuLibrary:
     return library
 
 
-def _cached(name: str) -> CpuLibrary | None:
+def has_bf16_products() -> bool:
+    """Whether this CPU multiplies bf16 numbers itself, with AVX512-BF16."""
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+def _cached(name: str, *, in_pairs: bool) -> CpuLibrary | None:
     """A cache that cannot be read or written costs the seconds of compiling and nothing else."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
-        return _read(_folder() / name)
+        return _read(_folder() / name, in_pairs=in_pairs)
     return None
 
 
@@ -175,7 +194,7 @@ def why_not_kept() -> str:
     return ""
 
 
-def _read(file: Path) -> CpuLibrary:
+def _read(file: Path, *, in_pairs: bool) -> CpuLibrary:
     """Raises `OSError` where there is no file, `ValueError` where it cannot be trusted."""
     _check_owner(file.parent)
     _check_owner(file)
@@ -183,7 +202,7 @@ def _read(file: Path) -> CpuLibrary:
     if digest != _digest(content):
         raise ValueError(f"{file} is damaged")
     arguments, _, code = content.partition(b"\n")
-    return CpuLibrary(json.loads(arguments), code)
+    return CpuLibrary(json.loads(arguments), code, in_pairs=in_pairs)
 
 
 def _write(file: Path, content: bytes) -> None:

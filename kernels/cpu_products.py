@@ -2,7 +2,8 @@
 
 The sums of a product stay in registers while its terms go by, and every sum takes its terms one
 after the other, from the first on: neither how many rows are computed at once nor what registers a
-CPU has changes a bit.
+CPU has changes a bit. The type of the factors says what a term is: a float, or a pair of bf16
+numbers in a word (`cpu_pairs`).
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and strides)
@@ -10,21 +11,26 @@ CPU has changes a bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from baton.kernels.cpu_pairs import dotted
 from baton.kernels.cpu_shapes import MAX_STRIP, WIDTH
 from baton.kernels.cpu_vectors import (
     FEATURES,
     FLOAT,
     FLOATS,
     HALF,
+    INT32,
     INT64,
     NOTHING,
     WORDS,
+    Emit,
+    Factors,
     Floats,
     constant,
     element_of,
@@ -45,11 +51,22 @@ STRIPS = (
 )
 
 
-def _strip(num_rows: int, num_vectors: int) -> Callable[..., None]:
-    """Add a product of `num_rows` rows and 16 `num_vectors` columns."""
+class Terms(NamedTuple):
+    """What is multiplied: one of them, 16 side by side, and `a * b + c` of these."""
+
+    one: ir.Type
+    lanes: ir.Type
+    multiply: Emit
+
+
+TERMS = {FLOAT: Terms(FLOAT, FLOATS, fused), INT32: Terms(INT32, WORDS, dotted)}
+
+
+def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., None]:
+    """Add a product of `num_rows` rows and 16 `num_vectors` columns, to zero if it is fresh."""
 
     def emit(
-        builder: ir.IRBuilder,
+        builder: ir.IRBuilder, terms: Terms,
         sums: ir.Value, sum_stride: ir.Value, rows: ir.Value, row_stride: ir.Value,
         columns: ir.Value, column_stride: ir.Value, vector_stride: ir.Value, depth: ir.Value,
     ) -> ir.Value:  # fmt: skip
@@ -60,22 +77,24 @@ def _strip(num_rows: int, num_vectors: int) -> Callable[..., None]:
                 at = place(builder, sums, builder.add(start, INT64(vector * WIDTH)), FLOAT)
                 held[row, vector] = (at, cgutils.alloca_once(builder, FLOATS))
         for at, sum_ in held.values():
-            builder.store(builder.load(at, align=4, typ=FLOATS), sum_)
+            before = constant(FLOATS, 0.0) if is_fresh else builder.load(at, align=4, typ=FLOATS)
+            builder.store(before, sum_)
         with cgutils.for_range(builder, depth) as term:
             first = builder.mul(term.index, column_stride)
             vectors = []
             for vector in range(num_vectors):
                 index = builder.add(first, builder.mul(INT64(vector), vector_stride))
-                at = place(builder, columns, index, FLOAT)
-                vectors.append(builder.load(at, align=4, typ=FLOATS))
+                at = place(builder, columns, index, terms.one)
+                vectors.append(builder.load(at, align=4, typ=terms.lanes))
             for row in range(num_rows):
                 index = builder.add(builder.mul(INT64(row), row_stride), term.index)
-                factor = builder.load(place(builder, rows, index, FLOAT), align=4, typ=FLOAT)
-                factors = spread(builder, factor, FLOATS)
+                at = place(builder, rows, index, terms.one)
+                factor = builder.load(at, align=4, typ=terms.one)
+                factors = spread(builder, factor, terms.lanes)
                 for vector in range(num_vectors):
                     _, sum_ = held[row, vector]
                     old = builder.load(sum_, typ=FLOATS)
-                    builder.store(fused(builder, factors, vectors[vector], old), sum_)
+                    builder.store(terms.multiply(builder, factors, vectors[vector], old), sum_)
         for at, sum_ in held.values():
             builder.store(builder.load(sum_, typ=FLOATS), at, align=4)
         return NOTHING
@@ -87,21 +106,23 @@ def _strip(num_rows: int, num_vectors: int) -> Callable[..., None]:
         columns: types.Type, column_stride: types.Type, vector_stride: types.Type,
         depth: types.Type,
     ) -> object:  # fmt: skip
-        n, floats = types.int64, types.CPointer(types.float32)
-        return instruction(types.none(floats, n, floats, n, floats, n, n, n), emit)
+        n, terms = types.int64, TERMS[element_of(rows)]
+        signature = types.none(sums, n, rows, n, columns, n, n, n)
+        return instruction(signature, lambda builder, *args: emit(builder, terms, *args))
 
     return add
 
 
-def _product(num_rows: int) -> Callable[..., None]:
+def _product(num_rows: int, *, is_fresh: bool) -> Callable[..., None]:
     """Add a product of `num_rows` rows and any number of columns."""
     num_vectors = STRIPS[num_rows]
-    wide, narrow = _strip(num_rows, num_vectors), _strip(num_rows, 1)
+    wide = _strip(num_rows, num_vectors, is_fresh=is_fresh)
+    narrow = _strip(num_rows, 1, is_fresh=is_fresh)
 
     @kernel
     def add(
-        sums: Floats, sum_stride: int, rows: Floats, row_stride: int,
-        columns: Floats, column_stride: int, vector_stride: int, num_columns: int, depth: int,
+        sums: Floats, sum_stride: int, rows: Factors, row_stride: int,
+        columns: Factors, column_stride: int, vector_stride: int, num_columns: int, depth: int,
     ) -> None:  # fmt: skip
         done = 0
         while num_columns - done >= num_vectors * WIDTH:
@@ -120,54 +141,62 @@ def _product(num_rows: int) -> Callable[..., None]:
     return add
 
 
-_add_six, _add_four, _add_two, _add_one = (_product(num_rows) for num_rows in STRIPS)
+def _any_rows(*, is_fresh: bool) -> Callable[..., None]:
+    """Add a product of any number of rows and columns."""
+    six, four, two, one = (_product(num_rows, is_fresh=is_fresh) for num_rows in STRIPS)
+
+    @kernel
+    def add(
+        sums: Floats, sum_stride: int, rows: Factors, row_stride: int, num_rows: int,
+        columns: Factors, column_stride: int, vector_stride: int, num_columns: int, depth: int,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < num_rows:
+            to, of = shift(sums, row * sum_stride), shift(rows, row * row_stride)
+            left = num_rows - row
+            if left >= MAX_STRIP:
+                six(
+                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
+                    num_columns, depth,
+                )  # fmt: skip
+                row += MAX_STRIP
+            elif left >= 4:
+                four(
+                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
+                    num_columns, depth,
+                )  # fmt: skip
+                row += 4
+            elif left >= 2:
+                two(
+                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
+                    num_columns, depth,
+                )  # fmt: skip
+                row += 2
+            else:
+                one(
+                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
+                    num_columns, depth,
+                )  # fmt: skip
+                row += 1
+
+    return add
 
 
-@kernel
-def add_product(
-    sums: Floats, sum_stride: int, rows: Floats, row_stride: int, num_rows: int,
-    columns: Floats, column_stride: int, vector_stride: int, num_columns: int, depth: int,
-) -> None:  # fmt: skip
-    """Add `rows @ columns` to `sums`.
-
-    Term `n` of 16 neighbouring columns lies side by side at `columns[n * column_stride]`, and the
-    next 16 columns begin `vector_stride` further. The last 16 are computed whole.
-    """
-    row = 0
-    while row < num_rows:
-        to, of, left = shift(sums, row * sum_stride), shift(rows, row * row_stride), num_rows - row
-        if left >= MAX_STRIP:
-            _add_six(
-                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
-                depth,
-            )  # fmt: skip
-            row += MAX_STRIP
-        elif left >= 4:
-            _add_four(
-                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
-                depth,
-            )  # fmt: skip
-            row += 4
-        elif left >= 2:
-            _add_two(
-                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
-                depth,
-            )  # fmt: skip
-            row += 2
-        else:
-            _add_one(
-                to, sum_stride, of, row_stride, columns, column_stride, vector_stride, num_columns,
-                depth,
-            )  # fmt: skip
-            row += 1
+# `add_product` adds `rows @ columns` to `sums`, and `set_product` puts it there. Term `n` of 16
+# neighbouring columns lies side by side at `columns[n * column_stride]`, and the next 16 columns
+# begin `vector_stride` further. The last 16 are computed whole.
+add_product, set_product = _any_rows(is_fresh=False), _any_rows(is_fresh=True)
 
 
 @intrinsic
 def transpose(
     context: object, target: types.Type, rows: types.Type, index: types.Type, stride: types.Type
 ) -> object:
-    """Turn the 64 bytes from `index` on of 16 rows, `stride` apart, into columns of 16 floats."""
-    element = element_of(rows)
+    """Turn the 64 bytes from `index` on of 16 rows, `stride` apart, into columns of 16.
+
+    The columns are floats, or words of two bf16 numbers where `target` points to words.
+    """
+    element, is_split = element_of(rows), element_of(target) is FLOAT
 
     def emit(
         builder: ir.IRBuilder, target: ir.Value, rows: ir.Value, index: ir.Value, stride: ir.Value
@@ -178,7 +207,7 @@ def transpose(
             words.append(builder.load(at, align=2, typ=WORDS))
             index = builder.add(index, stride)
         columns = _transposed(builder, words)
-        if element is HALF:
+        if element is HALF and is_split:
             pairs = (_split(builder, column) for column in columns)
             columns = [column for pair in pairs for column in pair]
         for number, column in enumerate(columns):

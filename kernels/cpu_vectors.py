@@ -11,7 +11,7 @@ room that `cpu_compile` compiles, and at no other time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import llvmlite.binding as llvm
 import numba
@@ -20,8 +20,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-# What a kernel's arguments point to: numbers are in the model's dtype.
+# What a kernel's arguments point to: numbers are in the model's dtype, factors floats or words.
 from numba.types import CPointer as Doubles
+from numba.types import CPointer as Factors
 from numba.types import CPointer as Floats
 from numba.types import CPointer as Int32s
 from numba.types import CPointer as Int64s
@@ -30,7 +31,7 @@ from numba.types import CPointer as Numbers
 from baton.kernels.cpu_shapes import WIDTH
 from baton.kernels.draws import EXP2, ROUNDER
 
-__all__ = ["Doubles", "Floats", "Int32s", "Int64s", "Numbers"]
+__all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers"]
 
 FLOAT, HALF, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))
@@ -96,17 +97,21 @@ def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2**x; 0 below 2**-126, and infinity from 2**128 on."""
-    is_tiny = builder.fcmp_ordered("<", x, constant(FLOATS, -126.0))
     is_huge = builder.fcmp_ordered(">", x, constant(FLOATS, 128.0))
-    x = builder.select(is_huge, constant(FLOATS, 128.0), x)
+    return power(builder, builder.select(is_huge, constant(FLOATS, 128.0), x), EXP2)
+
+
+def power(builder: ir.IRBuilder, x: ir.Value, factors: Sequence[float]) -> ir.Value:
+    """2**x for x up to 128 by a polynomial of these factors (see `draws.EXP2`); 0 below 2**-126."""
+    is_tiny = builder.fcmp_ordered("<", x, constant(FLOATS, -126.0))
     shifted = builder.fadd(x, constant(FLOATS, ROUNDER))
     rest = builder.fsub(x, builder.fsub(shifted, constant(FLOATS, ROUNDER)))
-    value = constant(FLOATS, EXP2[0])
-    for factor in (*EXP2[1:], 1.0):
+    value = constant(FLOATS, factors[0])
+    for factor in (*factors[1:], 1.0):
         value = fused(builder, value, rest, constant(FLOATS, factor))
     bits = builder.shl(builder.bitcast(shifted, WORDS), constant(WORDS, 23))
-    power = builder.bitcast(builder.add(bits, constant(WORDS, 127 << 23)), FLOATS)
-    return builder.select(is_tiny, constant(FLOATS, 0.0), builder.fmul(value, power))
+    whole = builder.bitcast(builder.add(bits, constant(WORDS, 127 << 23)), FLOATS)
+    return builder.select(is_tiny, constant(FLOATS, 0.0), builder.fmul(value, whole))
 
 
 def _folded(fold: Emit) -> Emit:
@@ -203,7 +208,7 @@ def place(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir
     return at
 
 
-def _widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+def widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
     words = builder.shl(builder.zext(halves, WORDS), constant(WORDS, 16))
     return builder.bitcast(words, FLOATS)
 
@@ -227,7 +232,7 @@ def load(context: object, pointer: types.Type, index: types.Type) -> object:
         at = place(builder, pointer, index, element)
         if element is FLOAT:
             return builder.load(at, align=4, typ=FLOATS)
-        return _widened(builder, builder.load(at, align=2, typ=HALVES))
+        return widened(builder, builder.load(at, align=2, typ=HALVES))
 
     return instruction(LANES(pointer, types.int64), emit)
 
@@ -246,7 +251,7 @@ def load_first(
         at, flags = place(builder, pointer, index, element), _below(builder, count)
         name, zero = f"llvm.masked.load.{suffix}.p0", ir.Constant(typ, None)
         loaded = call(builder, name, typ, at, INT32(1), flags, zero)
-        return loaded if element is FLOAT else _widened(builder, loaded)
+        return loaded if element is FLOAT else widened(builder, loaded)
 
     return instruction(LANES(pointer, types.int64, types.int64), emit)
 

@@ -58,7 +58,6 @@ def make_cpu_backend(
 class CpuBackend:
     """Kernels over a host pool."""
 
-    name = "compiled"
     is_batch_invariant = True
     table_blocks = 0
 
@@ -71,6 +70,9 @@ class CpuBackend:
         eps: float,
         window: int | None,  # keys that a query sees, itself included
     ) -> None:
+        # Attention with bf16 products has other bits, and those are the CPU's as well: rules of
+        # linear layers, which the same instruction computes, tell such CPUs apart.
+        self.name = "compiled-bf16" if library.in_pairs else "compiled"
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
         self.window = window

@@ -9,6 +9,8 @@ import pytest
 from baton.engine.layers.linear import Linear
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.rank import compute_path, is_batch_invariant, plan_rank
+from baton.kernels import cpu_library
+from baton.kernels.cpu_library import has_bf16_products
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
@@ -46,7 +48,9 @@ def test_start_reports_every_phase_and_what_was_found(
     assert phases.index("row rules") < len(phases) - 1 - phases[::-1].index("weights")
 
 
-def test_a_node_says_how_it_computes(config: ClusterConfig) -> None:
+def test_a_node_says_how_it_computes(
+    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal for equal loads, and another for other products; true only if all parts keep bits."""
     with loaded(config) as one, loaded(config) as again:
         linears_keep = all(linear.rule is not None for linear in one.decoder.linears())
@@ -60,6 +64,11 @@ def test_a_node_says_how_it_computes(config: ClusterConfig) -> None:
     other = compute_config(model_folder("qwen3", num_layers=2), "bfloat16", num_blocks=32)
     with loaded(config) as one, loaded(other) as lower:
         assert compute_path(one) != compute_path(lower)
+    is_newer = has_bf16_products()
+    monkeypatch.setattr(cpu_library, "has_bf16_products", lambda: False)
+    with loaded(other) as older:
+        assert (compute_path(older) != compute_path(lower)) == is_newer
+        assert is_batch_invariant(older) == is_batch_invariant(lower)
 
 
 def test_blocks_come_from_memory_when_they_are_not_counted(config: ClusterConfig) -> None:

@@ -135,7 +135,9 @@ from baton.kernels.cpu_sampler import CpuSampler
 torch.set_num_threads(1)
 torch.manual_seed(0)
 said = []
-library = load_library(is_bf16=True, progress=lambda done, total: said.append(total))
+library = load_library(
+    is_bf16=True, in_pairs=False, progress=lambda done, total: said.append(total)
+)
 pool = torch.randn(20, 2, 1, 2, 16, 64).bfloat16()
 kernels = CpuKernels(library, pool, 8)
 qkv, table = torch.randn(300, 12 * 64).bfloat16(), torch.randn(300, 64)
