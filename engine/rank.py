@@ -44,6 +44,8 @@ from baton.engine.sampler import Sampler, compiled
 from baton.engine.step_queue import HostQueue
 from baton.engine.tensor_parallel import Ranks, least
 from baton.engine.weights import Checkpoint, fingerprint
+from baton.kernels.cpu_library import CpuLibrary, has_bf16_tiles
+from baton.kernels.cpu_linears import CpuLinears
 from baton.kernels.cpu_sampler import CpuSampler
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.device_pool import DevicePool
@@ -174,10 +176,17 @@ def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int
 def load_runner(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
 ) -> tuple[Runner, HostPool | DevicePool]:
-    """Weights first: they take longest, and a bad folder shows there."""
+    """Raises `ConfigError` for a bad folder."""
     checkpoint = Checkpoint(plan.folder)
+    library = None
+    if plan.device.type == "cpu":
+        library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
     place = Placement(
-        plan.dtype, plan.device, thread_counts(config.engine), _ordered_product(plan, config)
+        plan.dtype,
+        plan.device,
+        thread_counts(config.engine),
+        _ordered_product(plan, config),
+        _compiled_linears(library),
     )
     decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
     progress("kv pool", 0, 1)
@@ -187,7 +196,6 @@ def load_runner(
     pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
     cache = host_cache(pool, shape, plan.dtype)
     progress("kv pool", 1, 1)
-    library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
     num_heads, _ = local_heads(plan.decoder, ranks.size)
     backend = make_cpu_backend(
         library, cache.pool, num_heads, _rope_table(plan), plan.decoder.rms_norm_eps,
@@ -196,6 +204,13 @@ def load_runner(
     kernel = compiled(CpuSampler(library)) if library else None
     sampler = Sampler(plan.decoder.eos_token_ids, kernel)
     return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+
+
+def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
+    """Return the kernels' products, or None where torch's library computes linear layers."""
+    if library is None or not library.in_pairs or has_bf16_tiles():
+        return None
+    return CpuLinears(library)
 
 
 def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
@@ -268,9 +283,8 @@ def compute_path(runner: Runner) -> str:
         digest.update(str(size).encode())
     if runner.device.type == "cuda":
         digest.update(torch.cuda.get_device_name(runner.device).encode())
-    rules = [linear.rule for linear in runner.decoder.linears() if linear.rule is not None]
-    for rule in sorted({rule.digest for rule in rules}):
-        digest.update(rule)
+    for part in sorted({linear.digest for linear in runner.decoder.linears()}):
+        digest.update(part)
     return f"{runner.backend.name}-{digest.hexdigest()}"
 
 

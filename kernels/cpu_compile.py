@@ -11,10 +11,14 @@ from collections.abc import Callable
 import llvmlite.binding as llvm
 from numba import types
 
-from baton.kernels import cpu_attention, cpu_pair_attention, cpu_rows, cpu_sampling
+from baton.kernels import cpu_attention, cpu_linear, cpu_pair_attention, cpu_rows, cpu_sampling
 from baton.kernels.cpu_vectors import FEATURES
 
-ATTENTION = {False: cpu_attention.attend, True: cpu_pair_attention.attend}  # by `in_pairs`
+# By `in_pairs`.
+PRODUCTS = {
+    False: (cpu_attention.attend,),
+    True: (cpu_pair_attention.attend, cpu_linear.multiply),
+}
 KERNELS = (
     cpu_rows.rope_and_store,
     cpu_rows.add_rms_norm,
@@ -32,7 +36,8 @@ def compile_kernels(
 ) -> tuple[dict[str, list[str]], bytes]:
     """What each kernel takes ("pointer", "int" or "float" each), and the object code of them all.
 
-    `in_pairs` says that attention multiplies bf16 numbers as such; else it does so in fp32.
+    `in_pairs` says that bf16 numbers are multiplied as such: else attention does so in fp32, and
+    linear layers are none of the kernels.
     A kernel's symbol is its name. Ahead of its own arguments it takes two pointers of numba's: to
     8 bytes for a result and to 8 bytes for an exception, neither of which ever comes.
     """
@@ -41,7 +46,7 @@ def compile_kernels(
     )
     arguments: dict[str, list[str]] = {}
     whole = llvm.parse_assembly("")
-    kernels = (ATTENTION[in_pairs], *KERNELS)
+    kernels = (*PRODUCTS[in_pairs], *KERNELS)
     for done, kernel in enumerate(kernels):
         progress(done, len(kernels))
         name = kernel.py_func.__name__

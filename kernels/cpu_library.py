@@ -25,7 +25,7 @@ from pathlib import Path
 
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 SOURCES = (
-    "cpu_attention.py", "cpu_compile.py", "cpu_pair_attention.py", "cpu_pairs.py",
+    "cpu_attention.py", "cpu_compile.py", "cpu_linear.py", "cpu_pair_attention.py", "cpu_pairs.py",
     "cpu_products.py", "cpu_rows.py", "cpu_sampling.py", "cpu_shapes.py", "cpu_vectors.py",
     "draws.py",
 )  # fmt: skip
@@ -43,7 +43,7 @@ class CpuLibrary:
     """Kernels by name, as functions of addresses and numbers. They run without Python's lock."""
 
     def __init__(self, arguments: dict[str, list[str]], code: bytes, *, in_pairs: bool) -> None:
-        """`in_pairs`: attention multiplies bf16 numbers as such, which gives other bits."""
+        """`in_pairs`: bf16 numbers are multiplied as such, which gives other bits."""
         import llvmlite.binding as llvm
 
         self.in_pairs = in_pairs
@@ -109,9 +109,18 @@ def load_library(*, is_bf16: bool, progress: Progress, in_pairs: bool | None = N
 
 def has_bf16_products() -> bool:
     """Whether this CPU multiplies bf16 numbers itself, with AVX512-BF16."""
+    return _has("avx512bf16")
+
+
+def has_bf16_tiles() -> bool:
+    """Whether this CPU has AMX, with which torch's library multiplies faster than kernels here."""
+    return _has("amx-bf16")
+
+
+def _has(feature: str) -> bool:
     import llvmlite.binding as llvm
 
-    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+    return bool(llvm.get_host_cpu_features().get(feature))
 
 
 def _cached(name: str, *, in_pairs: bool) -> CpuLibrary | None:

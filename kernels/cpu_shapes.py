@@ -3,6 +3,9 @@
 WIDTH = 16  # floats in a vector
 TILE = 64  # keys: with heads of 64 a tile of keys and values in fp32 fits a core's first cache
 ROWS = 128  # queries x heads of one KV head at a time, so that a tile is unpacked once for many
+# A linear layer computes PANEL outputs of SHEET rows at a time, and of more than FEW rows over
+# DEPTH pairs of inputs at a time.
+PANEL, SHEET, FEW, DEPTH = 64, 256, 64, 256
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 40  # keys that a query sees where a model has no sliding window

@@ -154,6 +154,7 @@ class Floors:
     def __init__(self, config: DecoderConfig, runner: Runner, watch: Stopwatch) -> None:
         self._config, self._watch = config, watch
         *self._layers, self._head = runner.decoder.linears()
+        self._dtype = runner.cache.pool.dtype
         self._token_bytes = runner.cache.pool[0].nbytes // BLOCK
         self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
         self._queries = torch.randn(config.num_heads, CHUNK, config.head_dim).bfloat16()
@@ -190,7 +191,7 @@ class Floors:
         return self._watch.seconds(lambda: self._head.product(rows))
 
     def _rows(self, num_rows: int, width: int) -> Tensor:
-        return torch.randn(num_rows, width).to(self._layers[0].weight.dtype)
+        return torch.randn(num_rows, width).to(self._dtype)
 
 
 def _fill(pool: Tensor) -> None:
@@ -240,7 +241,9 @@ class TimedSampler(Sampler):
 
 def _time_parts(runner: Runner, watch: Stopwatch) -> None:
     def timed(linear: Linear) -> TimedLinear:
-        return TimedLinear(linear.weight, linear.bias, linear.rule, linear.ordered, watch)
+        return TimedLinear(
+            linear.weight, linear.bias, linear.rule, linear.ordered, linear.trial, watch
+        )
 
     layers = tuple(
         dataclasses.replace(

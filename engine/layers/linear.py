@@ -30,10 +30,16 @@ class Linear:
     bias: Tensor | None = None
     rule: RowRule | None = None  # None: all rows are computed at once
     ordered: Product | None = None  # gives a row the same bits in every batch
+    trial: bytes = b""  # a digest of the bits of `ordered`, where CPUs may differ
 
     @property
     def is_batch_invariant(self) -> bool:
         return self.rule is not None or self.ordered is not None
+
+    @property
+    def digest(self) -> bytes:
+        """Differs for two layers of one shape if they are known to compute other bits."""
+        return self.trial if self.rule is None else self.rule.digest
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[num_rows, inputs]` to `[num_rows, outputs]`."""

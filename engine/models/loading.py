@@ -18,6 +18,7 @@ from baton.engine.model_config import DecoderConfig
 from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.tensor_parallel import Ranks
 from baton.engine.weights import Checkpoint
+from baton.kernels.cpu_linears import CpuLinears
 from baton.protocol.errors import ConfigError
 
 # QKV, attention output, gate and up, down, head.
@@ -31,6 +32,7 @@ class Placement(NamedTuple):
     device: torch.device
     thread_counts: tuple[int, ...] = ()
     ordered: Product | None = None  # of a GPU that is to give a row the same bits in every batch
+    compiled: CpuLinears | None = None  # of a CPU whose kernels compute linear layers
 
 
 class LinearMaker(Protocol):
@@ -49,7 +51,7 @@ def load_decoder(
     """Raises `ConfigError` when the ranks cannot share the model or a tensor is missing."""
     linears: LinearMaker | None = None
     if place.device.type == "cpu":
-        linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts)
+        linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
     elif place.ordered is not None:
         linears = OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
     return _Loader(config, checkpoint, ranks, place, linears).load(progress)

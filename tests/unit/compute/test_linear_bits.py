@@ -1,4 +1,4 @@
-"""Linear layers of the real library, whichever code this CPU makes it choose.
+"""Linear layers of the real library, whichever code this CPU makes it choose, and compiled ones.
 
 `test_instruction_sets.py` runs this file and others again with the library's choice restricted.
 """
@@ -11,18 +11,33 @@ from baton.engine.layers.host_linears import HostLinears, WeightKind, find
 from baton.engine.layers.linear import Linear, packed
 from baton.engine.layers.row_rule import TILES, find_rule, num_threads
 from baton.engine.layers.trial_data import NUM_ROWS, trial_bias, trial_rows, trial_weight
+from baton.kernels.cpu_library import has_bf16_products, load_library
+from baton.kernels.cpu_linears import CpuLinears
 from tests.support.compute import no_progress
 
 # Those of a 30M model (QKV, output, gate and up, down, head), and odd ones.
 SHAPES = [(1024, 512), (512, 512), (3072, 512), (512, 1536), (8192, 512), (192, 640), (343, 171)]
 COUNTS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 20, 31, 33, 36, 64, 65, 100, 129, 300, 512, 513, 600]
 DTYPES = [torch.float32, torch.bfloat16]
+# The dtype of a layer, and whether the compiled kernels compute it.
+FORMS = [(torch.float32, False), (torch.bfloat16, False)]
+if has_bf16_products():
+    FORMS.append((torch.bfloat16, True))
+Form = tuple[torch.dtype, bool]
 
 
-def made(shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool = False) -> Linear:
+def linears(form: Form) -> HostLinears:
+    compiled = None
+    if form[1]:
+        compiled = CpuLinears(load_library(is_bf16=True, progress=lambda *_: None))
+    return HostLinears(1, no_progress, compiled=compiled)
+
+
+def made(shape: tuple[int, int], form: Form, *, has_bias: bool = False) -> Linear:
     """A layer whose weight shows in every output in which order the library added."""
+    dtype, _ = form
     bias = trial_bias(shape[0], dtype) if has_bias else None
-    return HostLinears(1, no_progress).make(trial_weight(*shape, dtype), bias)
+    return linears(form).make(trial_weight(*shape, dtype), bias)
 
 
 def sensitive_rows(inputs: int, dtype: torch.dtype) -> Tensor:
@@ -32,13 +47,13 @@ def sensitive_rows(inputs: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool
+    shape: tuple[int, int], form: Form, has_bias: bool
 ) -> None:
-    linear, x = made(shape, dtype, has_bias=has_bias), sensitive_rows(shape[1], dtype)
-    if linear.rule is None:
+    linear, x = made(shape, form, has_bias=has_bias), sensitive_rows(shape[1], form[0])
+    if not linear.is_batch_invariant:
         pytest.skip("no row rule was found on this CPU")
     alone = torch.cat([linear(x[i : i + 1]) for i in range(100)])
     whole = linear(x)
@@ -48,30 +63,34 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
         assert torch.equal(linear(x[-count:]), whole[-count:]), f"the last {count} rows"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_change_no_bits(dtype: torch.dtype) -> None:
-    x = sensitive_rows(512, dtype)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(1024, 512), (8192, 512)], ids=str)
+def test_threads_change_no_bits(shape: tuple[int, int], form: Form) -> None:
+    """Few rows of the larger weight are enough work to be shared."""
+    x = sensitive_rows(512, form[0])
     with num_threads(1):
-        one = made((1024, 512), dtype)
+        one = made(shape, form)
         expected = one(x)
     for threads in (2, 3):
         with num_threads(threads):
-            several = made((1024, 512), dtype)
-            assert (several.rule is None) == (one.rule is None)
-            if several.rule is not None and one.rule is not None:
-                assert several.rule.digest == one.rule.digest
+            several = made(shape, form)
+            assert several.is_batch_invariant == one.is_batch_invariant
+            assert several.digest == one.digest
+            if one.is_batch_invariant:
                 assert torch.equal(several(x), expected)
-                assert torch.equal(several(x[:9]), expected[:9])
+                for count in (9, 20):
+                    assert torch.equal(several(x[:count]), expected[:count])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_computes_the_product_that_it_is(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_layer_computes_the_product_that_it_is(form: Form) -> None:
     generator = torch.Generator().manual_seed(1)
+    dtype, _ = form
     weight = torch.randn(100, 64, generator=generator).to(dtype)
     bias = torch.randn(100, generator=generator).to(dtype)
     x = torch.randn(37, 64, generator=generator).to(dtype)
     exact = x.double() @ weight.double().T + bias.double()
-    linear = HostLinears(1, no_progress).make(weight, bias)
+    linear = linears(form).make(weight, bias)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for count in (1, 16, 37):
         torch.testing.assert_close(
@@ -94,11 +113,11 @@ def test_a_weight_is_packed_where_the_machine_can(dtype: torch.dtype) -> None:
 
 def test_layers_of_one_kind_are_searched_for_once() -> None:
     told: list[tuple[str, int, int]] = []
-    linears = HostLinears(3, lambda *report: told.append(report))
-    first = linears.make(trial_weight(64, 32, torch.float32))
-    again = linears.make(torch.ones(64, 32))
-    other = linears.make(trial_weight(32, 64, torch.float32))
-    head = linears.make(trial_weight(64, 32, torch.float32), max_rows=64)
+    maker = HostLinears(3, lambda *report: told.append(report))
+    first = maker.make(trial_weight(64, 32, torch.float32))
+    again = maker.make(torch.ones(64, 32))
+    other = maker.make(trial_weight(32, 64, torch.float32))
+    head = maker.make(trial_weight(64, 32, torch.float32), max_rows=64)
     assert told == [("row rules", 0, 3), ("row rules", 1, 3), ("row rules", 2, 3)]
     assert again.rule is first.rule
     assert other.rule is not first.rule

@@ -132,8 +132,8 @@ def test_attention_through_a_window(kind: Kind, window: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 33, 64, 300, 1100])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_no_larger_than_those_of_torchs_attention(
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(
     kind: Kind, spread: float, length: int
 ) -> None:
     """Against exact results, from flat weights over many keys to one key that has it all."""

@@ -1,0 +1,86 @@
+"""Linear layers in bf16 by the compiled kernel, on as many threads as torch uses.
+
+Threads take rows or outputs, and share no sum, so their number cannot change a bit; nor can the
+rows beside a row. Called by the engine's layers, where the library multiplies pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.cpu_library import CpuLibrary
+from baton.kernels.cpu_shapes import PANEL, SHEET
+from baton.kernels.cpu_threads import CpuThreads
+
+# Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
+# bit changes.
+NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
+# A small product has one thread: two that wait for each other also wait for the router, which may
+# have the CPU of one of them.
+MIN_SHARED_NS = 300_000
+MIN_ROWS = 32  # of a thread; fewer rows are not divided, but the outputs are
+
+
+class CpuLinears:
+    """One rank's products, and the memory and threads that they work with. One caller at a time."""
+
+    def __init__(self, library: CpuLibrary) -> None:
+        assert library.in_pairs
+        self._library = library  # the code is gone when it is
+        self._threads = CpuThreads()
+        self._sums = torch.empty(0)
+
+    def layer(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
+        """A layer with its own copy of `weight`, `[outputs, inputs]` with even `inputs`."""
+        outputs, inputs = weight.shape
+        words = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
+        panels = words.view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
+        return CpuLinear(self, panels, bias, outputs)
+
+    def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
+        """`[num_rows, inputs]` to `[num_rows, outputs]`."""
+        x, bias, panels = x.contiguous(), layer.bias, layer.panels
+        num_rows, out = len(x), x.new_empty(len(x), layer.outputs)
+        slices = self._slices(num_rows, panels)
+        size = SHEET * PANEL * 4
+        if self._sums.nbytes < size * len(slices):
+            self._sums = torch.empty(size // 4 * len(slices))
+        arguments = (
+            x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            bias is not None, panels.shape[1], layer.outputs, out.data_ptr(),
+        )  # fmt: skip
+        sums = range(self._sums.data_ptr(), 1 << 64, size)
+        calls = [(*part, sums[i], *arguments) for i, part in enumerate(slices)]
+        self._threads.run(self._library.kernels["multiply"], calls)
+        return out
+
+    def _slices(self, num_rows: int, panels: Tensor) -> list[tuple[int, int, int, int]]:
+        """First and last row, first and last panel, of each thread."""
+        num_panels, whole = len(panels), (0, num_rows, 0, len(panels))
+        cost_ns = 2 * panels.numel() * (NS_PER_WEIGHT + NS_PER_MULTIPLICATION * num_rows)
+        if cost_ns < MIN_SHARED_NS or (count := torch.get_num_threads()) == 1:
+            return [whole]
+        if num_rows >= MIN_ROWS * count:
+            cuts = [num_rows * i // count for i in range(count + 1)]
+            return [(first, end, 0, num_panels) for first, end in pairwise(cuts)]
+        count = min(count, num_panels)
+        cuts = [num_panels * i // count for i in range(count + 1)]
+        return [(0, num_rows, first, end) for first, end in pairwise(cuts)]
+
+
+@dataclass(slots=True, frozen=True)
+class CpuLinear:
+    """One layer's weight, in the order in which the kernel reads it."""
+
+    of: CpuLinears
+    panels: Tensor  # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0
+    bias: Tensor | None
+    outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.of.multiply(x, self)
