@@ -89,12 +89,12 @@ def largest(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def runner() -> Runner:
+def runner(num_blocks: int = 1) -> Runner:
     shape = QWEN3_8B
     decoder = random_decoder(shape, torch.bfloat16, HollowQueue.device)
-    sizes = (1, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim)
+    sizes = (num_blocks, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim)
     pool = torch.empty(sizes, dtype=torch.bfloat16, device=HollowQueue.device)
-    cache = KVCache(pool, np.zeros(1, np.uint32))
+    cache = KVCache(pool, np.zeros(num_blocks, np.uint32))
     backend = HollowBackend(shape.num_heads * shape.head_dim)
     return Runner(decoder, backend, cache, Sampler((), largest), HollowQueue(), monotonic)
 

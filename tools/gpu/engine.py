@@ -45,7 +45,7 @@ THETA = 1e6
 WEIGHT_SCALE = 0.02
 ROUNDS, WARM_UPS = 15, 3
 BUILD_S = 15.0  # a model is not begun if less time than this is left
-SHARED_BLOCKS = 8192  # 128 sequences of 1k tokens
+SHARED_BLOCKS = 8320  # 128 sequences of 1k tokens
 MAX_POSITIONS = 40_960  # of Qwen3; block tables on the device are as wide
 SPARE_BYTES = 6 << 30  # memory for activations and logits beside weights and pool
 AGREEMENT = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=True)
@@ -72,7 +72,7 @@ def run(
             key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
             desk.check(key, partial(keeps, desk.device, key, product, sizes))
     for model in _models(steps):
-        shape, num_blocks = model[0].shape, max(map(_num_blocks, model))
+        shape, num_blocks = model[0].shape, max(map(blocks_of, model))
         if lacking := _lacking(desk, shape, num_blocks):
             for case in model:
                 desk.emit(Measured(case.key, "ms", note=lacking))
@@ -111,7 +111,7 @@ def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
     """Group the cases that share a model and a pool; a very large pool serves one case alone."""
 
     def pool_of(case: StepCase) -> tuple[str, bool]:
-        return case.shape.name, _num_blocks(case) > SHARED_BLOCKS
+        return case.shape.name, blocks_of(case) > SHARED_BLOCKS
 
     return [list(cases) for _, cases in groupby(steps, pool_of)]
 
@@ -129,8 +129,9 @@ def _measure(desk: Desk, runner: Runner, model: Sequence[StepCase], rounds: int)
         serving.run(desk, runner, decoding, rounds)
 
 
-def _num_blocks(case: StepCase) -> int:
-    return case.batch * -(-case.context // BLOCK_SIZE)
+def blocks_of(case: StepCase) -> int:
+    """Return the blocks of a case: one more for each sequence, which a scheduler keeps free."""
+    return case.batch * (-(-case.context // BLOCK_SIZE) + 1)
 
 
 def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:

@@ -17,10 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from baton.decode_node.intake import MAX_PASSING
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.graphs import buckets_up_to
-from baton.engine.plan import StepPlan
+from baton.engine.plan import StepPlan, StepResult
 from baton.engine.runner import Runner
 from baton.engine.scheduler import NodeLimits
 from baton.protocol.ids import Key, RequestId
@@ -34,7 +35,7 @@ from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
 
 MAX_LAUNCHED = 2  # as the engine's loop has it
-CHUNK_TOKENS = 2048
+FIRST_TOKEN = 3
 BURST = 8  # steps that are launched without a look at their results
 CAPTURE, IDLE = "capture", "idle share"
 GRAPH_IS_EAGER = "a replayed step has the bits of the eager step of its bucket"
@@ -128,7 +129,7 @@ class CopiesToDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def served(desk: Desk, runner: Runner, case: StepCase, rounds: int) -> Measured:
     """Measure steps of a full batch under the real scheduler; report the device's idle share."""
-    stamps = _stamps(runner, case, engine.WARM_UPS + rounds)
+    stamps = stamps_of(runner, case, engine.WARM_UPS + rounds + 1)
     took = [after - before for before, after in pairwise(stamps)]
     timing = timing_of(took[engine.WARM_UPS :])
     busy_s = _busy_s(runner, case)
@@ -138,32 +139,47 @@ def served(desk: Desk, runner: Runner, case: StepCase, rounds: int) -> Measured:
     return Measured(case.key, "ms", work, timing, note="served by the loop")
 
 
-def _stamps(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
-    """Return the ends of the steps in which every sequence decodes."""
-    num_output = num_steps + 2  # the first token comes with the prompt
+def stamps_of(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
+    """Return the ends of `num_steps` steps in which every sequence decodes."""
+    scheduler = _scheduler(runner, case, num_steps)
+    stamps: list[float] = []
+    launched: deque[StepPlan] = deque()
+    while len(stamps) < num_steps:
+        while len(launched) < MAX_LAUNCHED and (plan := scheduler.plan(0.0)):
+            is_full = len(plan.slices) == case.batch and all(p.length == 1 for p in plan.slices)
+            if is_full:
+                runner.launch(plan)
+                launched.append(plan)
+            else:  # prompts go in: the random pool serves as their keys and values
+                assert not launched, "a sequence ended before it was measured"
+                tokens = tuple((FIRST_TOKEN,) * len(part.draws) for part in plan.slices)
+                scheduler.settle(0.0, plan, StepResult(plan.step_id, tokens, 0.0, 0.0))
+        plan, result = launched.popleft(), runner.collect()
+        scheduler.settle(0.0, plan, result)
+        scheduler.outputs.take_router_messages()
+        stamps.append(time.perf_counter())
+    for _ in launched:
+        runner.collect()
+    return stamps
+
+
+def _scheduler(runner: Runner, case: StepCase, num_steps: int) -> DecodeScheduler:
+    """Return a scheduler with prompts that decode `num_steps` together, up to the case's context.
+
+    It takes prompts in over several plans, in which those before them decode.
+    """
+    num_output = num_steps + MAX_LAUNCHED + 1 + case.batch // MAX_PASSING + 1
+    length = max(1, case.context - num_output)
     scheduler = DecodeScheduler(
         BlockPool(len(runner.cache.pool), engine.BLOCK_SIZE, cache_prefixes=False),
-        NodeLimits(CHUNK_TOKENS, max(case.batch, 2), case.context + 1),
+        NodeLimits(case.batch * case.context, max(case.batch, 2), length + num_output + 1),
     )
-    length = max(1, case.context - num_output)
     sampling = Sampling(seed=0, max_tokens=num_output, temperature=0.0)
     for number in range(case.batch):
         tokens = [3 + (7 * place + number) % 600 for place in range(length)]
         key = Key(RequestId(f"served-{number}"))
         scheduler.add(0.0, 0, Decode(key, tokens, length, sampling))
-    stamps: list[float] = []
-    launched: deque[StepPlan] = deque()
-    while True:
-        while len(launched) < MAX_LAUNCHED and (plan := scheduler.plan(0.0)):
-            runner.launch(plan)
-            launched.append(plan)
-        if not launched:
-            return stamps
-        plan, result = launched.popleft(), runner.collect()
-        scheduler.settle(0.0, plan, result)
-        scheduler.outputs.take_router_messages()
-        if len(plan.slices) == case.batch and all(part.length == 1 for part in plan.slices):
-            stamps.append(time.perf_counter())
+    return scheduler
 
 
 def _busy_s(runner: Runner, case: StepCase) -> float:
