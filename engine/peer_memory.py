@@ -22,6 +22,7 @@ DRIVER = "libcuda.so.1"
 HANDLE_BYTES = 64
 # From cuda.h.
 LAZY_ENABLE_PEER_ACCESS = 1
+POINTER_DEVICE_ORDINAL = 9
 SUCCESS = 0
 
 
@@ -85,7 +86,9 @@ class CudaPeerMemory:
             raise TransferError("the handle is of another pool")
         base = self.driver.open(found.handle)
         view = _DeviceArray(base + found.offset, (shape.num_blocks, found.num_words))
-        return OpenedPool(self, torch.as_tensor(view), base)
+        # Some versions of torch copy the memory if the device is not named, or is not its own.
+        device = torch.device("cuda", self.driver.device_of(base))
+        return OpenedPool(self, torch.as_tensor(view, device=device), base)
 
 
 class OpenedPool:
@@ -163,6 +166,15 @@ class CudaDriver:
             ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS),
         )  # fmt: skip
         return address.value
+
+    def device_of(self, address: int) -> int:
+        """Return the number of the GPU that has the memory, as this process counts them."""
+        number = ctypes.c_int()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(POINTER_DEVICE_ORDINAL),
+            ctypes.c_uint64(address),
+        )  # fmt: skip
+        return number.value
 
     def close(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))

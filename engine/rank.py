@@ -315,7 +315,8 @@ def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> to
 
 
 def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
-    if num_ranks > (num_seen := len(gpus_of(0))):
+    # One rank takes the GPU that torch has found, also where none shows in /dev, as under WSL.
+    if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         return (
             f"{num_ranks} ranks (engine.tensor_parallel) need a GPU each, and this node sees "
             f"{num_seen}"

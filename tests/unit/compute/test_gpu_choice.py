@@ -47,6 +47,14 @@ def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later() -> None:
 
 
 @pytest.mark.usefixtures("with_gpu")
+def test_one_rank_takes_the_gpu_that_torch_finds_where_dev_shows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank, "gpus_of", lambda _number: ())
+    assert plan_rank(config_for("cuda"), 1).device == torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
     ("num_ranks", "model", "reason"),
     [(2, {}, "2 ranks .* this node sees 1"), (1, {"head_dim": 48, "num_heads": 2}, "heads of 48")],
