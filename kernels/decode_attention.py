@@ -35,6 +35,9 @@ from baton.kernels.paged import (
 from baton.kernels.tilings import decode_tiling, padded
 
 SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
+# Triton 3.6 takes more registers for some rows than lets all programs in; with a limit, later
+# versions spill where they would not.
+NEEDS_LIMIT = triton.__version__.startswith("3.6.")
 MAX_SPLITS = 64  # per sequence: a longer context has longer splits, so the workspace stays bounded
 
 
@@ -78,6 +81,7 @@ def paged_decode_attention(
         ROWS=rows, BLOCK_SIZE=block_size, KEYS=tiles.keys, SPLIT=split, MAX_BATCH=MAX_BATCH,
         ORDERED=ordered, UPCAST=interpreted(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+        maxnreg=tiles.max_registers if NEEDS_LIMIT and rows == 16 else None,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(batch, num_heads)](

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 # Of a Hopper multiprocessor. A block takes 1 KiB of shared memory more than it asks for.
 REGISTERS, SHARED_BYTES, MAX_THREADS, RESERVED_BYTES = 65_536, 228 * 1024, 2048, 1024
 TYPES = {
@@ -78,7 +78,7 @@ def record(launch: Callable[[], object]) -> list[Launch]:
 def _compile(launch: Launch) -> Cubin:
     """Compile as Triton's own launch would on a Hopper GPU."""
     kernel, args, given = launch
-    options = {name: given[name] for name in OPTIONS}
+    options = {name: given[name] for name in OPTIONS if name in given}
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= given
     signature, constants, attributes = {}, {}, {}

@@ -35,7 +35,7 @@ CLAIMS = (
     Claim("invariance per weight shape", r"rows keep their bits.*"),
     Claim("decode ms, eager", rows=r".* decode b\d+ ctx .*, eager"),
     Claim("decode ms, graph", rows=r".* decode b\d+ ctx .*, graph"),
-    Claim("decode ms, served by the loop", rows=r".* decode b\d+ ctx \w+"),
+    Claim("decode ms, served by the loop", rows=r"(?!idle share).* decode b\d+ ctx \w+"),
     Claim("prefill ms", rows=r".* prefill \w+( in chunks of \d+)?"),
     Claim("prefill attention and SDPA", rows=r"(prefill attention|torch SDPA) .*"),
     Claim("sampler", rows=r"sampling .*"),

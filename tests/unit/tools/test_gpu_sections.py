@@ -74,6 +74,7 @@ def test_the_last_lines_say_something_of_every_claim(ran: Run) -> None:
     assert last["split tokens = colocated"].startswith("PASS")
     assert last["graph = eager"].startswith("PASS")
     assert "tiny decode b3 ctx 20" in last["decode ms, served by the loop"]
+    assert "idle share" not in last["decode ms, served by the loop"]
 
 
 def test_every_case_and_check_belongs_to_a_claim(ran: Run) -> None:
