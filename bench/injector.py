@@ -60,7 +60,7 @@ class FaultInjector:
         return None if self._fault is None else self._fault.result()
 
     def _carry_out(self) -> Injected | None:
-        """Do it in the thread. Return None if the run ends first."""
+        """Carry the fault out in the thread; return None if the run ends first."""
         spec = self._spec
         rest_s = self._start_s + spec.at_s - monotonic()
         if rest_s > 0 and self._over.wait(rest_s):

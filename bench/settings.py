@@ -1,4 +1,4 @@
-"""What a user may ask of `baton bench`: one frozen Struct per command, made of groups of flags.
+"""The settings of `baton bench`: one frozen Struct per command, made of groups of flags.
 
 `cli.py` makes flags and their help of these annotations. A number of 0 and an empty text mean "not
 given" where the description says so.

@@ -1,4 +1,4 @@
-"""What people see on a terminal: a report that is done, and the progress of a load.
+"""Show a report on a terminal, and the progress of a load.
 
 Results go to stdout, progress to stderr. Text that came from a server loses its control characters,
 which a terminal would obey.

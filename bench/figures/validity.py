@@ -1,4 +1,4 @@
-"""Whether a load measured the server or something else, and what a reader must know about it.
+"""Judge whether a load measured the server, and name what a reader must know about it.
 
 Reports print every problem, and an invalid run says so before any figure of it. A search takes a
 load that outran its server as failed, because its figures say how long the run was. Nothing here

@@ -1,4 +1,4 @@
-"""When requests arrive: seeded schedules of absolute times, drawn before the load starts.
+"""Draw seeded schedules of arrivals: absolute times, before the load starts.
 
 The first n times of a seed are the same however many are asked for. Drawn gaps are never stretched
 to hit the rate: `realised` measures what came out. Pure.

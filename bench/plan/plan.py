@@ -1,4 +1,4 @@
-"""What is asked, and when: a workload and arrivals become a plan of requests.
+"""Make a plan of a workload and its arrivals: every request with its prompt and its time.
 
 Everything is drawn from one seed before the load starts; request n of a seed is the same however
 many there are, so arms and rounds are asked the same.

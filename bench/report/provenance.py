@@ -25,7 +25,7 @@ Load = tuple[float, float, float]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What kind of machine ran the client (and, on one host, the server)."""
+    """The kind of machine that ran the client (and, on one host, the server)."""
 
     cpu_model: str
     num_cpus: int  # that this process may use

@@ -1,4 +1,4 @@
-"""How a report begins before the first request, and ends after the last one.
+"""Begin a report before the first request; write and show it after the last one.
 
 Every experiment begins one, puts its runs in, and ends with `finish`. A report reaches the disk and
 the terminal only here, so secrets are withheld here. The page is one file: style and charts are

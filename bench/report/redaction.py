@@ -1,4 +1,4 @@
-"""Takes keys, passwords and access tokens out of everything that a report shows.
+"""Take keys, passwords and access tokens out of everything that a report shows.
 
 It looks for secrets in three ways, since each one alone misses some: by the name of a value, by the
 shape of a text, and by the very secrets that the caller used (a server may echo a key). Pure.
