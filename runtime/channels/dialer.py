@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.framing import HEADER, HEADER_BYTES, SESSION_BITS, Session, Verdict
 from baton.runtime.channels.identity import new_identity
@@ -67,14 +67,16 @@ class Dialer(Generic[Out, In]):
         self._keys = keys
         self._pair: KeyPair | None = None  # of the connection
         self._num_tried = 0  # keys, since the last connection, with which the handshake failed
-        self._wire = Wire(context, zmq.DEALER, keys)
-        self.socket = self._wire.socket
         self._name = name
-        try:
-            self._connect()
-        except zmq.ZMQError as error:
-            self._wire.close()
-            raise ConfigError(f"cannot dial {self.endpoint}: {error.strerror}") from error
+        with contextlib.ExitStack() as undo:
+            try:
+                self._wire = Wire(context, zmq.DEALER, keys)
+                undo.callback(self._wire.close)
+                self.socket = self._wire.socket
+                self._connect()
+            except (zmq.ZMQError, OSError, NodeError) as error:
+                raise ConfigError(f"cannot dial {self.endpoint}: {error}") from error
+            undo.pop_all()
 
     def fileno(self) -> int:
         return self._wire.fileno()

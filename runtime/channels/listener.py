@@ -5,6 +5,7 @@ message.
 """
 
 import contextlib
+import math
 from collections import deque
 from typing import Generic, TypeVar, assert_never
 
@@ -32,6 +33,9 @@ REBIND_S = 0.01
 # When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
 # a moment before it takes the connection away.
 PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
+# Between two first tries: strangers who come and go by thousands must not make the listener try
+# the connections of all its sessions for each of them.
+HINTS_APART_S = 0.1
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
 FRAMES_PER_LOOK = 256  # a peer that floods must not keep newcomers waiting for their handshakes
 # The flags of the two frames of a message, as numbers: flags are slow to join.
@@ -82,6 +86,7 @@ class Listener(Generic[Out, In]):
         self._sessions: dict[bytes, Session] = {}
         self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers were not told yet
         self._probes_at_s: deque[float] = deque()
+        self._hinted_s = -math.inf  # the first try after the last hint
         self._num_read = 0  # frames since the last look at the connections
         self._events: deque[Received[In]] = deque()
         self._keys = keys
@@ -180,8 +185,7 @@ class Listener(Generic[Out, In]):
         if changes := self._wire.changes():
             self.refusals += changes.count("refused")
             if "lost" in changes:
-                now_s = monotonic()
-                self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
+                self._expect_losses()
             return True
         if self._probes_at_s and self._probes_at_s[0] <= monotonic():
             self._probes_at_s.popleft()
@@ -219,9 +223,16 @@ class Listener(Generic[Out, In]):
             return False  # the system has not given the address back yet
         self._pair, self._is_bound = pair, True
         log.info("listening with another key: all connections begin anew", address=self.endpoint)
-        now_s = monotonic()
-        self._probes_at_s = deque(now_s + delay_s for delay_s in PROBE_DELAYS_S)
+        self._expect_losses()
         return True
+
+    def _expect_losses(self) -> None:
+        """Take a hint that connections ended: try all of them soon, and again a little later."""
+        now_s = monotonic()
+        if self._hinted_s > now_s:
+            return  # the first try of an earlier hint is still to come
+        self._hinted_s = max(now_s, self._hinted_s + HINTS_APART_S)
+        self._probes_at_s = deque(self._hinted_s + delay_s for delay_s in PROBE_DELAYS_S)
 
     def _read(self) -> None:
         peer = self.socket.recv(zmq.NOBLOCK)

@@ -5,9 +5,11 @@ epoll instance joins the socket, its monitor, a wake-up and a timer into one des
 asyncio loop or a poller has a single thing to watch.
 
 The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process when a connection dies whose
-input it has stopped. Each sender is bounded, by `QUEUED_MESSAGES`.
+input it has stopped. Each sender is bounded, by `QUEUED_MESSAGES`. The queue of connection events
+has no bound either: when it is full, libzmq's thread waits for its reader, and every peer with it.
 """
 
+import contextlib
 import os
 import select
 from typing import Literal
@@ -60,10 +62,30 @@ class Wire:
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
     ) -> None:
-        """With keys, the owner says by `lock` which one counts, before it binds or connects."""
-        has_keys = bool(keys.pairs)
-        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        """With keys, the owner says by `lock` which one counts, before it binds or connects.
+
+        Raises `zmq.ZMQError`, `OSError` or `NodeError` when the process has no descriptor left.
+        """
         self._is_listener = kind is zmq.ROUTER
+        with contextlib.ExitStack() as opened:
+            self._open(context, kind, keys, opened)
+            self._opened = opened.pop_all()
+
+    def _open(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        kind: zmq.SocketType,
+        keys: Keys,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        """Open everything, and note in `opened` how each part is closed."""
+        has_keys = bool(keys.pairs)
+        self._gate: Gate | None = None
+        if has_keys and self._is_listener:
+            self._gate = Gate(context)
+            opened.callback(self._gate.close)
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        opened.callback(self.socket.close)
         self._refusals = _REFUSALS if self._is_listener else (*_REFUSALS, _CLOSED)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
@@ -76,13 +98,23 @@ class Wire:
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        self._gate = Gate(context) if has_keys and self._is_listener else None
-        self._monitor = self.socket.get_monitor_socket(_WATCHED)
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        opened.callback(self._monitor.close, 0)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        own = self.socket.getsockopt(zmq.FD)
+        assert isinstance(own, int)
+        address = f"inproc://monitor-{own}"
+        self.socket.monitor(address, int(_WATCHED))
+        opened.callback(self.socket.disable_monitor)
+        self._monitor.connect(address)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        opened.callback(os.close, self._wake)
         self._awake = False
         self._alarm = Alarm()
+        opened.callback(self._alarm.close)
         self._alarm_at_s: float | None = None
         self._epoll = select.epoll()
+        opened.callback(self._epoll.close)
         watched = [self.socket, self._monitor, *([self._gate.socket] if self._gate else [])]
         descriptors = [socket.getsockopt(zmq.FD) for socket in watched]
         for descriptor in (self._wake, self._alarm.fileno(), *descriptors):
@@ -150,16 +182,9 @@ class Wire:
             self.socket.recv(zmq.NOBLOCK)
 
     def close(self, linger_ms: int = 0) -> None:
-        if self.socket.closed:
-            return
-        self._epoll.close()
-        os.close(self._wake)
-        self._alarm.close()
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(linger_ms)
-        if self._gate is not None:
-            self._gate.close()
+        if not self.socket.closed:
+            self.socket.setsockopt(zmq.LINGER, linger_ms)
+            self._opened.close()
 
 
 def _has_input(socket: "zmq.Socket[bytes]") -> bool:
