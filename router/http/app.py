@@ -44,8 +44,6 @@ PROBES = ("/live", "/health", "/metrics")
 # How long the end of the server waits for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
-# How long a client may take to agree on TLS. Until then its connection has no request to wait for.
-HANDSHAKE_S = 10.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -278,7 +276,8 @@ class Server:
         await self._runner.setup()
         manager, config = self._runner.server, self._config
         assert manager is not None
-        self._connections = Connections(manager, self._http_log, config)
+        tls = self._certificate.context if self._certificate is not None else None
+        self._connections = Connections(manager, self._http_log, config, tls)
         self._listener = await self._listen(config.port, is_shared=config.shares_port)
         if config.own_port:
             self._own_listener = await self._listen(config.own_port, is_shared=False)
@@ -303,8 +302,6 @@ class Server:
                 port,
                 backlog=ACCEPTS,
                 reuse_port=is_shared,
-                ssl=self._certificate.context if self._certificate is not None else None,
-                ssl_handshake_timeout=HANDSHAKE_S if self._certificate is not None else None,
             )
         except OSError as error:
             await self.stop()

@@ -3,18 +3,21 @@
 `Server` makes one `Connections` and gives it to the event loop as the factory of protocols. The
 number of connections is bounded by the descriptors of the process. When they run out, a new one
 takes the place of the one that has waited longest without a whole request, so probes of /live are
-answered however many half-sent requests there are. A client that does not read is cut off.
+answered however many half-sent requests there are. A client that does not read is cut off. A client
+that has yet to agree on TLS counts like any that has sent no request.
 """
 
 import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Callable
+import ssl
+from asyncio.sslproto import SSLProtocol
 
 from aiohttp import web
 
 from baton.protocol.config import RouterConfig
+from baton.runtime.descriptors import RareWarning
 from baton.runtime.log import logger
 
 # Descriptors that stay free for nodes, files and connections that are being closed.
@@ -22,20 +25,14 @@ _OTHER_DESCRIPTORS = 512
 # Connections above the limit, which only get /live, /health and /metrics.
 SPARE = 16
 _MIN_CONNECTIONS = 8
+# How long a client may take to agree on TLS. Until then its connection has no request to wait for.
+HANDSHAKE_S = 10
 # A client that leaves output unread must take this much of it per second on the average.
 _MIN_BYTES_PER_S = 256
-_WARN_EVERY_S = 10.0
 # The place of `tcpi_bytes_acked` in Linux' struct tcp_info (include/uapi/linux/tcp.h).
 _BYTES_ACKED = slice(120, 128)
 
 log = logger("router")
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process open as many descriptors as its hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def affordable(max_connections: int) -> int:
@@ -50,7 +47,10 @@ def affordable(max_connections: int) -> int:
 class Connection(web.RequestHandler):
     """One connection of a client. `is_spare` means that it came above the limit."""
 
-    __slots__ = ("_acked", "_checked_s", "_connections", "_socket", "is_spare", "open_transport")
+    __slots__ = (
+        "_acked", "_checked_s", "_connections", "_socket", "handshake", "is_spare",
+        "open_transport",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Connection(web.RequestHandler):
             access_log=None,  # type: ignore[arg-type]  # aiohttp takes None, but does not say so
         )
         self._connections = connections
+        self.handshake: Handshake | None = None
         self.is_spare = False
         self.open_transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
@@ -78,6 +79,9 @@ class Connection(web.RequestHandler):
         assert isinstance(transport, asyncio.Transport)
         self.open_transport = transport
         self._socket = transport.get_extra_info("socket")
+        if self.handshake is not None:
+            self._connections.closed(self.handshake)
+            self.handshake = None
         self.is_spare = self._connections.opened(self)
         super().connection_made(transport)
 
@@ -123,6 +127,44 @@ class Connection(web.RequestHandler):
         return int.from_bytes(info[_BYTES_ACKED], "little")
 
 
+class Handshake(SSLProtocol):
+    """A client that has yet to agree on TLS. Its `Connection` takes its place when it has."""
+
+    def __init__(
+        self,
+        connections: "Connections",
+        connection: Connection,
+        context: ssl.SSLContext,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(
+            loop,
+            connection,
+            context,
+            None,  # type: ignore[arg-type]  # asyncio takes None, but its stubs do not say so
+            server_side=True,
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )
+        connection.handshake = self
+        self._connections = connections
+        self._open_transport: asyncio.BaseTransport | None = None
+        self.is_spare = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._open_transport = transport
+        self.is_spare = self._connections.opened(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._open_transport = None
+        self._connections.closed(self)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        if isinstance(self._open_transport, asyncio.Transport):
+            self._open_transport.abort()
+
+
 def connection_of(request: web.Request) -> Connection:
     """Return the connection that a request came on."""
     assert isinstance(request.protocol, Connection), "a Server makes every connection"
@@ -132,23 +174,33 @@ def connection_of(request: web.Request) -> Connection:
 class Connections:
     """All connections of one server; the event loop calls it to make a new one."""
 
-    def __init__(self, manager: web.Server, http_log: logging.Logger, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        manager: web.Server,
+        http_log: logging.Logger,
+        config: RouterConfig,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._manager = manager
         self._http_log = http_log
+        self._tls = tls
         self._max_open = affordable(config.max_connections)
         self._idle_s = config.idle_s
         self.unread_s = config.unread_s
         self._loop = asyncio.get_running_loop()
-        self._open: set[Connection] = set()
+        self._open: set[Connection | Handshake] = set()
         # Those without a whole request, the one that has waited longest first.
-        self._waiting: dict[Connection, None] = {}
+        self._waiting: dict[Connection | Handshake, None] = {}
         self._warn = RareWarning(self._loop.time)
         self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
 
-    def __call__(self) -> Connection:
-        return Connection(self, self._manager, self._loop, self._http_log, self._idle_s)
+    def __call__(self) -> Connection | Handshake:
+        connection = Connection(self, self._manager, self._loop, self._http_log, self._idle_s)
+        if self._tls is None:
+            return connection
+        return Handshake(self, connection, self._tls, self._loop)
 
-    def opened(self, connection: Connection) -> bool:
+    def opened(self, connection: Connection | Handshake) -> bool:
         """Count a connection in; True if it came above the limit and none could make room."""
         if len(self._open) >= self._max_open:
             # Spare ones make room only when they are used up, so that they get their answers.
@@ -166,7 +218,7 @@ class Connections:
             self._loop.call_soon(connection.abort)
         return is_spare
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: Connection | Handshake) -> None:
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -184,37 +236,5 @@ class Connections:
         self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
         now_s = self._loop.time()
         for connection in tuple(self._open):
-            connection.cut_if_unread(now_s)
-
-
-class RareWarning:
-    """Logs a warning at most every ten seconds, however often it is called."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last_s: float | None = None
-
-    def __call__(self, text: str) -> None:
-        now_s = self._clock()
-        if self._last_s is None or now_s - self._last_s >= _WARN_EVERY_S:
-            self._last_s = now_s
-            log.warning(text)
-
-
-class AcceptErrors:
-    """An exception handler for the event loop that keeps failing accepts out of the log.
-
-    asyncio reports each of them with a traceback, thousands per second when descriptors run out.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._warn = RareWarning(loop.time)
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        if str(context.get("message", "")).startswith("socket.accept()"):
-            self._warn(
-                f"connections cannot be accepted: {context.get('exception')}; raise the limit of "
-                f"open files (ulimit -n)"
-            )
-        else:
-            loop.default_exception_handler(context)
+            if isinstance(connection, Connection):
+                connection.cut_if_unread(now_s)

@@ -7,7 +7,9 @@ import signal
 import ssl
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from socket import create_connection
 
 import msgspec
 import pytest
@@ -100,6 +102,31 @@ def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
         plain.getresponse()
     plain.close()
     end(router)
+
+
+def test_clients_that_never_agree_on_tls_count_and_leave_the_probes_answered(
+    config: ClusterConfig, start: StartRouter, made: Certificate
+) -> None:
+    router = start(with_tls(config, made), files=(64, 128))
+    url = router.wait_for_url()
+    host, port = url.removeprefix("https://").split(":")
+    flood = []
+    for number in range(400):
+        link = create_connection((host, int(port)), WAIT_S)
+        link.sendall(b"\x16\x03\x01\x02\0\x01\0\x01\xfc"[: number % 10])
+        flood.append(link)
+        if len(flood) % 100 == 0:
+            probe = dial(url, made)
+            assert is_live(probe)
+            probe.close()
+    for link in flood[:200]:  # those that have waited longest made room
+        with suppress(ConnectionResetError):
+            assert link.recv(1) == b""
+    for link in flood:
+        link.close()
+    end(router)
+    assert not any("cannot be accepted" in line for line in router.lines), router.lines
+    assert any("the longest idle ones are closed" in line for line in router.lines)
 
 
 def missing(made: Certificate) -> None:
