@@ -24,6 +24,7 @@ from baton.engine.plan import StepPlan, StepResult
 from baton.engine.records import Records
 from baton.engine.scheduler import NodeLimits, Scheduler
 from baton.engine.sockets import EngineSockets
+from baton.engine.standing import Standings
 from baton.engine.worker_executor import WorkerExecutor
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
@@ -50,6 +51,7 @@ from baton.protocol.messages import (
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.cpus import threads_per_rank
+from baton.runtime.descriptors import raise_descriptor_limit
 from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, own_process
 from baton.runtime.network_devices import devices_for, reaches_out
@@ -161,6 +163,7 @@ class EngineNode:
     def run(self) -> int:
         """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
+        raise_descriptor_limit()
         own_process(self.config.log, str(self.node_id))
         try:
             with Interrupts(on_first=self.drain) as self._interrupts:
@@ -185,12 +188,13 @@ class EngineNode:
         beats = BeatThread(
             self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
-        http = self._start_http()
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
         sockets = EngineSockets(self.config.node.routers, hello, keys)
+        http: NodeHttp | None = None
         try:
+            http = self._start_http(sockets.standings)
             beats.start()
             self._serve(executor, sockets, records)
         finally:
@@ -201,7 +205,7 @@ class EngineNode:
             sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
             records.close()
 
-    def _start_http(self) -> "NodeHttp | None":
+    def _start_http(self, standings: Standings) -> "NodeHttp | None":
         if not self.config.node.http:
             return None
         # aiohttp takes memory and time that a node without HTTP need not spend.
@@ -209,7 +213,7 @@ class EngineNode:
 
         name = self.config.model.shown_name
         node = (str(self.node_id), self.role)
-        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info)
+        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info, standings.read)
         http.start(self.config.node.http)
         log.info(f"serving /live, /ready and /metrics on {http.url}")
         return http

@@ -1,7 +1,8 @@
 """The HTTP side of a node, for probes and Prometheus: `/live`, `/ready` and `/metrics`.
 
 The node's shell starts it when `node.http` asks for it. It runs on an event loop in a thread of its
-own and only reads `Vitals`, so it never waits for the engine loop, nor the engine loop for it.
+own and only reads `Vitals`, so it never waits for the engine loop, nor the engine loop for it. The
+number of its connections is bounded, because they take descriptors of the node.
 """
 
 import asyncio
@@ -14,9 +15,11 @@ import msgspec
 from aiohttp import web
 
 from baton.engine.beats import Vitals
+from baton.engine.standing import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import NodeInfo, Role
 from baton.runtime.clock import Clock
+from baton.runtime.descriptors import AcceptErrors
 from baton.runtime.exposition import CONTENT_TYPE, Page
 from baton.runtime.node_metrics import NodeSample, add_nodes
 
@@ -24,10 +27,17 @@ from baton.runtime.node_metrics import NodeSample, add_nodes
 DEAD_S = 60.0
 DEAD_FACTOR = 16.0  # of the predicted time of a step
 STOP_S = 2.0
+# Probes and scrapes need a few. A new connection takes the place of the oldest.
+MAX_CONNECTIONS = 64
+ACCEPTS = 16  # at once, before the connections that make room for them are gone
 
 
 class NodeHttp:
-    """Serves from `start` to `stop`. `info` returns what the node published, None until then."""
+    """Serves from `start` to `stop`.
+
+    `info` returns what the node published, None until then; `routers` returns what each router
+    makes of it.
+    """
 
     def __init__(
         self,
@@ -36,6 +46,7 @@ class NodeHttp:
         node: tuple[str, Role],
         model_name: str,
         info: Callable[[], NodeInfo | None],
+        routers: Callable[[], tuple[RouterStanding, ...]],
     ) -> None:
         self.url = ""
         self._vitals = vitals
@@ -43,6 +54,7 @@ class NodeHttp:
         self._node = node
         self._model_name = model_name
         self._info = info
+        self._routers = routers
         self._started: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Event | None = None
@@ -88,16 +100,21 @@ class NodeHttp:
                 web.get("/metrics", self._metrics),
             ]
         )
+        self._loop.set_exception_handler(AcceptErrors(self._loop))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S / 2)
         try:
             try:
                 await runner.setup()
-                await web.SockSite(runner, listener).start()
+                assert runner.server is not None
+                accepting = await self._loop.create_server(
+                    _bounded(runner.server), sock=listener, backlog=ACCEPTS
+                )
             except Exception as error:
                 self._started.set_exception(error)  # `start` raises it
                 raise
             self._started.set_result(None)
             await self._ending.wait()
+            accepting.close()
         finally:
             await runner.cleanup()
             listener.close()
@@ -112,11 +129,13 @@ class NodeHttp:
         return _json("live", 200)
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """200 means that the node is loaded and takes requests."""
-        signs = self._vitals.read()
+        """200 means that the node is loaded and takes requests. It says who may send some."""
+        signs, routers = self._vitals.read(), self._routers()
         if signs.is_draining:
-            return _json("draining", 503)
-        return _json("ready", 200) if signs.ready else _json(f"starting: {signs.phase}", 503)
+            return _json("draining", 503, routers)
+        if not signs.ready:
+            return _json(f"starting: {signs.phase}", 503, routers)
+        return _json("ready", 200, routers)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         page = Page({"model_name": self._model_name})
@@ -132,11 +151,28 @@ class NodeHttp:
             load=signs.load,
             totals=self._vitals.totals(),
             step_age_s=signs.step_age_s(self._clock()),
+            routers={one.router: one.state == "in service" for one in self._routers()},
         )
         info = self._info()
         return sample if info is None else sample.of(info)
 
 
-def _json(status: str, code: int) -> web.Response:
-    body = msgspec.json.encode({"status": status})
+def _bounded(server: web.Server) -> Callable[[], web.RequestHandler]:
+    """Return what makes the protocol of each connection, and room for it."""
+
+    def make() -> web.RequestHandler:
+        connections = server.connections
+        for oldest in connections[: max(0, len(connections) + 1 - MAX_CONNECTIONS)]:
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        return server()
+
+    return make
+
+
+def _json(
+    status: str, code: int, routers: tuple[RouterStanding, ...] | None = None
+) -> web.Response:
+    document = {"status": status} if routers is None else {"status": status, "routers": routers}
+    body = msgspec.json.encode(document)
     return web.Response(body=body, status=code, content_type="application/json")

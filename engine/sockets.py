@@ -13,6 +13,7 @@ import zmq
 
 from baton.engine.links import FromRouter, LinkEvent, RouterLost
 from baton.engine.outputs import Origin
+from baton.engine.standing import REFUSALS_TO_TELL, Standings
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
     NodeInbox,
@@ -42,8 +43,6 @@ from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
-# Failed handshakes in a row before the log says so: one may fail because a router ends.
-REFUSALS_TO_TELL = 3
 # How long a process that ends by an error waits for its routers to hear of it.
 LAST_WORDS_S = 1.0
 LAST_WORDS_POLL_S = 0.05
@@ -103,6 +102,7 @@ class EngineSockets:
             )
             for endpoint in routers
         ]
+        self.standings = Standings(self._routers)
         self._listener: Listener[ToPrefill, ToDecode] | None = None
         self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
         self._introduced: dict[bytes, Introduced] = {}
@@ -131,8 +131,10 @@ class EngineSockets:
             while (message := dialer.receive()) is not None:
                 if isinstance(message, Disconnected):
                     events.append(RouterLost(origin))
+                    self.standings.lost(origin)
                     self._introduce(dialer)
                 else:
+                    self.standings.heard(origin, message)
                     self._note_answer(origin, dialer, message)
                     events.append(FromRouter(origin, message))
             self._tell_refusals(origin, dialer)

@@ -109,6 +109,7 @@ class Peers(Message, frozen=True):
     """All ready nodes of the other role, sent each time the set changes."""
 
     nodes: tuple[NodeInfo, ...]
+    out_of_service: str = ""  # why this router gives the receiver no work; empty: it does
 
 
 class Prefill(Message, frozen=True):

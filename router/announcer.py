@@ -67,6 +67,8 @@ class Announcer:
                 say = log.info if failure.code == DRAINING else log.warning
                 say("node out of service", node=node, reason=failure.message)
                 self._introduce(role)
+                if self._registry.node(node) is not None:  # it may hear this: its channel lives
+                    self._tell(node, Peers(self._registry.peers_of(role), failure.message))
             case _:
                 assert_never(change)
 

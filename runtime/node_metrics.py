@@ -3,7 +3,7 @@
 A router fills them from the beats of its nodes, a node that serves HTTP from its own counts. Pure.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -29,6 +29,7 @@ class NodeSample(msgspec.Struct, frozen=True):
     transports: str = ""
     tensor_parallel: int = 0  # 0 is not known
     features: str = ""
+    routers: Mapping[str, bool] = {}  # whether each has the node in service, by the node's word
 
     def of(self, info: NodeInfo) -> "NodeSample":
         """Return the sample with what the node published of itself."""
@@ -172,7 +173,12 @@ _INFO = Family(
     "baton_node_info", "gauge", "What a node computes with; always 1",
     (*_NODE, "dtype", "device", "transports", "tensor_parallel", "features"),
 )  # fmt: skip
-NODE_FAMILIES = (*(family for family, _ in _TABLE), _INFO)
+_IN_SERVICE = Family(
+    "baton_node_in_service", "gauge",
+    "1 while that router gives the node work, 0 while it does not; on the page of the node alone",
+    (*_NODE, "router"),
+)  # fmt: skip
+NODE_FAMILIES = (*(family for family, _ in _TABLE), _INFO, _IN_SERVICE)
 # A lost node works on nothing; its last counts would only say that nothing moves.
 _OF_LOST = ("baton_node_up", "baton_node_running_requests", "baton_node_waiting_requests")
 
@@ -185,6 +191,8 @@ def add_nodes(page: Page, samples: Iterable[NodeSample]) -> None:
         shown = nodes if family.name in _OF_LOST else known
         page.add(family, {(one.node, one.role): float(value(one)) for one in shown})
     page.add(_INFO, {_info(one): 1.0 for one in known})
+    standings = [(one, *item) for one in known for item in one.routers.items()]
+    page.add(_IN_SERVICE, {(n.node, n.role, name): float(is_in) for n, name, is_in in standings})
 
 
 def _info(one: NodeSample) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from baton.deploy.cluster.platform import ProcessStatus
 WINDOW = 10
 # The states of a node at a router, the worst first; "absent" is one that the router does not know.
 STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
+IN_SERVICE = ("degraded", "ready")
 ROUTER = "router"
 
 
@@ -100,6 +101,7 @@ class StatusRow(msgspec.Struct, frozen=True):
     note: str = ""  # its pid or its pod
     last_end: str = ""
     health: str = ""
+    in_service_at: str = ""  # of a node that several routers know
     num_running: int | None = None
     num_waiting: int | None = None
     kv_used: float | None = None  # of 1
@@ -217,7 +219,11 @@ class Overview:
         states = {one.state for one in seen.values()}
         heard = [one for one in seen.values() if one.state not in ("lost", "absent")]
         row = msgspec.structs.replace(
-            row, health=worst.doing if len(states) == 1 else f"{worst.doing} at {router}"
+            row,
+            health=worst.doing if len(states) == 1 else f"{worst.doing} at {router}",
+            in_service_at=_named([name for name, one in seen.items() if one.state in IN_SERVICE])
+            if len(seen) > 1
+            else "",
         )
         if heard:
             load = min(heard, key=lambda one: one.beat_age_s).load
@@ -275,6 +281,10 @@ def _handoffs(document: RouterDocument, node: str) -> Handoffs:
         pair for pair in document.pairs if not node or node in (pair.prefill_node, pair.decode_node)
     ]
     return Handoffs(sum(p.num_handoffs for p in pairs), sum(p.transfer_s for p in pairs))
+
+
+def _named(routers: Sequence[str]) -> str:
+    return ", ".join(sorted(routers)) or "no router"
 
 
 def _rank(state: str) -> int:

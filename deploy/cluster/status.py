@@ -38,8 +38,8 @@ TIMEOUT_S = 2.0
 KEY_VARIABLE = "BATON_API_KEY"
 MAX_FAULT_CHARS = 60
 HEAD = (
-    "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "per s", "mean",
-    "", "last end", "last fault",
+    "process", "role", "host", "state", "in service at", "running", "waiting", "KV", "handoffs",
+    "per s", "mean", "", "last end", "last fault",
 )  # fmt: skip
 COLOURS = {
     "ready": "green", "running": "green", "lost": "red", "silent": "red", "stuck": "red",
@@ -162,6 +162,7 @@ def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
             row.role,
             row.host,
             _state_of(row),
+            row.in_service_at,
             _number(row.num_running),
             _number(row.num_waiting),
             "" if row.kv_used is None else f"{100 * row.kv_used:.0f} %",

@@ -1,15 +1,18 @@
 """The pages of a node over real HTTP, from its start to a loop that hangs."""
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.engine.beats import Vitals
-from baton.engine.node_http import DEAD_S, NodeHttp
+from baton.engine.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
+from baton.engine.standing import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Load, Totals
 from baton.runtime.node_metrics import NODE_FAMILIES
@@ -17,12 +20,16 @@ from tests.support.scripted_nodes import node_info
 from tests.support.virtual_clock import VirtualClock
 
 INFO = node_info("d0", "decode")
+REFUSED = RouterStanding("tcp://r1:1", "refused", "another process is d0 here")
 
 
 class Bench:
     def __init__(self) -> None:
         self.vitals, self.clock = Vitals(), VirtualClock(100.0)
-        self.http = NodeHttp(self.vitals, self.clock, ("d0", "decode"), "tiny", lambda: INFO)
+        self.routers = (RouterStanding("tcp://r0:1", "in service"), REFUSED)
+        self.http = NodeHttp(
+            self.vitals, self.clock, ("d0", "decode"), "tiny", lambda: INFO, lambda: self.routers
+        )
         self.http.start("127.0.0.1:0")
 
     def get(self, path: str) -> tuple[int, str]:
@@ -81,11 +88,40 @@ def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench: Bench) -> N
     assert steps.value == 7
     assert steps.labels == {"model_name": "tiny", "node": "d0", "role": "decode"}
     assert "process_cpu_seconds_total" in text
+    standings = found["baton_node_in_service"].samples
+    assert {one.labels["router"]: one.value for one in standings} == {
+        "tcp://r0:1": 1,
+        "tcp://r1:1": 0,
+    }
+
+
+def test_a_node_shows_what_each_router_makes_of_it(bench: Bench) -> None:
+    assert json.loads(bench.get("/ready")[1])["routers"] == [
+        {"router": "tcp://r0:1", "state": "in service", "reason": ""},
+        {"router": "tcp://r1:1", "state": "refused", "reason": REFUSED.reason},
+    ]
+
+
+def test_connections_that_say_nothing_make_room_for_probes(bench: Bench) -> None:
+    host, port = bench.http.url.removeprefix("http://").split(":")
+    links = []
+    for number in range(5 * MAX_CONNECTIONS):
+        link = socket.create_connection((host, int(port)), 30.0)
+        link.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n")
+        links.append(link)
+        if number % MAX_CONNECTIONS == 0:
+            assert bench.status("/live") == (200, "live")
+    assert bench.status("/live") == (200, "live")
+    for link in links[: -2 * MAX_CONNECTIONS]:
+        with suppress(ConnectionResetError):
+            assert link.recv(1) == b""
+    for link in links:
+        link.close()
 
 
 @pytest.mark.parametrize("address", ["9100", "127.0.0.1:", "127.0.0.1:99999", "no.such.host:1"])
 def test_an_address_that_cannot_be_served_is_named(address: str) -> None:
-    http = NodeHttp(Vitals(), VirtualClock(), ("d0", "decode"), "tiny", lambda: None)
+    http = NodeHttp(Vitals(), VirtualClock(), ("d0", "decode"), "tiny", lambda: None, lambda: ())
     with pytest.raises(ConfigError, match=r"node\.http"):
         http.start(address)
     http.stop()

@@ -252,8 +252,10 @@ async def test_a_stuck_node_is_out_of_service_until_its_step_ends(bench: RouterB
     _, decode = await bench.pair()
     decode.beat(step_age_s=11.0, num_running=1)
     await bench.until(lambda: bench.core.health().status == "failed")
+    assert "d0 is stuck" in (await decode.hear(Peers)).out_of_service
     decode.beat()
     await bench.until(lambda: bench.core.health().status == "ready")
+    assert (await decode.hear(Peers)).out_of_service == ""
 
 
 @routed()

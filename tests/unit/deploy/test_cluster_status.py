@@ -64,8 +64,10 @@ def test_the_worst_word_on_a_node_counts_and_says_whose_it_is() -> None:
     overview.take([answer(0, document(1.0)), answer(1, lost)])
     rows = by_name(overview.rows([]))
     assert (rows[PREFILL].health, rows[DECODE].health) == ("ready", "lost at router-1")
+    assert rows[PREFILL].in_service_at == "router-0, router-1"
     overview.take([answer(0, document(2.0)), answer(1, document(2.0, nodes=()))])
-    assert by_name(overview.rows([]))[DECODE].health == "absent at router-1"
+    row = by_name(overview.rows([]))[DECODE]
+    assert (row.health, row.in_service_at) == ("absent at router-1", "router-0")
     starting = (NodeDocument(DECODE, "decode", "starting", "loading", 3, 9),)
     overview.take([answer(0, document(3.0, nodes=starting)), answer(1, None, "does not answer")])
     assert by_name(overview.rows([]))[DECODE].health == "loading 3/9"

@@ -1,0 +1,60 @@
+"""What each router of a node makes of it: whether it gives the node work.
+
+`EngineSockets` writes it as the routers speak; the node's HTTP side reads it on its own thread.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from baton.engine.outputs import Origin
+from baton.engine.router_watch import RouterLink
+from baton.protocol.messages import Peers, Refused
+
+# Failed handshakes in a row before a node says that a router refuses its key: one may fail because
+# a router ends.
+REFUSALS_TO_TELL = 3
+
+Standing = Literal["absent", "joining", "in service", "out of service", "refused"]
+
+
+class RouterStanding(msgspec.Struct, frozen=True):
+    """One router's word. A router that says nothing is `absent`, or `joining` if it is there."""
+
+    router: str  # its endpoint
+    state: Standing
+    reason: str = ""
+
+
+class Standings:
+    """The last word of each router since its channel began."""
+
+    def __init__(self, dialers: Sequence[RouterLink]) -> None:
+        self._dialers = dialers
+        # A frozen value per router: replacing it is atomic, and only one thread writes.
+        self._words: list[RouterStanding | None] = [None] * len(dialers)
+
+    def heard(self, origin: Origin, message: object) -> None:
+        router = self._dialers[origin].endpoint
+        match message:
+            case Peers(out_of_service=""):
+                self._words[origin] = RouterStanding(router, "in service")
+            case Peers(out_of_service=reason):
+                self._words[origin] = RouterStanding(router, "out of service", reason)
+            case Refused(failure=failure):
+                self._words[origin] = RouterStanding(router, "refused", failure.message)
+
+    def lost(self, origin: Origin) -> None:
+        self._words[origin] = None
+
+    def read(self) -> tuple[RouterStanding, ...]:
+        """Return the standing at every router; any thread may ask."""
+        return tuple(map(self._read, self._dialers, self._words))
+
+    def _read(self, dialer: RouterLink, word: RouterStanding | None) -> RouterStanding:
+        if dialer.connected:
+            return word or RouterStanding(dialer.endpoint, "joining")
+        is_refused = dialer.refusals >= REFUSALS_TO_TELL
+        reason = "it refuses this node's key" if is_refused else "it cannot be reached"
+        return RouterStanding(dialer.endpoint, "absent", reason)
