@@ -49,6 +49,13 @@ def test_shm_and_memcpy_take_turns_over_every_kind_of_read() -> None:
     assert told == report.rows
 
 
+def test_reads_that_are_checked_take_turns_with_those_that_are_not() -> None:
+    report = transfer(small(transports=("shm",), verify=True))
+    assert {row.way for row in report.rows} == {"memcpy", "shm", "shm_verified", "sums"}
+    for way in ("shm", "shm_verified", "sums"):
+        check_figures(by_way(report, way))
+
+
 def test_everything_that_works_here_is_taken_by_default() -> None:
     report = transfer(small(block_kib=(64,), blocks=(4,), patterns=("gather",), reads=1))
     ways = {row.way for row in report.rows}

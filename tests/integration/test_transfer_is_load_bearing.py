@@ -127,7 +127,11 @@ def blank_one_piece() -> Callable[[Transport, HostPool], Transport]:
 
 @pytest.mark.parametrize(("verify", "num_ranks"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
-    verify: bool, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verify: bool,
+    num_ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrap_transports(monkeypatch, blank_one_piece())
     config = ClusterConfig(
@@ -143,6 +147,8 @@ def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
     # The other reads of that attempt may be cancelled, and nothing else fails.
     found = [read.failure for read in reads if read.failure not in (None, "cancelled")]
     assert found == (["corrupt_blocks"] if verify else [])
+    told = [record for record in caplog.records if "with other bytes" in record.getMessage()]
+    assert [vars(record)["fields"]["so_far"] for record in told] == ([1] if verify else [])
     if verify:
         (tmp_path / "whole").mkdir()
         whole = NodeThreads(tmp_path / "whole", never_local(config), ranks=ranks)

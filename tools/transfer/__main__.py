@@ -24,7 +24,14 @@ from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from tools.json_file import json_file, save
 from tools.transfer.block_owner import Owned, Owner, wrong_blocks
-from tools.transfer.block_readers import MEMCPY, RAW_NIXL, Ids, Reader, readers
+from tools.transfer.block_readers import (
+    BRINGS_NOTHING,
+    MEMCPY,
+    RAW_NIXL,
+    Ids,
+    Reader,
+    readers,
+)
 from tools.transfer.settings import MIB, Pattern, TransferSettings, command_line, parse
 
 SCHEMA = "baton.tools.transfer/1"
@@ -33,6 +40,8 @@ DEFINITIONS = {
     "gb_per_s": "10^9 bytes/s: bytes of a read / its median latency; best: / the smallest one",
     "percentile": "nearest rank on the sorted latencies",
     "memcpy": "as many bytes in one piece between two memory pools of one process, same run",
+    "verified": "the same read, whose blocks are checked when they have arrived (CRC-32)",
+    "sums": "the checksums of as many blocks by the agent that announces them, without a read",
     "raw_nixl": "the same blocks by one request to NIXL, without baton, same run",
     "of_memcpy": "median over the rounds of memcpy's latency / this one's; of_raw_nixl alike",
     "run": "neighbouring blocks on both sides",
@@ -92,7 +101,7 @@ def transfer(
         of_size = [kind for kind in kinds if kind.block_bytes == shape.block_bytes]
         if not of_size:
             continue
-        for found in _measure_size(shape, of_size, transports, settings.reads, dice):
+        for found in _measure_size(settings, shape, of_size, transports, dice):
             rows += found
             if on_rows:
                 on_rows(found)
@@ -131,21 +140,21 @@ def _kinds(settings: TransferSettings) -> tuple[list[Kind], list[str]]:
 
 
 def _measure_size(
+    settings: TransferSettings,
     shape: PoolShape,
     kinds: Sequence[Kind],
     transports: tuple[TransportChoice, ...],
-    num_reads: int,
     dice: random.Random,
 ) -> Iterator[list[Row]]:
     pool = HostPool(shape.num_blocks, shape.block_bytes)
     try:
         with (
             Owner(Owned(shape, transports)) as owner,
-            readers(pool, owner.addresses, transports) as ways,
+            readers(pool, owner.addresses, transports, settings.verify) as ways,
         ):
             _touch(shape, ways)
             for kind in kinds:
-                latencies = _rounds(shape, ways, kind, num_reads, dice)
+                latencies = _rounds(shape, ways, kind, settings.reads, dice)
                 _check(pool, ways, kind, dice)
                 yield _rows(kind, latencies)
     finally:
@@ -196,7 +205,7 @@ def _places(dice: random.Random, num_blocks: int, kind: Kind) -> tuple[Ids, Ids]
 
 def _check(pool: HostPool, ways: Mapping[str, Reader], kind: Kind, dice: random.Random) -> None:
     for name, way in ways.items():
-        if name == MEMCPY:
+        if name in BRINGS_NOTHING:
             continue
         remote, local = _places(dice, pool.shape.num_blocks, kind)
         np.frombuffer(pool.buffer, np.uint8)[:] = 0
@@ -248,7 +257,7 @@ def table(rows: Sequence[Row], heading: bool = True) -> str:
                 f"{row.p99_ms:.3f}", f"{row.of_memcpy:.2f}", of_raw,
             )
         )  # fmt: skip
-    widths = (9, 7, 10, 9, 8, 8, 10, 10, 10, 12)
+    widths = (9, 7, 10, 15, 8, 8, 10, 10, 10, 12)
     return "\n".join(
         "".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines

@@ -25,6 +25,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     Read,
     ReadEnded,
+    SumBlocks,
 )
 from baton.kv_transfer.transports.nixl_address import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import make_agent
@@ -35,7 +36,9 @@ from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
 
 OWNER, READER = Epoch("bench-owner"), Epoch("bench-reader")
-MEMCPY, RAW_NIXL = "memcpy", "raw_nixl"
+VERIFYING_READER, SUMMING = Epoch("bench-verifying-reader"), Epoch("bench-summing")
+MEMCPY, RAW_NIXL, SUMS = "memcpy", "raw_nixl", "sums"
+BRINGS_NOTHING = (MEMCPY, SUMS)  # of the owner's bytes
 READ_TIMEOUT_S = 60.0
 
 Ids = NDArray[np.int32]
@@ -50,14 +53,26 @@ class Reader(Protocol):
 
 @contextmanager
 def readers(
-    pool: HostPool, owner: Mapping[str, bytes], transports: Sequence[TransportChoice]
+    pool: HostPool,
+    owner: Mapping[str, bytes],
+    transports: Sequence[TransportChoice],
+    verify: bool = False,
 ) -> Iterator[dict[str, Reader]]:
-    """Return memcpy, one reader per transport of the owner, and raw NIXL next to nixl."""
+    """Return memcpy, one reader per transport of the owner, and raw NIXL next to nixl.
+
+    With `verify`, also each transport with checksums, and the sums alone.
+    """
     found: dict[str, Reader] = {}
     try:
         found[MEMCPY] = Memcpy(pool)
         for name in transports:
-            found[name] = PortReader(pool, name, RankAddress({name: owner[name]}))
+            address = RankAddress({name: owner[name]})
+            plain = found[name] = PortReader(pool, name, address)
+            if verify:
+                sums = plain.sums()
+                found[f"{name}_verified"] = PortReader(pool, name, address, sums)
+        if verify:
+            found[SUMS] = Sums(pool, transports[0])
         if "nixl" in found:
             found[RAW_NIXL] = RawNixl(pool, NixlAddress.decode(owner["nixl"]))
         yield found
@@ -67,11 +82,22 @@ def readers(
 
 
 class PortReader:
-    """One transport through its agent, as a node uses it."""
+    """One transport through its agent, as a node uses it.
 
-    def __init__(self, pool: HostPool, name: TransportChoice, owner: RankAddress) -> None:
-        self._name = name
-        self._port: TransferAgent = make_port(pool, READER, TransferConfig(transport=name))
+    With the `sums` of the owner's blocks it checks what it reads, as with `transfer.verify_kv`.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        name: TransportChoice,
+        owner: RankAddress,
+        sums: tuple[int, ...] = (),
+    ) -> None:
+        self._name, self._pool, self._sums = name, pool, sums
+        config = TransferConfig(transport=name, verify_kv=bool(sums))
+        epoch = VERIFYING_READER if sums else READER
+        self._port: TransferAgent = make_port(pool, epoch, config)
         shape = pool.shape
         whole = BlockPiece(0, 0, shape.block_bytes)
         self._port.send(
@@ -85,21 +111,49 @@ class PortReader:
 
     def __call__(self, remote: Ids, local: Ids) -> None:
         ids = tuple(remote.tolist()), tuple(local.tolist())
-        self._port.send(Read(0, PeerRank(OWNER), *ids, self._generations[: len(remote)]))
+        sums = tuple(self._sums[block] for block in ids[0]) if self._sums else ()
+        self._port.send(Read(0, PeerRank(OWNER), *ids, self._generations[: len(remote)], sums))
         event = self._event()
         if not isinstance(event, ReadEnded) or event.failure is not None:
             raise NodeError(f"a read over {self._name} failed: {event}")
 
+    def sums(self) -> tuple[int, ...]:
+        """Return the checksums of all blocks of the owner."""
+        shape = self._pool.shape
+        everything = np.arange(shape.num_blocks, dtype=np.int32)
+        self(everything, everything)
+        return self._pool.checksums(range(shape.num_blocks), 0, shape.block_bytes)
+
     def _event(self) -> AgentEvent:
-        deadline_s = monotonic() + READ_TIMEOUT_S
-        while not (events := self._port.poll()):
-            if monotonic() > deadline_s:
-                raise NodeError(f"{self._name} did not answer within {READ_TIMEOUT_S:g} s")
-            select.select([self._port.fileno()], [], [], 1.0)
-        return events[0]
+        return event_of(self._port, self._name)
 
     def close(self) -> None:
         self._port.close()
+
+
+class Sums:
+    """The checksums that prefill makes of the blocks before it announces them."""
+
+    def __init__(self, pool: HostPool, name: TransportChoice) -> None:
+        self._block_bytes = pool.shape.block_bytes
+        self._port = make_port(pool, SUMMING, TransferConfig(transport=name, verify_kv=True))
+
+    def __call__(self, remote: Ids, local: Ids) -> None:
+        self._port.send(SumBlocks(0, tuple(local.tolist()), self._block_bytes, 1))
+        event_of(self._port, SUMS)
+
+    def close(self) -> None:
+        self._port.close()
+
+
+def event_of(port: TransferAgent, name: str) -> AgentEvent:
+    """Return the next event of an agent."""
+    deadline_s = monotonic() + READ_TIMEOUT_S
+    while not (events := port.poll()):
+        if monotonic() > deadline_s:
+            raise NodeError(f"{name} did not answer within {READ_TIMEOUT_S:g} s")
+        select.select([port.fileno()], [], [], 1.0)
+    return events[0]
 
 
 class Memcpy:

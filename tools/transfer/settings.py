@@ -53,6 +53,13 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[
         int, Meta(ge=0, description="seed of the blocks' places and of the order of turns")
     ] = 0
+    verify: Annotated[
+        bool,
+        Meta(
+            description="also measure each transport with transfer.verify_kv, and the checksums of "
+            "prefill alone"
+        ),
+    ] = False
     json: Annotated[str, Meta(description="file to write the report to")] = ""
 
 
@@ -62,7 +69,7 @@ def command_line(settings: TransferSettings) -> list[str]:
     for field in fields_of(TransferSettings):
         value = getattr(settings, field.key)
         if value != field.default and field.key != "json":
-            shown = ",".join(str(entry) for entry in value) if field.is_list else str(value)
+            shown = ",".join(map(str, value)) if field.is_list else str(value).lower()
             words += [field.flag, shown]
     return words
 
