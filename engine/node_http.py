@@ -30,6 +30,7 @@ STOP_S = 2.0
 # Probes and scrapes need a few. A new connection takes the place of the oldest.
 MAX_CONNECTIONS = 64
 ACCEPTS = 16  # at once, before the connections that make room for them are gone
+BACKLOG = 1024  # that may wait
 
 
 class NodeHttp:
@@ -109,6 +110,8 @@ class NodeHttp:
                 accepting = await self._loop.create_server(
                     _bounded(runner.server), sock=listener, backlog=ACCEPTS
                 )
+                # asyncio has one number for how many it accepts at once and how many may wait.
+                listener.listen(BACKLOG)
             except Exception as error:
                 self._started.set_exception(error)  # `start` raises it
                 raise

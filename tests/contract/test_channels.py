@@ -1,15 +1,10 @@
 """Channels over real sockets: every message once and in order, or a disconnect."""
 
 import os
-import resource
 import select
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,25 +12,28 @@ import zmq
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
-from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
+from baton.protocol.messages import Cancel, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.framing import HEADER, PROBE, RESET
+from baton.runtime.channels.framing import HEADER, RESET
 from baton.runtime.channels.keys import Keys
-from baton.runtime.channels.listener import HINTS_APART_S, PROBE_DELAYS_S, Received
+from baton.runtime.channels.listener import Received
 from baton.runtime.channels.wire import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
-from baton.runtime.clock import monotonic
-from tests.support.channel_ends import DEADLINE_S, Ends, answers, connect, ends, frame, note, wait
-from tests.support.sources import REPOSITORY
+from tests.support.channel_ends import (
+    DEADLINE_S,
+    answers,
+    connect,
+    encoded,
+    ends,
+    frame,
+    hello,
+    note,
+    numbers,
+    process,
+    speaking,
+    wait,
+)
 
 MANY = 3000
-
-
-def numbers(heard: list[Received[ToRouter]]) -> list[int]:
-    return [item.message.done for item in heard if isinstance(item.message, Starting)]
-
-
-def hello(number: int) -> ToNode:
-    return Cancel((), str(number))
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
@@ -236,83 +234,6 @@ def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_p
             listener.wait(2 * (HEARTBEAT_INTERVAL_MS + HEARTBEAT_TIMEOUT_MS) / 1000)
 
 
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_connections_that_are_no_channels_end_no_session(kind: str, tmp_path: Path) -> None:
-    """Each closes with the event that a lost session has, and leaves its descriptor's number to the
-    next connection, which may be a session's."""
-    with ends(tmp_path, kind) as pair:
-        steady = pair.dial("steady")
-        steady.send(note(0))
-        assert numbers(pair.hear(1)) == [0]
-        for number in range(100):
-            strangers = [stranger(pair.listener.endpoint) for _ in range(3)]
-            visitor = pair.dial(f"visitor {number}")
-            strangers.pop().close()
-            visitor.send(note(number))
-            assert numbers(pair.hear(1)) == [number]
-            for each in strangers:
-                each.close()
-            steady.send(note(number))
-            assert numbers(pair.hear(1)) == [number]
-            assert pair.answer(b"steady", hello(number))
-            assert pair.answer(f"visitor {number}".encode(), hello(number))
-            assert answers(visitor, 1) == [hello(number)]
-        assert answers(steady, 100) == [hello(number) for number in range(100)]
-
-
-def test_strangers_who_come_while_a_listener_reads_nothing_keep_no_peer_out(tmp_path: Path) -> None:
-    """libzmq's thread waits for room when the queue of its events is full, and peers with it."""
-    endpoint = f"ipc://{tmp_path}/busy"
-    with ends(tmp_path) as pair, process("listen", endpoint):
-        connect(pair.dial(endpoint=endpoint))
-        for _ in range(3000):
-            stranger(endpoint).close()
-        connect(pair.dial("late", endpoint))
-
-
-def test_strangers_make_a_listener_try_its_sessions_seldom(tmp_path: Path) -> None:
-    """Each that leaves might have been a session's connection; a try of all is a frame to each."""
-    with ends(tmp_path) as pair:
-        bare = speaking(pair)
-        began_s = monotonic()
-        for _ in range(1000):
-            stranger(pair.listener.endpoint).close()
-            assert pair.listener.receive() is None
-        pair.dial("late").send(note(2))
-        assert numbers(pair.hear(1)) == [2]
-        passed_s = monotonic() - began_s
-        num_tries = 0
-        while bare.poll(0):
-            assert HEADER.unpack(bare.recv())[1] == PROBE
-            num_tries += 1
-        assert num_tries <= len(PROBE_DELAYS_S) * (passed_s / HINTS_APART_S + 2)
-
-
-def test_a_process_without_descriptors_cannot_dial_and_says_so(tmp_path: Path) -> None:
-    """A node that meets this goes on without that peer, so nothing may be left half open."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ends(tmp_path) as pair:
-        connect(pair.dial())
-        files = len(os.listdir("/proc/self/fd"))
-        num_refused = 0
-        try:
-            for limit in range(files, files + 100):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
-                with suppress(ConfigError):
-                    pair.dial("late").close()
-                    break
-                num_refused += 1
-            else:
-                pytest.fail("a dialer takes fewer descriptors than that")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert num_refused > 0
-        deadline_s = monotonic() + DEADLINE_S  # libzmq closes its part a little later
-        while len(os.listdir("/proc/self/fd")) != files:
-            assert monotonic() < deadline_s
-            time.sleep(0.01)
-
-
 def test_two_dialers_of_one_name_are_two_peers(tmp_path: Path) -> None:
     with ends(tmp_path) as pair:
         first, second = pair.dial("twin"), pair.dial("twin")
@@ -378,46 +299,6 @@ def test_an_address_that_cannot_be_is_refused(endpoint: str, why: str, tmp_path:
 def test_nobody_dials_an_address_without_a_port(tmp_path: Path) -> None:
     with ends(tmp_path) as pair, pytest.raises(ConfigError, match="needs a host and a port"):
         pair.dial(endpoint="tcp://127.0.0.1")
-
-
-@contextmanager
-def process(role: str, endpoint: str) -> "Iterator[subprocess.Popen[str]]":
-    """The other end of a channel in a process of its own, which may be frozen or killed."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.channel_process", role, endpoint],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def stranger(endpoint: str) -> socket.socket:
-    """A connection to the listener that never shakes hands."""
-    if endpoint.startswith("ipc://"):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(DEADLINE_S)
-        deadline_s = monotonic() + DEADLINE_S
-        while connection.connect_ex(endpoint.removeprefix("ipc://")):
-            assert monotonic() < deadline_s, "its queue stays full"
-            time.sleep(0.001)
-        return connection
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)))
-
-
-def encoded(number: int) -> bytes:
-    return to_router_codec().encode(note(number))
-
-
-def speaking(pair: Ends) -> "zmq.Socket[bytes]":
-    """A bare socket whose session 7 has had one message."""
-    bare = pair.bare()
-    bare.send(frame(7, 0, encoded(1)))
-    assert numbers(pair.hear(1)) == [1]
-    return bare
 
 
 def test_an_address_that_cannot_be_dialled_is_named() -> None:

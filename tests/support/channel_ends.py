@@ -1,6 +1,10 @@
 """Both ends of a channel in one process, and a bare socket that says what no dialer would."""
 
 import select
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +14,14 @@ import zmq
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.config import KeysConfig
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import Starting, ToNode, ToRouter
+from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.framing import HEADER
 from baton.runtime.channels.identity import name_of
 from baton.runtime.channels.keys import NO_KEYS, Keys, load_keys, write_key
 from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.clock import monotonic
+from tests.support.sources import REPOSITORY
 
 DEADLINE_S = 20.0
 
@@ -56,12 +61,12 @@ class Ends:
 
     def bare(self, name: str = "d0") -> "zmq.Socket[bytes]":
         """A socket without any of the rules."""
-        socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, name.encode())
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self.listener.endpoint)
-        self._bare.append(socket)
-        return socket
+        bare = self.context.socket(zmq.DEALER)
+        bare.setsockopt(zmq.ROUTING_ID, name.encode())
+        bare.setsockopt(zmq.LINGER, 0)
+        bare.connect(self.listener.endpoint)
+        self._bare.append(bare)
+        return bare
 
     def hear(self, count: int) -> list[Received[ToRouter]]:
         """What the listener says next, by name, `count` times; its descriptor alone wakes it."""
@@ -82,8 +87,8 @@ class Ends:
     def close(self) -> None:
         for dialer in self._dialers:
             dialer.close()
-        for socket in self._bare:
-            socket.close()
+        for bare in self._bare:
+            bare.close()
         self.listener.close()
         self.context.term()
 
@@ -145,3 +150,51 @@ def until_refused(dialer: Dialer[ToRouter, ToNode], pair: Ends, count: int = 1) 
         assert monotonic() < deadline_s
         # Also without news: a dialer that was refused for good tries again by the clock.
         select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)
+
+
+def numbers(heard: list[Received[ToRouter]]) -> list[int]:
+    return [item.message.done for item in heard if isinstance(item.message, Starting)]
+
+
+def hello(number: int) -> ToNode:
+    return Cancel((), str(number))
+
+
+@contextmanager
+def process(role: str, endpoint: str) -> "Iterator[subprocess.Popen[str]]":
+    """The other end of a channel in a process of its own, which may be frozen or killed."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.channel_process", role, endpoint],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def stranger(endpoint: str) -> socket.socket:
+    """A connection to the listener that never shakes hands."""
+    if endpoint.startswith("ipc://"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(DEADLINE_S)
+        deadline_s = monotonic() + DEADLINE_S
+        while connection.connect_ex(endpoint.removeprefix("ipc://")):
+            assert monotonic() < deadline_s, "its queue stays full"
+            time.sleep(0.001)
+        return connection
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def encoded(number: int) -> bytes:
+    return to_router_codec().encode(note(number))
+
+
+def speaking(pair: Ends) -> "zmq.Socket[bytes]":
+    """A bare socket whose session 7 has had one message."""
+    bare = pair.bare()
+    bare.send(frame(7, 0, encoded(1)))
+    assert numbers(pair.hear(1)) == [1]
+    return bare
