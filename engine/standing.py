@@ -37,13 +37,11 @@ class Standings:
 
     def heard(self, origin: Origin, message: object) -> None:
         router = self._dialers[origin].endpoint
-        match message:
-            case Peers(out_of_service=""):
-                self._words[origin] = RouterStanding(router, "in service")
-            case Peers(out_of_service=reason):
-                self._words[origin] = RouterStanding(router, "out of service", reason)
-            case Refused(failure=failure):
-                self._words[origin] = RouterStanding(router, "refused", failure.message)
+        if isinstance(message, Refused):
+            self._words[origin] = RouterStanding(router, "refused", message.failure.message)
+        elif isinstance(message, Peers):
+            state: Standing = "out of service" if message.out_of_service else "in service"
+            self._words[origin] = RouterStanding(router, state, message.out_of_service)
 
     def lost(self, origin: Origin) -> None:
         self._words[origin] = None
