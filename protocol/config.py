@@ -329,7 +329,11 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     routers: Annotated[
-        tuple[str, ...], says("control endpoints of the routers that the node dials")
+        tuple[str, ...],
+        says(
+            "control endpoints of the routers that the node dials; file:///path names a file that "
+            "holds one and is read again when it changes"
+        ),
     ] = (DEFAULT_CONTROL,)
     bind: Annotated[
         str, says("address that peer nodes dial, as tcp://host (a free port) or ipc://path")

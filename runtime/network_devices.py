@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from baton.protocol.config import NodeConfig
+from baton.runtime.channels.destination import address_in
 from baton.runtime.channels.endpoint import Endpoint, bindable
 
 RDMA_PORTS = Path("/sys/class/infiniband")
@@ -36,7 +37,7 @@ def reaches_out(node: NodeConfig) -> bool:
 
 
 def _outward(node: NodeConfig) -> list[Endpoint]:
-    endpoints = [bindable(text) for text in (node.bind, *node.routers)]
+    endpoints = [bindable(node.bind), *map(address_in, node.routers)]
     return [one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)]
 
 

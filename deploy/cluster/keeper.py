@@ -1,8 +1,9 @@
 """The process that keeps the processes of a cluster running on one host: `--on local`.
 
 `LocalPlatform` starts it with a state folder, from which it reads what to run and in which it
-writes how that goes. A process that ends is started again, later each time. When the keeper ends,
-by SIGTERM or by force, its processes end too. It never speaks to a router or a node.
+writes how that goes; actors of Ray use the class alone. A process that ends is started again, later
+each time. When the keeper ends, by SIGTERM or by force, its processes end too. It never speaks to a
+router or a node.
 """
 
 import contextlib
@@ -39,9 +40,9 @@ class Orders(msgspec.Struct, frozen=True):
 class Keeper:
     """The processes of one host, from `start` to `stop`. `kill` is safe in a signal handler."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, orders: Orders) -> None:
         self._folder = folder
-        self._orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
+        self._orders = orders
         self._logs = Path(self._orders.logs)
         self._files: dict[str, IO[bytes]] = {}
         self._troubles: dict[str, str] = {}  # why a file cannot be written, by what it is for
@@ -154,7 +155,7 @@ def main(folder: Path) -> int:
     """
     die_with_parent()
     setup(LogConfig(), "keeper")
-    keeper = Keeper(folder)
+    keeper = Keeper(folder, msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders))
     with Interrupts(on_second=keeper.kill) as interrupts:
         try:
             keeper.start()

@@ -1,4 +1,4 @@
-"""Commands of platforms, such as `kubectl` and `squeue`, run to their end.
+"""Commands of platforms, such as `kubectl`, `squeue` and `systemctl`, run to their end.
 
 The platforms call it. A question that fails is asked again, because an answer that is late must not
 end a cluster; an order is given once. Ctrl-C does not reach the command, so that what it has begun
@@ -28,8 +28,10 @@ def order(words: Sequence[str], missing: str, fine: Sequence[str] = ()) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{words[0]} is not installed here: {missing}") from None
     if done.returncode != 0 and not any(one in done.stderr for one in fine):
-        why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NodeError(why[-1])
+        lines = done.stderr.strip().splitlines()
+        # systemctl puts where to look further behind the reason.
+        why = [line for line in lines if not line.startswith("See ")] or lines
+        raise NodeError(why[-1] if why else f"exit code {done.returncode}")
     return done.stdout
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
 from baton.deploy.cluster.ray_actor import ActorReport
 from baton.deploy.cluster.ray_layout import (
+    PYTHON,
     RayOrders,
+    at_its_place,
     bundles_of,
     namespace_of,
     places_of,
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 DEPLOYED, LAYOUT = "ray.json", "ray.yaml"
+COMMAND = "baton.deploy.cluster.ray_command"  # the module that runs a command by an actor
 WATCH_S = 0.2
 HURRIED_S = 10.0
 # The time that Ray itself takes, beyond that of the processes.
@@ -68,7 +73,7 @@ class RayDeployment(msgspec.Struct, frozen=True):
 
 
 class RayPlatform:
-    """Implements `Platform`."""
+    """Implements `Platform` and `Reaching`."""
 
     def __init__(self, options: PlatformOptions) -> None:
         self._options = options
@@ -118,7 +123,7 @@ class RayPlatform:
             deployment = msgspec.structs.replace(deployment, local=local)
             _write(folder, deployment)
             address = local.wait(folder)
-        connection = self._joined(msgspec.structs.replace(deployment, address=address), folder)
+        connection = self.joined(msgspec.structs.replace(deployment, address=address), folder)
         deployment = msgspec.structs.replace(deployment, address=connection.address)
         _write(folder, deployment)
         problem = shortage(bundles, connection.hosts())
@@ -134,7 +139,7 @@ class RayPlatform:
             )
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        deployment = _deployment(folder)
+        deployment = deployment_in(folder)
         if deployment is None:
             return
         self._remove_actors(deployment, folder, is_hurried=is_hurried)
@@ -146,11 +151,11 @@ class RayPlatform:
             (folder / name).unlink(missing_ok=True)
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        deployment = _deployment(folder)
+        deployment = deployment_in(folder)
         if deployment is None:
             return []
         try:
-            connection = self._joined(deployment, folder)
+            connection = self.joined(deployment, folder)
         except NodeError as error:
             why = error.message
             return [_without_actor(one, "unknown", last_end=why) for one in deployment.processes]
@@ -166,11 +171,34 @@ class RayPlatform:
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
         """Return the URLs once Ray has reserved the hosts of the routers."""
-        if self._connection is None:
+        deployment = deployment_in(folder)
+        if self._connection is None or deployment is None:
             return ()
+        loopback = "" if deployment.local is None else HERE
         pairs = zip(plan.processes, self._connection.addresses(), strict=False)
         routers = [(spec, host) for spec, host in pairs if spec.role == "router" and host]
-        return tuple(url_of(self._loopback or host, spec.ports[0].port) for spec, host in routers)
+        return tuple(
+            url_of(loopback or host, spec.ports[0].port, is_tls=spec.is_tls)
+            for spec, host in routers
+        )
+
+    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
+        """Let the actors run commands beside their processes."""
+        deployment = deployment_in(folder)
+        if deployment is None:
+            return []
+        connection = self.joined(deployment, folder)
+        orders, addresses = connection.orders(), connection.addresses()
+        if orders is None or not (addresses and all(addresses)):
+            raise NodeError("Ray has not placed all processes yet: wait until `baton up` is done")
+        program = (PYTHON, "-m", "baton")
+        seats: dict[str, HostSeat] = {}
+        for spec in orders.processes:
+            placed = at_its_place(orders, spec.name, addresses)
+            first = next((one for one in placed if one.role != "router"), placed[0])
+            launcher = (sys.executable, "-m", COMMAND, str(folder.absolute()), first.name)
+            seats.setdefault(first.host, HostSeat(first.host, placed, program, launcher))
+        return list(seats.values())
 
     def _orders_of(self, plan: ClusterPlan, token: str) -> RayOrders:
         key, logs = plan.description.key, plan.description.logs
@@ -183,7 +211,7 @@ class RayPlatform:
         if not deployment.address or (local is not None and not local.process.is_alive):
             return
         try:
-            connection = self._joined(deployment, folder)
+            connection = self.joined(deployment, folder)
         except NodeError as error:
             if local is not None:
                 return  # they end with their own Ray
@@ -196,7 +224,7 @@ class RayPlatform:
         connection.close()
         self._connection = None
 
-    def _joined(self, deployment: RayDeployment, folder: Path) -> "RayConnection":
+    def joined(self, deployment: RayDeployment, folder: Path) -> "RayConnection":
         """Return the connection to Ray; raises `NodeError`, and `ConfigError` without Ray."""
         if self._connection is None:
             _check_installed()
@@ -268,7 +296,7 @@ def _in_words(amounts: Mapping[str, float]) -> str:
     return ", ".join(text_of(name, amount) for name, amount in amounts.items())
 
 
-def _deployment(folder: Path) -> RayDeployment | None:
+def deployment_in(folder: Path) -> RayDeployment | None:
     try:
         return msgspec.json.decode((folder / DEPLOYED).read_bytes(), type=RayDeployment)
     except FileNotFoundError:

@@ -27,6 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from baton.deploy.cluster.hosted_commands import CommandSaid
 from baton.deploy.cluster.ray_actor import ActorReport, ProcessActor
 from baton.deploy.cluster.ray_layout import RESTARTS, STRATEGY, Bundle, RayHost, RayOrders
 from baton.protocol.errors import NodeError
@@ -36,6 +37,8 @@ STORE = "baton"
 # The first answer of an actor waits for its process to start, which imports baton.
 ASK_S = 5.0
 CONNECT_S = 5.0
+# An actor whose host is busy takes its time, and nobody else waits for the answer.
+COMMAND_S = 30.0
 WATCH_S = 0.2
 
 
@@ -152,6 +155,18 @@ class RayConnection:
             with contextlib.suppress(ValueError):
                 self._actor(process).end.remote(is_hurried=is_hurried)
 
+    def start_command(self, process: str, name: str, words: Sequence[str]) -> None:
+        """Start a command on the host of a process; raises `NodeError` if its actor is gone."""
+        self._told(self._found(process).start_command.remote(name, list(words)))
+
+    def read_command(self, process: str, name: str) -> CommandSaid:
+        """Return what a command has printed since the last call; raises `NodeError`."""
+        said = self._told(self._found(process).read_command.remote(name))
+        return msgspec.json.decode(said, type=CommandSaid)
+
+    def stop_command(self, process: str, name: str) -> None:
+        self._told(self._found(process).stop_command.remote(name))
+
     def remove(self, processes: Sequence[str]) -> None:
         """Kill the actors and give back what they reserved. What still runs of them ends."""
         actors = []
@@ -167,6 +182,19 @@ class RayConnection:
         if group is not None:
             remove_placement_group(group)
         internal_kv._internal_kv_del(self._namespace, namespace=STORE)
+
+    def _found(self, process: str) -> "ray.actor.ActorHandle":
+        try:
+            return self._actor(process)
+        except ValueError as error:
+            raise NodeError(f"the actor of {process} is gone") from error
+
+    def _told(self, reference: "ray.ObjectRef[bytes]") -> bytes:
+        """Return what an actor answers; raises `NodeError` if it does not."""
+        try:
+            return bytes(ray.get(reference, timeout=COMMAND_S) or b"")
+        except RayError as error:
+            raise NodeError(f"an actor does not answer: {_last_line(error)}") from error
 
     def _actor(self, process: str) -> "ray.actor.ActorHandle":
         return ray.get_actor(process, namespace=self._namespace)
@@ -187,7 +215,7 @@ class _HostedProcess(ProcessActor):
         while not all(addresses := _addresses()):
             time.sleep(WATCH_S)
         came_back = bool(context.was_current_actor_reconstructed)
-        super().__init__(process, orders, addresses, came_back=came_back)
+        super().__init__(process, orders, addresses, _addresses_now, came_back=came_back)
 
 
 def _orders(namespace: str) -> RayOrders | None:
@@ -211,6 +239,14 @@ def _addresses() -> list[str]:
     hosts = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
     placed = placement_group_table(group).get("bundles_to_node_id", {})
     return [hosts.get(node_id, "") for _, node_id in sorted(placed.items())]
+
+
+def _addresses_now() -> list[str]:
+    """Return `_addresses`, or nothing while Ray's control store is away."""
+    try:
+        return _addresses()
+    except (RayError, RuntimeError, OSError):
+        return []
 
 
 def _check_answers(address: str) -> None:

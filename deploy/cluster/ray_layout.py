@@ -12,19 +12,21 @@ import msgspec
 import yaml
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.placeholders import FOLDER, OWN_ADDRESS, filled
+from baton.deploy.cluster.placeholders import OWN_ADDRESS, filled
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.protocol.errors import ConfigError
 
 STRATEGY = "SPREAD"
 RESTARTS = -1  # Ray restarts an actor as often as it ends
-KEY = "key"
+# The file of the cluster's key, which each actor holds in memory.
+KEY_FILE = "$(KEY_FILE)"
+PYTHON = "$(PYTHON)"  # that runs the actor, in the words of a command
 # What a bundle asks for by keys of the description, in Ray's words.
 OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
 HEADER = """\
 # What `baton up --on ray` asks of Ray. $(ROUTER_0_ADDRESS) and $(OWN_ADDRESS) are addresses of
-# hosts that Ray chooses; $(FOLDER) is a private folder on the host of the process. The key and the
-# values of secret_env are not in this file.
+# hosts that Ray chooses; $(KEY_FILE) is the key, which the actor of the process holds in memory.
+# The key and the values of secret_env are not in this file.
 """
 
 
@@ -71,7 +73,7 @@ def places_of(description: Description, loopback: str = "") -> ProcessPlaces:
     """
     for problem in _problems(description):
         raise ConfigError(problem)
-    key = f"{FOLDER}/{KEY}" if description.key else ""
+    key = KEY_FILE if description.key else ""
     indices = range(len(description.routers))
     routers = tuple(loopback or router_variable(index) for index in indices)
     own = loopback or OWN_ADDRESS
@@ -127,7 +129,7 @@ def text_of(resource: str, amount: float) -> str:
 
 
 def at_its_place(
-    orders: RayOrders, process: str, addresses: Sequence[str], folder: str
+    orders: RayOrders, process: str, addresses: Sequence[str], key_file: str = KEY_FILE
 ) -> tuple[ProcessSpec, ...]:
     """Return the processes of the host of `process`, this one first, as they run there.
 
@@ -137,7 +139,7 @@ def at_its_place(
         addresses = [orders.loopback] * len(orders.processes)
     hosts = {spec.name: host for spec, host in zip(orders.processes, addresses, strict=True)}
     host = hosts[process]
-    values = {OWN_ADDRESS: host, FOLDER: folder}
+    values = {OWN_ADDRESS: host, KEY_FILE: key_file}
     values |= {
         router_variable(spec.index): hosts[spec.name]
         for spec in orders.processes

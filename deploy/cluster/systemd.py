@@ -6,9 +6,7 @@ those are in environment files that only the owner can read. systemd starts what
 """
 
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +21,7 @@ from baton.deploy.cluster.hosts import (
 )
 from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
+from baton.deploy.cluster.programs import order, question
 from baton.deploy.cluster.running import make_private, write_private
 from baton.deploy.cluster.units import files_of, target_of, unit_of
 from baton.protocol.errors import ConfigError, NodeError
@@ -165,16 +164,9 @@ def _write(path: Path, text: str) -> Path:
 
 def _systemctl(scope: SystemdScope, *words: str) -> str:
     """Run systemctl and return what it prints; raises `NodeError` if it fails."""
-    flags: Sequence[str] = ("--user",) if scope == "user" else ()
+    run = question if words[0] == "show" else order
+    flags = ("--user",) if scope == "user" else ()
     try:
-        done = subprocess.run(
-            ["systemctl", *flags, *words], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            "systemctl is not installed here: use another platform with --on"
-        ) from None
-    if done.returncode != 0:
-        why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NodeError(f"systemctl {words[0]}: {why[0]}")
-    return done.stdout
+        return run(("systemctl", *flags, *words), "use another platform with --on")
+    except NodeError as error:
+        raise NodeError(f"systemctl {words[0]}: {error.message}") from error

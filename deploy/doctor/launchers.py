@@ -19,7 +19,6 @@ from baton.deploy.cluster.systemd import program_of
 from baton.protocol.errors import ConfigError
 
 HOST = "{host}"
-BY_NAME = ("local", "systemd")  # platforms whose hosts the description names
 
 Launch = Callable[[str], tuple[str, ...]]
 
@@ -27,18 +26,13 @@ Launch = Callable[[str], tuple[str, ...]]
 def seats_of(description: Description, folder: Path, via: str) -> list[HostSeat]:
     """Return every host; `folder` is the state folder of the deployment, if there is one.
 
-    Raises `ConfigError` where commands cannot be run on the hosts of the deployment.
+    Raises `ConfigError` for a mistake in `via`, and `NodeError` if a platform does not say.
     """
     deployment = read_deployment(folder)
     if deployment is not None:
         platform = platform_named(deployment.platform, PlatformOptions())
         if isinstance(platform, Reaching):
             return platform.seats(plan_of(description, platform.places(description)), folder)
-        if deployment.platform not in BY_NAME:
-            raise ConfigError(
-                f"{deployment.platform} has chosen the hosts, and this command cannot run there: "
-                "run `baton doctor` on them, and `baton doctor --listen` and --connect for a path"
-            )
     return _seats_by_name(description, _launch(via) if via else None)
 
 

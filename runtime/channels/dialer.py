@@ -13,7 +13,7 @@ import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.destination import Destination
 from baton.runtime.channels.framing import HEADER, HEADER_BYTES, SESSION_BITS, Session, Verdict
 from baton.runtime.channels.identity import new_identity
 from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
@@ -51,11 +51,12 @@ class Dialer(Generic[Out, In]):
         context: "zmq.Context[zmq.Socket[bytes]]",
         keys: Keys = NO_KEYS,
     ) -> None:
-        """Starts to connect; the listener need not be there yet. Raises `ConfigError`."""
-        address = bindable(endpoint)
-        keys.check(address, "dialling")
-        self.endpoint = address.dial_endpoint
-        self._may_be_ipv6 = not address.is_ipv4
+        """Start to connect; the listener need not be there yet. Raises `ConfigError`.
+
+        `endpoint` is an address, or `file:///path` with the address of a listener that may move.
+        """
+        self._destination = Destination(endpoint, keys)
+        self.endpoint = self._destination.address.dial_endpoint
         self.connected = False  # as of the last `receive`
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
@@ -113,14 +114,23 @@ class Dialer(Generic[Out, In]):
                 self._num_tried += 1
             elif self._pair is not None and self._pair not in self._keys.pairs:
                 self._lost = "the key of the connection was removed"
+            elif self._destination.has_moved():
+                self._lost = "the listener has moved"
             else:
-                self._wire.settle(self._retry_s and self._retry_s - monotonic())
+                self._wire.settle(self._next_look_in_s())
                 return None
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; its context ends only when what was sent has left, or `linger_ms`
         later."""
         self._wire.close(linger_ms)
+
+    def _next_look_in_s(self) -> float | None:
+        look_in_s = self._destination.look_in_s
+        if self._retry_s is None:
+            return look_in_s
+        retry_in_s = self._retry_s - monotonic()
+        return retry_in_s if look_in_s is None else min(retry_in_s, look_in_s)
 
     def _read(self) -> In | None:
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -169,6 +179,7 @@ class Dialer(Generic[Out, In]):
         self._lost = self._retry_s = None
         self.connected = False
         self._session = Session(secrets.randbits(SESSION_BITS))
+        self.endpoint = self._destination.address.dial_endpoint
         self._connect()
         return Disconnected(reason)
 
@@ -177,6 +188,6 @@ class Dialer(Generic[Out, In]):
         if pairs := self._keys.pairs:
             self._pair = pairs[self._num_tried % len(pairs)]
             self._wire.lock(self._pair)
-        self.socket.setsockopt(zmq.IPV6, int(self._may_be_ipv6))
+        self.socket.setsockopt(zmq.IPV6, int(not self._destination.address.is_ipv4))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
         self.socket.connect(self.endpoint)

@@ -1,7 +1,8 @@
-"""`--on ray`: actors on two real raylets of this machine, and a Ray cluster of baton's own."""
+"""`--on ray`: actors on real raylets of this machine, and a Ray cluster of baton's own."""
 
 import json
 import re
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPResponse
@@ -13,14 +14,14 @@ import pytest
 from baton.runtime.channels.keys import write_key
 from tests.support.cluster import free_port
 from tests.support.deployed import TIMEOUT_S, TOLD, Deployed, until
-from tests.support.ray_hosts import RayHosts, ray_hosts
+from tests.support.ray_hosts import ADDRESSES, RayHosts, ray_hosts
 
 NAMES = {"router-0", "prefill-0", "decode-0"}
 NUM_TOKENS = 600
 SETTINGS = {
     "cache": {"memory_mib": 64},
     "engine": {"threads": 1},
-    "router": {"host": "0.0.0.0", "drain_s": TIMEOUT_S, "max_resume_wait_s": TIMEOUT_S},
+    "router": {"drain_s": TIMEOUT_S, "max_resume_wait_s": TIMEOUT_S},
 }
 
 
@@ -34,10 +35,12 @@ def hosts() -> Iterator[RayHosts]:
 def placed(hosts: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """A cluster with a key that is up on the two hosts."""
     deployed = cluster(tmp_path_factory.mktemp("placed"), hosts.env)
-    # The second raylet may join later.
+    # The raylets may join later.
     code, said, complained = deployed.run("up", *at(hosts.address), "--timeout", str(TIMEOUT_S))
     assert code == 0, complained
-    assert re.search(rf"small serves at http://127\.0\.0\.[23]:{deployed.port}/v1\n", said)
+    serves = re.search(rf"small serves at http://(127\.0\.0\.[34]):{deployed.port}/v1\n", said)
+    assert serves
+    deployed.address = serves[1]
     try:
         yield deployed
     finally:
@@ -61,7 +64,7 @@ def stream(deployed: Deployed) -> HTTPResponse:
         "stream": True,
     }  # fmt: skip
     request = urllib.request.Request(
-        f"http://127.0.0.1:{deployed.port}/v1/completions",
+        f"http://{deployed.address}:{deployed.port}/v1/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
@@ -84,8 +87,8 @@ def test_actors_serve_and_show_no_key(placed: Deployed, hosts: RayHosts) -> None
     code, said, _ = placed.run("status")
     rows = [line.split() for line in said.splitlines()[2:]]
     assert (code, [row[3] for row in rows]) == (0, ["ready"] * 3)
-    # Each host has room for two.
-    assert {row[2] for row in rows} == {"127.0.0.2", "127.0.0.3"}
+    # Ray spreads them.
+    assert {row[2] for row in rows} == set(ADDRESSES)
     processes = placed.processes()
     assert set(processes) == NAMES
     # Ray's own 15 would let nodes wait for everything else on their hosts.
@@ -133,9 +136,9 @@ def test_a_stream_goes_on_when_ray_starts_a_killed_actor_again(placed: Deployed)
             (2, "the cluster needs 64 GPU, and all hosts of Ray together have 0 GPU"),
         ),
         (
-            {},
+            {"pools": {"decode": {"role": "decode", "replicas": 4}}},
             ("--timeout", "3"),
-            (1, "router-0 is waiting; Ray has not reserved 3 CPU yet, of which are free: 1 CPU"),
+            (1, "router-0 is waiting; Ray has not reserved 5 CPU yet, of which are free: 3 CPU"),
         ),
         ({"name": "small"}, (), (2, "already, from another state folder")),
     ],
@@ -156,6 +159,38 @@ def test_a_start_that_fails_is_one_line_and_touches_no_other_cluster(
     assert "Traceback" not in complained
     assert not list(other.state.glob("*.json"))
     assert placed.complete() == " 4071."
+
+
+def test_doctor_runs_beside_the_processes_on_their_hosts(placed: Deployed) -> None:
+    code, said, complained = placed.run("doctor", "cluster.yaml", "--json")
+    findings = json.loads(said)
+    faults = [one for one in findings if one["level"] == "fault"]
+    assert (code, faults) == (0, []), complained
+    assert {one["host"] for one in findings} == {*ADDRESSES, "all hosts", "paths"}
+    (path,) = [one for one in findings if one["host"] == "paths"]
+    rows = placed.rows()
+    hosts = [rows[name]["host"] for name in ("decode-0", "prefill-0")]
+    assert path["check"] == f"{hosts[0]} reads {hosts[1]}"
+    assert "by shm: mapped memory" in path["text"]
+
+
+def test_what_ray_moves_from_a_lost_host_is_found_again_and_no_key_stays(
+    placed: Deployed, hosts: RayHosts
+) -> None:
+    hosts.lose(placed.address)
+    (other,) = set(ADDRESSES) - {placed.address}
+    until(lambda: serves_on(placed, other), lambda: placed.run("status"))
+    placed.address = other
+    assert placed.complete() == " 4071."
+    secret = (placed.folder / "cluster.key").read_bytes().split()[1]
+    left = [path for path in Path(tempfile.gettempdir()).glob("baton-*/**/*") if path.is_file()]
+    assert left
+    assert not [path for path in left if secret in path.read_bytes()]
+
+
+def serves_on(deployed: Deployed, host: str) -> bool:
+    rows = deployed.rows().values()
+    return {(row["host"], row["health"]) for row in rows} == {(host, "ready")}
 
 
 def test_a_cluster_on_ray_drains_and_leaves_nothing(placed: Deployed, hosts: RayHosts) -> None:

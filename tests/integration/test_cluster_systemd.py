@@ -1,5 +1,6 @@
 """`--on systemd`: units that systemd accepts, run by a real manager of systemd."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.deploy.cluster.platform import PlatformOptions
+from baton.deploy.cluster.systemd import INSTALLED, SystemdPlatform
 from tests.support.deployed import TIMEOUT_S, Deployed, until
 
 MANAGER = "/lib/systemd/systemd"
@@ -81,6 +84,30 @@ def test_a_node_that_fails_under_systemd_is_named_and_nothing_is_left(managed: D
     assert "decode-0 on 127.0.0.1 ended while starting (" in complained
     assert "see journalctl --user -u baton-small-decode@0.service)" in complained
     assert not managed.processes()
+
+
+# Fails when it is asked first, as systemd does while it reloads its units.
+RELOADING = """\
+#!/bin/sh
+[ -e asked ] && exec printf 'ActiveState=active\\nSubState=running\\nMainPID=7\\nNRestarts=0\\n'
+touch asked
+echo "Failed to get properties: Connection timed out" >&2
+exit 1
+"""
+
+
+def test_a_unit_that_systemd_does_not_show_at_once_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "systemctl").write_text(RELOADING)
+    (tmp_path / "systemctl").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    units = {"baton-small-decode@0.service": ("decode-0", "decode", "127.0.0.1")}
+    installed = {"scope": "user", "target": "baton-small.target", "files": [], "units": units}
+    (tmp_path / INSTALLED).write_text(json.dumps(installed))
+    (status,) = SystemdPlatform(PlatformOptions()).status(tmp_path)
+    assert (status.state, status.note) == ("running", "pid 7")
 
 
 @pytest.mark.parametrize("scope", ["system", "user"])

@@ -29,6 +29,7 @@ class Deployed:
         self._prefix = prefix
         self._env = {**os.environ, **(env or {})}
         self.state = folder / "state"
+        self.address = "127.0.0.1"  # of a router
         self.port, control = free_port(), free_port()
         self.content: dict[str, object] = {
             "name": "small",
@@ -81,7 +82,7 @@ class Deployed:
     def complete(self) -> str:
         body = json.dumps({"prompt": TOLD, "max_tokens": 8, "temperature": 0}).encode()
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
+            f"http://{self.address}:{self.port}/v1/completions",
             body,
             {"Content-Type": "application/json"},
         )

@@ -66,7 +66,7 @@ def test_a_process_gets_the_addresses_and_ports_of_its_place(tmp_path: Path) -> 
     }  # fmt: skip
     orders = RayOrders("t0ken", planned(tmp_path, pools=pools).processes, "", "")
     addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"]
-    own, *others = at_its_place(orders, "decode-2", addresses, "/private")
+    own, *others = at_its_place(orders, "decode-2", addresses, "/private/key")
     assert [one.name for one in others] == ["router-1", "decode-0"]
     assert own.host == "10.0.0.2"
     assert "keys.file=/private/key" in own.argv
