@@ -1,4 +1,4 @@
-"""What a router's /health says of its nodes, as those who wait for a cluster need it.
+"""What a router's /health says of its nodes, as commands that wait for a cluster need it.
 
 `serve` and `baton up` ask while nodes start, `baton doctor` at any time. The answer is read without
 an HTTP library.

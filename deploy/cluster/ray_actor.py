@@ -62,7 +62,7 @@ class ProcessActor:
         Raises `ConfigError` if this host has no place for the private folder.
         """
         self._process, self._orders, self._look = process, orders, look
-        # Nobody else can have made a folder with the token in its name.
+        # No other user can have made a folder with the token in its name.
         self._folder = Path(tempfile.gettempdir()) / f"baton-{orders.token}-{process}"
         make_private(self._folder)
         key_file = _in_memory(orders.key)

@@ -37,7 +37,7 @@ STORE = "baton"
 # The first answer of an actor waits for its process to start, which imports baton.
 ASK_S = 5.0
 CONNECT_S = 5.0
-# An actor whose host is busy takes its time, and nobody else waits for the answer.
+# On a busy host an actor answers late, and nothing else waits for the answer.
 COMMAND_S = 30.0
 WATCH_S = 0.2
 
