@@ -1,8 +1,8 @@
 """`baton drain NODE`: take one node out of a running cluster, and wait until it is gone.
 
 The command line calls it. It dials a router as nodes do, so a process that may join the cluster
-may drain its nodes, and clients of the HTTP API may not. It repeats its wish until the node is gone: the
-router answers each time with the node's state.
+may drain its nodes, and clients of the HTTP API may not. It repeats its wish until the node is
+gone: the router answers each time with the node's state.
 """
 
 import zmq

@@ -1,8 +1,7 @@
 """A Ray cluster of this host alone, which `baton up --on ray` starts where it is given no other.
 
 Only processes that have the token in the state folder can join it, since Ray listens on all
-interfaces.
-`ray` ends it by its process id: `ray stop` would end every Ray of this user.
+interfaces. `ray` ends it by its process id: `ray stop` would end every Ray of this user.
 """
 
 import os
