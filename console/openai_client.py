@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TypedDict
@@ -146,7 +147,9 @@ class OpenAIClient:
             why = getattr(error.certificate_error, "verify_message", error.certificate_error)
             reason = f"its certificate is not trusted ({why}); name its authority with --ca-file"
         elif isinstance(error, aiohttp.ClientConnectorError):
-            reason = f"{error.strerror or error.os_error}; start a server, or name one with --url"
+            # asyncio puts a text of its own, with the address as a tuple, in place of the system's.
+            why = os.strerror(error.errno) if error.errno else error.os_error
+            reason = f"{why}; start a server, or name one with --url"
         else:
             reason = str(error) or type(error).__name__
         return NodeError(f"no answer from {self.url}: {reason}")

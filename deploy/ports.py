@@ -11,6 +11,7 @@ import socket
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
+from baton.runtime.channels.destination import address_in
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import logger
@@ -39,7 +40,7 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
     """
     keys = load_keys(config.keys)
     for endpoint in endpoints:
-        address = bindable(endpoint)
+        address = address_in(endpoint)
         keys.check(address, setting)
         if keys.pairs or address.is_loopback:
             continue

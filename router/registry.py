@@ -167,7 +167,7 @@ class Registry:
         for evicted in verdict:
             changes += self._evict(evicted)
         node.info, node.heard_s, node.state = info, now_s, "ready"
-        node.phase = "ready"
+        node.phase, node.done, node.total = "ready", 0, 0  # a beat of start-up was the last to say
         self._changed()
         return [*changes, Entered(info), *self._differences(info), *self._pair_up(node, info)]
 

@@ -25,6 +25,7 @@ SHORT_FLAGS = {
     "local-prefill": "router.local_prefill",
     "routing": "router.routing",
     "api-key": "router.api_keys",
+    "api-key-file": "router.api_key_file",
     "allowed-origins": "router.allowed_origins",
     "generation-config": "model.generation_config",
     "ssl-certfile": "router.tls_cert",

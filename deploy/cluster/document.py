@@ -27,7 +27,7 @@ def read_document(path: Path) -> object:
     try:
         return yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name the file to read") from error
     except _Twice as error:
         raise ConfigError(f"{path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -125,8 +125,8 @@ def _add_hosts(parser: FlagParser) -> None:
     group.add_argument(
         "--via",
         metavar="COMMAND",
-        help="how to run a command on another host of FILE, such as 'ssh {host}'; what runs a "
-        "deployment that is up, Slurm or Kubernetes, is used without it",
+        help="how to run a command on another host of FILE, such as 'ssh {host}'; hosts of a "
+        "deployment that is up on Slurm, Kubernetes or Ray are reached without it",
     )
     group.add_argument(
         "--state", metavar="FOLDER", help="the state folder of `baton up`, if it was given one"

@@ -17,6 +17,7 @@ from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
 from baton.runtime.cpus import spin_briefly
+from baton.runtime.flag_parser import did_you_mean
 from baton.runtime.interrupts import end_by_signal
 from baton.runtime.log import own_process, tell_failure
 from baton.runtime.process import die_with_parent
@@ -156,7 +157,8 @@ def _run(words: list[str]) -> int:
     if name == COMPLETION:
         return _completion(rest)
     if name not in COMMANDS:
-        raise ConfigError(f"unknown command {name!r}: {', '.join(_summaries())}")
+        hint = did_you_mean(name, _summaries()) or "; see baton --help"
+        raise ConfigError(f"unknown command {name!r}{hint}")
     return _start(name, load(COMMANDS[name], rest))
 
 

@@ -68,6 +68,20 @@ def test_commands_and_flags_in_the_pages_are_those_of_the_help() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Their flags that stand alone are baton's; other pages name flags of other programs, too.
+OWN_FLAGS = ("README.md", "api.md", "install.md", "observability.md", "operations.md", "sizing.md")
+LONE_FLAG = re.compile(r"`(--[a-z][a-z0-9-]*)[ `]")
+
+
+def test_flags_that_stand_alone_in_the_pages_are_those_of_some_command() -> None:
+    helps = [help_of(name).replace(",", " ") for name in ("serve", "prefill", "chat", "up")]
+    known = {flag for text in helps for flag in FLAG.findall(text)}
+    pages = [page for page in PAGES if page.name in OWN_FLAGS]
+    assert len(pages) == len(OWN_FLAGS)
+    named = {(page.name, flag) for page in pages for flag in LONE_FLAG.findall(page.read_text())}
+    assert not {(name, flag) for name, flag in named if flag not in known}
+
+
 def test_settings_and_variables_in_the_pages_exist() -> None:
     fields = fields_of(ClusterConfig)
     names, sections = {field.name for field in fields}, {field.section for field in fields}

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine: a head without CPUs, and two raylets with three CPUs each."""
+"""A Ray cluster on this machine: a head without CPUs, and raylets with two CPUs each."""
 
 import contextlib
 import os
@@ -15,6 +15,7 @@ from baton.deploy.cluster.ray_local import OWN_VARIABLES, LocalRay, access_of
 from tests.support.deployed import TIMEOUT_S
 
 ADDRESSES = ("127.0.0.3", "127.0.0.4")
+SPARE = "127.0.0.5"  # of a host that may join later
 # Prints what Ray still holds for anybody: named actors, and CPUs that are not free.
 HELD = """
 import sys, ray
@@ -30,6 +31,19 @@ class RayHosts(msgspec.Struct, frozen=True):
     folder: Path  # Ray's own files
     env: dict[str, str]  # with which a process may join
     raylets: dict[str, "subprocess.Popen[bytes]"]  # by address
+
+    def join(self, address: str) -> None:
+        """Start a raylet; its CPUs are there once it has joined."""
+        words = [
+            "--block", f"--address={self.address}", f"--node-ip-address={address}", "--num-cpus=2",
+            "--object-store-memory=100000000", "--include-log-monitor=false",
+            "--disable-usage-stats", "--dashboard-agent-listen-port=0",
+        ]  # fmt: skip
+        self.raylets[address] = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+            env={**os.environ, **self.env, **OWN_VARIABLES},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
 
     def lose(self, address: str) -> None:
         """End all processes of a host at once, as a power cut does."""
@@ -50,36 +64,23 @@ def ray_hosts() -> Iterator[RayHosts]:
     """Run the raylets; they and all that they have started must be gone in the end."""
     with tempfile.TemporaryDirectory() as name:
         head, first = LocalRay.start(Path(name), num_cpus=0)
-        started = [first]
+        raylets: dict[str, subprocess.Popen[bytes]] = {}
         ours: list[psutil.Process] = []
         try:
-            hosts = RayHosts(head.wait(Path(name)), Path(head.folder), access_of(Path(name)), {})
+            access = access_of(Path(name))
+            hosts = RayHosts(head.wait(Path(name)), Path(head.folder), access, raylets)
             for address in ADDRESSES:
-                hosts.raylets[address] = _joining(hosts, address)
-                started.append(hosts.raylets[address])
+                hosts.join(address)
             yield hosts
-            for process in started:
+            for process in (first, *raylets.values()):
                 if process.poll() is None:
                     one = psutil.Process(process.pid)
                     ours += [one, *one.children(recursive=True)]
         finally:
-            for raylet in started[1:]:
+            for raylet in raylets.values():
                 raylet.terminate()
+            for raylet in raylets.values():
                 raylet.wait(TIMEOUT_S)
             head.stop()
             first.wait(TIMEOUT_S)
     assert not psutil.wait_procs(ours, timeout=TIMEOUT_S)[1]
-
-
-def _joining(hosts: RayHosts, address: str) -> "subprocess.Popen[bytes]":
-    """Start a raylet; its CPUs are there once it has joined."""
-    words = [
-        "--block", f"--address={hosts.address}", f"--node-ip-address={address}", "--num-cpus=3",
-        "--object-store-memory=100000000", "--include-log-monitor=false", "--disable-usage-stats",
-        "--dashboard-agent-listen-port=0",
-    ]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
-        env={**os.environ, **hosts.env, **OWN_VARIABLES},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
