@@ -1,7 +1,6 @@
 """`--on ray`: actors on real raylets of this machine, and a Ray cluster of baton's own."""
 
 import json
-import re
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -14,10 +13,15 @@ import pytest
 from baton.runtime.channels.keys import write_key
 from tests.support.cluster import free_port
 from tests.support.deployed import TIMEOUT_S, TOLD, Deployed, until
-from tests.support.ray_hosts import ADDRESSES, SPARE, RayHosts, ray_hosts
+from tests.support.ray_hosts import HEAD, OTHER, SPARE, RayHosts, ray_hosts
 
 NAMES = {"router-0", "prefill-0", "decode-0"}
 NUM_TOKENS = 600
+# The head of the Ray cluster has room for this node alone.
+POOLS = {
+    "prefill": {"role": "prefill", "resources": {"node:__internal_head__": "0.1"}},
+    "decode": {"role": "decode"},
+}
 SETTINGS = {
     "cache": {"memory_mib": 64},
     "engine": {"threads": 1},
@@ -35,12 +39,11 @@ def hosts() -> Iterator[RayHosts]:
 def placed(hosts: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """A cluster with a key that is up on the two hosts."""
     deployed = cluster(tmp_path_factory.mktemp("placed"), hosts.env)
-    # The raylets may join later.
+    # The second raylet may join later.
     code, said, complained = deployed.run("up", *at(hosts.address), "--timeout", str(TIMEOUT_S))
     assert code == 0, complained
-    serves = re.search(rf"small serves at http://(127\.0\.0\.[34]):{deployed.port}/v1\n", said)
-    assert serves
-    deployed.address = serves[1]
+    assert f"small serves at http://{OTHER}:{deployed.port}/v1\n" in said
+    deployed.address = OTHER
     try:
         yield deployed
     finally:
@@ -50,7 +53,7 @@ def placed(hosts: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def cluster(folder: Path, env: dict[str, str]) -> Deployed:
     deployed = Deployed(folder, env=env)
     write_key(folder / "cluster.key")
-    deployed.content |= {"key": "cluster.key", "settings": SETTINGS}
+    deployed.content |= {"key": "cluster.key", "settings": SETTINGS, "pools": POOLS}
     return deployed
 
 
@@ -87,8 +90,7 @@ def test_actors_serve_and_show_no_key(placed: Deployed, hosts: RayHosts) -> None
     code, said, _ = placed.run("status")
     rows = [line.split() for line in said.splitlines()[2:]]
     assert (code, [row[3] for row in rows]) == (0, ["ready"] * 3)
-    # Each host has room for two.
-    assert {row[2] for row in rows} == set(ADDRESSES)
+    assert [row[2] for row in rows] == [OTHER, HEAD, OTHER]
     processes = placed.processes()
     assert set(processes) == NAMES
     # Ray's own 15 would let nodes wait for everything else on their hosts.
@@ -138,7 +140,7 @@ def test_a_stream_goes_on_when_ray_starts_a_killed_actor_again(placed: Deployed)
         (
             {},
             ("--timeout", "3"),
-            (1, "router-0 is waiting; Ray has not reserved 3 CPU yet, of which are free: 1 CPU"),
+            (1, "router-0 is waiting; Ray has not reserved 3 CPU yet, of which are free: 0 CPU"),
         ),
         ({"name": "small"}, (), (2, "already, from another state folder")),
     ],
@@ -166,22 +168,19 @@ def test_doctor_runs_beside_the_processes_on_their_hosts(placed: Deployed) -> No
     findings = json.loads(said)
     faults = [one for one in findings if one["level"] == "fault"]
     assert (code, faults) == (0, []), complained
-    assert {one["host"] for one in findings} == {*ADDRESSES, "all hosts", "paths"}
+    assert {one["host"] for one in findings} == {HEAD, OTHER, "all hosts", "paths"}
     (path,) = [one for one in findings if one["host"] == "paths"]
-    rows = placed.rows()
-    hosts = [rows[name]["host"] for name in ("decode-0", "prefill-0")]
-    assert path["check"] == f"{hosts[0]} reads {hosts[1]}"
+    assert path["check"] == f"{OTHER} reads {HEAD}"
     assert "by shm: mapped memory" in path["text"]
 
 
 def test_what_ray_moves_from_a_lost_host_is_found_again_and_no_key_stays(
     placed: Deployed, hosts: RayHosts
 ) -> None:
-    lost = placed.address
-    hosts.lose(lost)
+    hosts.lose(OTHER)
     hosts.join(SPARE)
-    until(lambda: serves_without(placed, lost), lambda: placed.run("status"))
-    placed.address = str(placed.rows()["router-0"]["host"])
+    until(lambda: serves_on(placed, [SPARE, HEAD, SPARE]), lambda: placed.run("status"))
+    placed.address = SPARE
     assert placed.complete() == " 4071."
     secret = (placed.folder / "cluster.key").read_bytes().split()[1]
     left = [path for path in Path(tempfile.gettempdir()).glob("baton-*/**/*") if path.is_file()]
@@ -189,9 +188,9 @@ def test_what_ray_moves_from_a_lost_host_is_found_again_and_no_key_stays(
     assert not [path for path in left if secret in path.read_bytes()]
 
 
-def serves_without(deployed: Deployed, host: str) -> bool:
+def serves_on(deployed: Deployed, hosts: list[str]) -> bool:
     rows = deployed.rows().values()
-    return all(row["health"] == "ready" and row["host"] not in ("", host) for row in rows)
+    return [(row["health"], row["host"]) for row in rows] == [("ready", host) for host in hosts]
 
 
 def test_a_cluster_on_ray_drains_and_leaves_nothing(placed: Deployed, hosts: RayHosts) -> None:

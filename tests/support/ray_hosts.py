@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine: a head without CPUs, and raylets with two CPUs each."""
+"""A Ray cluster on this machine: a head with one CPU, and raylets with two CPUs each."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ import psutil
 from baton.deploy.cluster.ray_local import OWN_VARIABLES, LocalRay, access_of
 from tests.support.deployed import TIMEOUT_S
 
-ADDRESSES = ("127.0.0.3", "127.0.0.4")
-SPARE = "127.0.0.5"  # of a host that may join later
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+SPARE = "127.0.0.4"  # of a host that may join later
 # Prints what Ray still holds for anybody: named actors, and CPUs that are not free.
 HELD = """
 import sys, ray
@@ -63,14 +63,13 @@ class RayHosts(msgspec.Struct, frozen=True):
 def ray_hosts() -> Iterator[RayHosts]:
     """Run the raylets; they and all that they have started must be gone in the end."""
     with tempfile.TemporaryDirectory() as name:
-        head, first = LocalRay.start(Path(name), num_cpus=0)
+        head, first = LocalRay.start(Path(name), num_cpus=1)
         raylets: dict[str, subprocess.Popen[bytes]] = {}
         ours: list[psutil.Process] = []
         try:
             access = access_of(Path(name))
             hosts = RayHosts(head.wait(Path(name)), Path(head.folder), access, raylets)
-            for address in ADDRESSES:
-                hosts.join(address)
+            hosts.join(OTHER)
             yield hosts
             for process in (first, *raylets.values()):
                 if process.poll() is None:
