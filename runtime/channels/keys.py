@@ -146,7 +146,9 @@ def _read(path: str) -> tuple[KeyPair, ...]:
             # Of the open file, so that no other can take its place in between.
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
-        raise ConfigError(f"cannot read the key {path} (keys.file): {error.strerror}") from error
+        hint = "make one with `baton keygen`, copy it here, or name another file"
+        why = f"cannot read the key {path} (keys.file): {error.strerror}; {hint}"
+        raise ConfigError(why) from error
     if mode & OTHERS:
         raise ConfigError(
             f"the key {path} (keys.file) is open to others: run `chmod 600 {path}`, or make a new "
