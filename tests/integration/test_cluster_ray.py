@@ -138,7 +138,7 @@ def test_a_stream_goes_on_when_ray_starts_a_killed_actor_again(placed: Deployed)
             (2, "the cluster needs 64 GPU, and all hosts of Ray together have 0 GPU"),
         ),
         (
-            {},
+            {"pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}}},
             ("--timeout", "3"),
             (1, "router-0 is waiting; Ray has not reserved 3 CPU yet, of which are free: 0 CPU"),
         ),
