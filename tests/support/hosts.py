@@ -73,13 +73,9 @@ class Hosts:
         if done.returncode != 0:
             pytest.skip(f"nftables does not work here: {done.stderr.strip()}")
 
-    def namespace(self, host: int) -> Path:
-        """Return the path of a host's network namespace."""
-        return Path(f"/run/netns/{self._prefix}{host}")
-
     def enter(self, host: int) -> None:
         """Let the sockets that this thread opens from now on be those of a host."""
-        with self.namespace(host).open("rb") as namespace:
+        with Path(f"/run/netns/{self._prefix}{host}").open("rb") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
 
