@@ -77,7 +77,7 @@ def test_flags_that_stand_alone_in_the_pages_are_those_of_some_command() -> None
     helps = [help_of(name).replace(",", " ") for name in ("serve", "prefill", "chat", "up")]
     known = {flag for text in helps for flag in FLAG.findall(text)}
     pages = [page for page in PAGES if page.name in OWN_FLAGS]
-    assert len(pages) == len(OWN_FLAGS)
+    assert {page.name for page in pages} == set(OWN_FLAGS)
     named = {(page.name, flag) for page in pages for flag in LONE_FLAG.findall(page.read_text())}
     assert not {(name, flag) for name, flag in named if flag not in known}
 
