@@ -29,11 +29,11 @@ class HostedCommands:
     def __init__(self, values: Mapping[str, str]) -> None:
         """`values` has the text of each variable that the words of a command may hold."""
         self._values = values
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _HostedCommand] = {}
 
     def start(self, name: str, words: Sequence[str]) -> None:
         """Start a command; what keeps it from starting is what it complains of."""
-        self._running[name] = _Running([self._filled(word) for word in words])
+        self._running[name] = _HostedCommand([self._filled(word) for word in words])
 
     def read(self, name: str) -> bytes:
         """Return `CommandSaid` in JSON. A command that has ended is forgotten."""
@@ -63,7 +63,7 @@ class HostedCommands:
         return word
 
 
-class _Running:
+class _HostedCommand:
     """A child whose output goes to files in memory, so that it never waits for a reader."""
 
     def __init__(self, words: Sequence[str]) -> None:
