@@ -163,6 +163,7 @@ def test_a_start_that_fails_is_one_line_and_touches_no_other_cluster(
     assert placed.complete() == " 4071."
 
 
+@pytest.mark.release
 def test_doctor_runs_beside_the_processes_on_their_hosts(placed: Deployed) -> None:
     code, said, complained = placed.run("doctor", "cluster.yaml", "--json")
     findings = json.loads(said)
@@ -174,6 +175,7 @@ def test_doctor_runs_beside_the_processes_on_their_hosts(placed: Deployed) -> No
     assert "by shm: mapped memory" in path["text"]
 
 
+@pytest.mark.release
 def test_what_ray_moves_from_a_lost_host_is_found_again_and_no_key_stays(
     placed: Deployed, hosts: RayHosts
 ) -> None:
