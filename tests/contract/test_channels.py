@@ -80,16 +80,6 @@ def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path: Path) -> None:
         assert pair.listener.receive() is None
 
 
-def test_a_dialer_that_leaves_is_a_disconnect(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        dialer = pair.dial()
-        dialer.send(note(1))
-        pair.hear(1)
-        dialer.close()
-        assert pair.hear(1) == [Received(b"d0", None, disconnected=True)]
-        assert not pair.answer(b"d0", hello(1))
-
-
 def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_session(
     tmp_path: Path,
 ) -> None:

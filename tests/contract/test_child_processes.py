@@ -122,12 +122,6 @@ def test_a_child_ends_when_it_is_asked_to() -> None:
         assert child.stop() == -signal.SIGTERM, "stopping twice is harmless"
 
 
-def test_a_child_that_does_not_listen_is_killed() -> None:
-    with running("deaf") as (child, lines):
-        lines.first("child")
-        assert child.stop(grace_s=0.2) == -signal.SIGKILL
-
-
 def test_what_a_child_leaves_behind_is_cleared_away() -> None:
     with running("leave-one") as (child, lines):
         left = pid_in(lines.first("child")[0])

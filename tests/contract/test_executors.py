@@ -46,7 +46,6 @@ WAIT_S = 30.0
 GREEDY = Sampling(seed=1, max_tokens=100, temperature=0.0)
 PROMPT = tuple(10 + (i * i + 7 * i) % 241 for i in range(37))
 KINDS = ("in process", "one worker", "two ranks")
-WORKERS = KINDS[1:]
 SOURCE, READER = Epoch("source"), Epoch("reader")
 
 names = count()
@@ -237,21 +236,20 @@ def test_a_folder_that_is_no_model_is_a_config_error(kind: str, tmp_path: Path) 
         executor.start(no_progress)
 
 
-def test_ranks_that_cannot_share_the_heads_are_a_config_error() -> None:
-    config = config_of("two ranks", tensor_parallel=3)
-    executor = executor_of("two ranks", config)
-    with closing(executor), pytest.raises(ConfigError, match="tensor_parallel"):
-        executor.start(no_progress)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_may_come_twice_with_a_step_in_flight_or_before_start(kind: str) -> None:
+def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_before_start(
+    kind: str,
+) -> None:
     unstarted = executor_of(kind)
     unstarted.close()
     with started(kind) as (executor, _):
+        pids = executor.pids if isinstance(executor, WorkerExecutor) else ()
         Steps(executor).submit(prompt_slice(new_key(), (1, 2, 3)))
         executor.close()
         executor.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,8 +263,9 @@ def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
                 steps.result()
 
 
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("victim", [0, -1])
+@pytest.mark.parametrize(
+    ("kind", "victim"), [("one worker", 0), ("two ranks", 0), ("two ranks", 1)]
+)
 def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int) -> None:
     with started(kind) as (executor, _):
         assert isinstance(executor, WorkerExecutor)
@@ -287,16 +286,6 @@ def test_a_rank_that_dies_inside_a_step_ends_the_others_wait() -> None:
         os.kill(executor.pids[1], signal.SIGKILL)
         with pytest.raises(NodeError):
             steps.result()
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-def test_no_worker_outlives_a_close(kind: str) -> None:
-    with started(kind) as (executor, _):
-        assert isinstance(executor, WorkerExecutor)
-        pids = executor.pids
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def test_a_rank_that_never_loads_is_given_up() -> None:

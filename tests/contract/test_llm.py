@@ -22,20 +22,6 @@ def toy_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(model=toy_model(folder), launcher=ToyCluster, **settings)
 
 
-def test_a_quickstart_script_runs_as_it_stands(tmp_path: Path) -> None:
-    llm = toy_llm(tmp_path)
-    prompts = ["xyz", "abc abc", "q"]
-    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-    outputs = llm.generate(prompts, sampling_params)
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert output.prompt == prompt
-        assert output.finished
-        assert output.outputs[0].token_ids == toy_answer(output.prompt_token_ids, 16)
-        assert isinstance(output.outputs[0].text, str)
-    llm.shutdown()
-    llm.shutdown()
-
-
 def test_outputs_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
     with toy_llm(tmp_path, prefill=2, decode=2, router={"max_inflight": 3}) as llm:
         lengths = [40, 1, 17, 3, 28, 2, 9, 5]
@@ -121,6 +107,7 @@ def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path)
         LLM(model=model, launcher=BrokenCluster)
     with toy_llm(tmp_path) as llm:
         pass
+    llm.shutdown()  # a second time
     with pytest.raises(BatonError, match="shut down"):
         llm.generate("xyz", GREEDY, use_tqdm=False)
 

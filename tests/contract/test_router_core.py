@@ -107,17 +107,6 @@ async def test_one_token_needs_no_decode_node(bench: RouterBench) -> None:
 
 
 @routed(RouterConfig())
-async def test_short_prompts_stay_on_decode(bench: RouterBench) -> None:
-    prefill, decode = await bench.pair()
-    stream = await bench.router.submit(PROMPT, GREEDY)
-    local = await decode.hear(Decode)
-    assert local.prefill_node is None
-    stream.close()
-    assert (await decode.hear(Cancel)).keys == (local.key,)
-    assert not any(isinstance(message, Prefill) for message in prefill.heard)
-
-
-@routed(RouterConfig())
 async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
     bench: RouterBench,
 ) -> None:

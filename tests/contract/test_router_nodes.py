@@ -57,20 +57,6 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterB
 
 
 @routed()
-async def test_load_is_spread_over_two_by_two_nodes(bench: RouterBench) -> None:
-    prefills = [await bench.toy(node_info(f"p{i}", "prefill")) for i in range(2)]
-    decodes = [await bench.toy(node_info(f"d{i}", "decode"), 1) for i in range(2)]
-    streams = [await bench.router.submit(PROMPT, GREEDY) for _ in range(6)]
-    nodes = [*prefills, *decodes]
-    await bench.until(lambda: sum(len(node.orders) for node in nodes) == 12)
-    assert [len(node.orders) for node in decodes] == [3, 3]
-    assert [len(node.orders) for node in prefills] == [3, 3]
-    for stream in streams:
-        stream.close()
-    await bench.settled()
-
-
-@routed()
 async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
     assert [info.node_id for info in (await prefill.hear(Peers)).nodes] == ["d0"]
@@ -133,24 +119,6 @@ async def test_a_node_that_does_not_fit_is_refused(
     stranger.join()
     assert (await stranger.hear(Refused)).failure.code == code
     assert bench.core.registry.in_service("decode") == []
-
-
-@routed()
-async def test_a_stray_node_that_finds_a_new_router_first_does_not_keep_the_cluster_out(
-    bench: RouterBench,
-) -> None:
-    stray = await bench.scripted(node_info("stray", "decode", model="another"))
-    prefill = ScriptedNode(bench.endpoint, node_info("p0", "prefill"))
-    bench.nodes.append(prefill)
-    prefill.join()
-    assert (await prefill.hear(Refused)).failure.code == "model_mismatch"
-    await bench.toy(node_info("d0", "decode"))
-    assert (await stray.hear(Refused)).failure.code == "model_mismatch"
-    prefill.join()  # it asks again, over the same channel
-    await prefill.hear(Peers)
-    assert bench.core.registry.model is not None
-    assert bench.core.registry.model.model == "model"
-    assert [node.node_id for node in bench.core.registry.in_service("decode")] == ["d0"]
 
 
 @routed(RouterConfig(local_prefill="always"))

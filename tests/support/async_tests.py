@@ -1,11 +1,23 @@
-"""Makes a test that pytest can run out of an async one that wants a bench as an argument."""
+"""Makes tests that pytest can run out of async ones, some of which want a bench as an argument."""
 
+import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 AsyncTest = Callable[..., Awaitable[None]]
 Test = Callable[..., None]
+
+
+def on_a_loop(test: AsyncTest) -> Test:
+    """Run an async test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def call(**arguments: object) -> None:
+        asyncio.run(test(**arguments))  # type: ignore[arg-type]
+
+    return call
 
 
 def with_bench(*names: str, run: Callable[[AsyncTest, Path], None]) -> Callable[[AsyncTest], Test]:

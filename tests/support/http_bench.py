@@ -14,6 +14,7 @@ import msgspec
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import Health, ServedModel
@@ -28,9 +29,45 @@ from baton.router.text_router import ParamsOf
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
 
+TEXT = small_text()
 MODEL = ServedModel("tiny", "/models/tiny", "model", "layout", 256, 400, 16)
 WAIT_S = 20.0
 JSON = {"Content-Type": "application/json"}
+
+
+def hello(stream: RequestStream) -> None:
+    """Answer " hello" in every choice."""
+    for choice in range(stream.params.n):
+        stream.push(choice, TEXT.encode_now(" hello"), "length")
+    stream.finish()
+
+
+def placed(stream: RequestStream) -> None:
+    """Give the request a pair of nodes, of which prefill took a quarter of a second."""
+    metrics = stream.metrics
+    metrics.num_attempts, metrics.prefill_s = 1, 0.25
+    metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
+    metrics.attempts[0].prefill_node = NodeId("p0")
+    metrics.attempts[0].decode_node = NodeId("d0")
+
+
+def well(stream: RequestStream) -> None:
+    placed(stream)
+    hello(stream)
+
+
+def lost(stream: RequestStream) -> None:
+    """Say " hello" and lose the decode node."""
+    placed(stream)
+    stream.push(0, TEXT.encode_now(" hello"), None)
+    stream.finish(NodeError("d0 is lost"))
+
+
+def posted(body: dict[str, object], version: str = "1.1") -> bytes:
+    """Return the bytes of a request for a completion."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 class ScriptedEngine:
@@ -146,6 +183,11 @@ class HttpBench:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(path, data=io.BytesIO(data), headers=JSON) as reply:
             return Reply(reply.status, reply.headers, await reply.text())
+
+    async def dial(self, limit: int = 2**16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a bare connection, whose reader holds some `limit` bytes."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port), limit=limit)
 
     async def get(self, path: str) -> "Reply":
         async with self.session.get(path) as reply:

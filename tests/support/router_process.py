@@ -1,6 +1,8 @@
 """The router as a process of its own, and toy nodes that dial it."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -65,6 +67,13 @@ class Router:
         assert self.process.stderr is not None
         self.lines += self.process.stderr
         self.process.wait(WAIT_S)
+
+    def end_well(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Tell the process to end, as it must without an error."""
+        os.kill(self.process.pid, number)
+        self.end()
+        assert self.process.returncode == 0, self.lines
+        assert "Traceback" not in "".join(self.lines)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -12,12 +12,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
@@ -26,11 +21,7 @@ from baton.engine.scheduler import NodeLimits
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Key, NodeId
-from baton.protocol.messages import (
-    CancelDone,
-    Decode,
-    Prefill,
-)
+from baton.protocol.messages import CancelDone, Decode, Prefill
 from tests.support.drive import key, sampling
 from tests.support.toy_executor import VOCAB, ToyExecutor
 

@@ -46,15 +46,7 @@ from baton.protocol.codec import to_decode_codec, to_prefill_codec
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import (
-    End,
-    FirstToken,
-    NodeInfo,
-    Offered,
-    PeerHello,
-    Span,
-    Withdrawn,
-)
+from baton.protocol.messages import End, FirstToken, NodeInfo, Offered, PeerHello, Span, Withdrawn
 from tests.support.connectors import BLOCK_SIZE, FAILURE, heads_of
 
 TO_DECODE, TO_PREFILL = to_decode_codec(), to_prefill_codec()

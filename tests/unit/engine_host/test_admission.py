@@ -9,15 +9,7 @@ from baton.kv_transfer.interfaces import LandingEnded
 from baton.protocol.blocks import block_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed
-from tests.support.drive import (
-    BLOCK_SIZE,
-    Drive,
-    decode_drive,
-    handed,
-    key,
-    local,
-    offered,
-)
+from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation
 
 LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)

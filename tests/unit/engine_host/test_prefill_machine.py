@@ -7,30 +7,15 @@ from itertools import chain
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from baton.engine.plan import StepPlan
 from baton.engine.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import (
-    Offer,
-    Released,
-)
+from baton.kv_transfer.interfaces import Offer, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key
-from baton.protocol.messages import (
-    End,
-    Failed,
-    FirstTokens,
-    Prefill,
-    Span,
-    Withdrawn,
-)
+from baton.protocol.messages import End, Failed, FirstTokens, Prefill, Span, Withdrawn
 from tests.support.scheduler_machine import (
     BLOCK_SIZE,
     EOS,

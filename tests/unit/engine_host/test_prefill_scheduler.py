@@ -2,12 +2,7 @@
 
 from baton.kv_transfer.interfaces import Released
 from baton.protocol.messages import Failed, FirstTokens, Span, Withdrawn
-from tests.support.drive import (
-    Drive,
-    key,
-    prefill,
-    prefill_drive,
-)
+from tests.support.drive import Drive, key, prefill, prefill_drive
 from tests.support.toy_executor import next_token
 
 

@@ -98,10 +98,7 @@ def hear(sockets: EngineSockets, count: int) -> list[LinkEvent]:
     return heard
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    ["", "garbage", "tcp://0.0.0.0:0", "ipc:///no/such/folder/d0"],
-)
+@pytest.mark.parametrize("endpoint", ["", "garbage", "tcp://0.0.0.0:0", "ipc:///no/such/folder/d0"])
 def test_a_peer_that_nobody_can_dial_is_lost_and_nothing_else(make: Make, endpoint: str) -> None:
     info = msgspec.structs.replace(node("d0", "decode"), control_endpoint=endpoint)
     prefill = dialled(make, "p0", info)

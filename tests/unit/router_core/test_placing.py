@@ -5,35 +5,22 @@ import msgspec
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import Beat, Load, NodeFacts, Ready, Role, StepLimits
+from baton.protocol.messages import Beat, Load, NodeFacts, StepLimits
 from baton.router.admission import Admission
 from baton.router.placing import MAX_PASSED_S, Placing
-from baton.router.policy import CheapestPair, Decision
+from baton.router.policy import CheapestPair
 from baton.router.registry import Registry
 from baton.router.request.events import Place
-from tests.support.scripted_nodes import hello_of, node_info
+from tests.support import choosing
+from tests.support.choosing import charge, place
+from tests.support.scripted_nodes import node_info
 
 
 def cluster(*names: str) -> Registry:
     """Return nodes of 64 blocks of 4 tokens, which take 4 sequences and 32 tokens in a step."""
-    registry = Registry()
-    for name in names:
-        role: Role = "prefill" if name.startswith("p") else "decode"
-        info = msgspec.structs.replace(
-            node_info(name, role), facts=NodeFacts(step=StepLimits(4, 32))
-        )
-        registry.hello(0.0, info.node_id, hello_of(info))
-        registry.ready(0.0, info.node_id, Ready(info))
-    return registry
-
-
-def place(name: str, num_tokens: int = 40) -> Place:
-    return Place(Key(RequestId(name)), num_tokens, 1, True, num_tokens + 10)
-
-
-def charge(registry: Registry, decision: Decision) -> None:
-    for node, amount in decision.charges:
-        registry.charge(node, decision.placed.key, amount)
+    infos = [node_info(name, "prefill" if name[0] == "p" else "decode") for name in names]
+    facts = NodeFacts(step=StepLimits(4, 32))
+    return choosing.cluster(*(msgspec.structs.replace(info, facts=facts) for info in infos))
 
 
 def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40) -> set[str]:

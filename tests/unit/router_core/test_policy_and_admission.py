@@ -4,18 +4,13 @@ import msgspec
 import pytest
 
 from baton.protocol.blocks import blocks_needed
-from baton.protocol.config import RouterConfig
+from baton.protocol.config import LocalPrefill, RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.messages import NodeInfo
 from baton.protocol.sampling import SamplingParams
-from baton.router.admission import (
-    TOKEN_BYTES,
-    Admission,
-    Limits,
-    check_prompt,
-    fit,
-    sampling_of,
-)
+from baton.router.admission import TOKEN_BYTES, Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.cluster_state import limits_of
 from baton.router.pairs import FIRST_AVOID_S
 from baton.router.policy import CheapestPair
 from baton.router.registry import Charge
@@ -136,6 +131,19 @@ def test_nodes_whose_pool_is_too_small_are_passed_over() -> None:
     assert choose(cluster(*small), place(num_tokens=40), "never") is None
 
 
+def limit(*infos: NodeInfo, mode: LocalPrefill = "auto") -> int:
+    return limits_of(cluster(*infos), mode).max_model_len
+
+
+def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take() -> None:
+    prefill, decode = node_info("p0", "prefill", num_blocks=20), node_info("d0", "decode")
+    tiny = node_info("d1", "decode", num_blocks=8)
+    assert limit(decode) == 200  # that of the model: this pool has 256 slots
+    assert limit(tiny) == 32
+    assert limit(tiny, decode, prefill) == 80
+    assert limit(tiny, decode, prefill, mode="always") == 200
+
+
 def test_choices_share_the_whole_blocks_of_the_prompt() -> None:
     assert blocks_needed(4, 8, 10, 1) == 3
     assert blocks_needed(4, 8, 10, 3) == 5
@@ -156,28 +164,6 @@ def test_output_is_cut_to_the_room_there_is(
 ) -> None:
     limits = Limits(80, 50, 4, prefill_blocks=20, decode_blocks=20)
     assert fit(num_prompt, params, limits) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 1.0),
-        ("n", True),
-        ("max_tokens", 2.5),
-        ("min_tokens", "1"),
-        ("min_tokens", 1 << 31),
-        ("seed", 0.5),
-        ("top_k", 1 << 40),
-        ("temperature", "hot"),
-        ("top_p", None),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [1.5]),
-    ],
-)
-def test_what_no_node_could_read_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=name) as error:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
-    assert error.value.param == name
 
 
 def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can() -> None:

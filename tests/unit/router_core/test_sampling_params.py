@@ -40,6 +40,7 @@ WRONG_TYPE: list[tuple[str, object, str]] = [
     ("max_tokens", 2.5, r"an integer, not 2\.5"),
     ("max_tokens", 5.0, r"an integer, not 5\.0"),
     ("min_tokens", None, "an integer"),
+    ("min_tokens", "1", "an integer"),
     ("top_k", 1.0, "an integer"),
     ("seed", "7", "an integer"),
     ("best_of", "1", "an integer"),
@@ -54,6 +55,7 @@ WRONG_TYPE: list[tuple[str, object, str]] = [
     ("stop", b"a", "a string or a list of strings"),
     ("stop_token_ids", 5, "a list of token ids"),
     ("stop_token_ids", ["5"], "an integer, not '5'"),
+    ("stop_token_ids", [1.5], "an integer"),
     ("output_kind", "all", "cumulative, delta or final, not 'all'"),
     ("output_kind", 0, "cumulative, delta or final"),
 ]
@@ -72,6 +74,7 @@ OUT_OF_RANGE: list[tuple[str, object]] = [
     ("max_tokens", 0),
     ("min_tokens", -1),
     ("min_tokens", 17),
+    ("min_tokens", 2**31),
     ("seed", 2**63),
     ("stop", ""),
     ("stop", ["a", ""]),

@@ -5,13 +5,7 @@ import pytest
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import (
-    Attached,
-    FinishReason,
-    HeldChoice,
-    NotAttached,
-    TokenEntry,
-)
+from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttached, TokenEntry
 from baton.protocol.sampling import Sampling
 from baton.router.request.search import (
     ANSWER_S,

@@ -8,6 +8,7 @@ from baton.protocol.errors import NodeError
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, Merged
 from baton.router.stream import RequestStream
+from tests.support.async_tests import on_a_loop
 from tests.support.router_bench import collected
 from tests.support.small_tokenizers import small_text
 
@@ -23,87 +24,77 @@ def tokens(text: str) -> list[int]:
     return small_text().encode_now(text)
 
 
-def test_deltas_come_in_order_and_then_the_end() -> None:
-    async def use() -> None:
-        stream = stream_of(SamplingParams())
-        stream.push(0, tokens(" the"), None)
-        stream.push(0, tokens(" end"), "length")
-        stream.finish()
-        got: list[CompletionOutput] = []
-        stream.send_to(got.append)
-        assert await stream.changed()
-        assert [delta.text for delta in got] == [" the", " end"]
-        assert not await stream.changed()
-        assert stream.metrics.num_output_tokens == 2
-        assert stream.metrics.time_to_first_token_s is not None
-
-    asyncio.run(use())
+@on_a_loop
+async def test_deltas_come_in_order_and_then_the_end() -> None:
+    stream = stream_of(SamplingParams())
+    stream.push(0, tokens(" the"), None)
+    stream.push(0, tokens(" end"), "length")
+    stream.finish()
+    got: list[CompletionOutput] = []
+    stream.send_to(got.append)
+    assert await stream.changed()
+    assert [delta.text for delta in got] == [" the", " end"]
+    assert not await stream.changed()
+    assert stream.metrics.num_output_tokens == 2
+    assert stream.metrics.time_to_first_token_s is not None
 
 
-def test_an_error_follows_what_came_before_it() -> None:
-    async def use() -> None:
-        stream = stream_of(SamplingParams())
-        stream.push(0, tokens(" the"), None)
-        stream.finish(NodeError("gone"))
-        stream.finish()
-        assert await stream.changed()
-        for wait in (stream.changed, stream.ended):
-            with pytest.raises(NodeError):
-                await wait()
-        assert not stream.output([]).finished
-
-    asyncio.run(use())
+@on_a_loop
+async def test_an_error_follows_what_came_before_it() -> None:
+    stream = stream_of(SamplingParams())
+    stream.push(0, tokens(" the"), None)
+    stream.finish(NodeError("gone"))
+    stream.finish()
+    assert await stream.changed()
+    for wait in (stream.changed, stream.ended):
+        with pytest.raises(NodeError):
+            await wait()
+    assert not stream.output([]).finished
 
 
-def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it() -> None:
-    async def use() -> None:
-        stream = stream_of(SamplingParams(stop=" world"))
-        assert stream.push(0, tokens("hello world the"), None)
-        # What the engine sent before it heard of the end must not replace how the choice ended.
-        assert not stream.push(0, tokens(" end"), "length")
-        stream.finish()
-        assert not stream.push(0, tokens(" end"), None)
-        output = await collected(stream)
-        (choice,) = output.outputs
-        assert (choice.text, choice.finish_reason, choice.stop_reason) == (
-            "hello", "stop", " world",
-        )  # fmt: skip
-        assert output.finished
-
-    asyncio.run(use())
+@on_a_loop
+async def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it() -> None:
+    stream = stream_of(SamplingParams(stop=" world"))
+    assert stream.push(0, tokens("hello world the"), None)
+    # What the engine sent before it heard of the end must not replace how the choice ended.
+    assert not stream.push(0, tokens(" end"), "length")
+    stream.finish()
+    assert not stream.push(0, tokens(" end"), None)
+    output = await collected(stream)
+    (choice,) = output.outputs
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (
+        "hello", "stop", " world",
+    )  # fmt: skip
+    assert output.finished
 
 
 @pytest.mark.parametrize("num_again", [1, 2])
-def test_tokens_that_the_caller_has_are_not_handed_out_again(num_again: int) -> None:
-    async def use() -> None:
-        stream = stream_of(SamplingParams())
-        ids = tokens("hello world the end")
-        stream.expect_again(0, num_again)
-        assert not stream.push(0, ids[:1], None)
-        assert not stream.push(0, ids[1:], "length")
-        stream.finish()
-        output = await collected(stream)
-        assert output.outputs[0].token_ids == ids[num_again:]
-        assert "hello" not in output.outputs[0].text
-        assert stream.metrics.num_output_tokens == len(ids)
-
-    asyncio.run(use())
+@on_a_loop
+async def test_tokens_that_the_caller_has_are_not_handed_out_again(num_again: int) -> None:
+    stream = stream_of(SamplingParams())
+    ids = tokens("hello world the end")
+    stream.expect_again(0, num_again)
+    assert not stream.push(0, ids[:1], None)
+    assert not stream.push(0, ids[1:], "length")
+    stream.finish()
+    output = await collected(stream)
+    assert output.outputs[0].token_ids == ids[num_again:]
+    assert "hello" not in output.outputs[0].text
+    assert stream.metrics.num_output_tokens == len(ids)
 
 
-def test_a_sink_gets_what_was_there_and_what_comes() -> None:
-    async def use() -> None:
-        stream = stream_of(SamplingParams())
-        got: list[CompletionOutput] = []
-        stream.push(0, tokens(" the"), None)
-        stream.send_to(got.append)
-        reader = asyncio.create_task(stream.ended())
-        await asyncio.sleep(0)
-        stream.push(0, tokens(" end"), "stop")
-        stream.finish()
-        await reader
-        assert "".join(delta.text for delta in got) == " the"
-
-    asyncio.run(use())
+@on_a_loop
+async def test_a_sink_gets_what_was_there_and_what_comes() -> None:
+    stream = stream_of(SamplingParams())
+    got: list[CompletionOutput] = []
+    stream.push(0, tokens(" the"), None)
+    stream.send_to(got.append)
+    reader = asyncio.create_task(stream.ended())
+    await asyncio.sleep(0)
+    stream.push(0, tokens(" end"), "stop")
+    stream.finish()
+    await reader
+    assert "".join(delta.text for delta in got) == " the"
 
 
 def test_closing_tells_the_router_only_while_the_request_lives() -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
-from tests.support.http_bench import HttpBench, ScriptedEngine, served
-from tests.support.small_tokenizers import END, small_text
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, served
+from tests.support.small_tokenizers import END
 
 SOURCE = (
     "{{ bos_token }}{% for m in messages %}\n"
@@ -101,16 +100,10 @@ def test_a_template_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         ChatTemplate.load(str(tmp_path))
 
 
-TEXT = small_text()
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END + "{% endfor %}[assistant]"
 
 
-def answer(stream: RequestStream) -> None:
-    stream.push(0, TEXT.encode_now("hello world"), "stop")
-    stream.finish()
-
-
-@served(script=answer, chat_template=ChatTemplate(CHAT, {}))
+@served(script=hello, chat_template=ChatTemplate(CHAT, {}))
 async def test_a_chat_is_a_completion_of_its_rendered_template(
     bench: HttpBench, engine: ScriptedEngine
 ) -> None:
@@ -129,7 +122,7 @@ async def test_a_chat_is_a_completion_of_its_rendered_template(
     assert joined == message["content"]
     assert joined
     assert chunks[-1]["object"] == "chat.completion.chunk"
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @served()

@@ -11,18 +11,20 @@ from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import Overloaded
 from baton.router.http.bodies import Bodies
 from baton.router.stream import RequestStream
-from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, events_of, served
-from tests.support.small_tokenizers import small_text
+from tests.support.http_bench import (
+    JSON,
+    TEXT,
+    HttpBench,
+    Reply,
+    ScriptedEngine,
+    events_of,
+    hello,
+    served,
+)
 
-TEXT = small_text()
 TYPE = "Content-Type: application/json\r\n"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("first", "sécond")))
 NAMED = ClusterConfig(router=RouterConfig(allowed_hosts=("llm.example", "::1")))
-
-
-def hello(stream: RequestStream) -> None:
-    stream.push(0, TEXT.encode_now(" hello"), "stop")
-    stream.finish()
 
 
 async def ask(bench: HttpBench, path: str = "/v1/completions", **headers: str) -> Reply:
@@ -215,9 +217,8 @@ def test_a_body_is_overtaken_in_the_moment_in_which_its_time_is_up() -> None:
 @served(script=hello, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
 async def test_bodies_that_stall_hold_no_room_that_others_need(bench: HttpBench) -> None:
     """Sixteen bodies of the largest size may be in memory at once."""
-    host, port = bench.url.removeprefix("http://").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {2**20}\r\n\r\n"
-    coming = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+    coming = [await bench.dial() for _ in range(20)]
     lines = [asyncio.create_task(reader.readline()) for reader, _ in coming]
     large = {"prompt": [5], "user": "x" * 100_000}
     for _, writer in coming:

@@ -6,14 +6,18 @@ import json
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.errors import NodeError, Overloaded, RequestError
-from baton.router.health import Health
-from baton.router.http.metrics import HttpMetrics
+from baton.protocol.errors import Overloaded, RequestError
 from baton.router.stream import RequestStream
-from tests.support.http_bench import HttpBench, ScriptedEngine, events_of, served
-from tests.support.small_tokenizers import small_text
+from tests.support.http_bench import (
+    TEXT,
+    HttpBench,
+    ScriptedEngine,
+    events_of,
+    lost,
+    posted,
+    served,
+)
 
-TEXT = small_text()
 TYPE = "Content-Type: application/json\r\n"
 
 
@@ -158,12 +162,7 @@ async def test_an_error_before_the_first_token_is_a_status_also_in_streams(
     assert reply.headers["retry-after-ms"] == "1500"
 
 
-def hello_and_fail(stream: RequestStream) -> None:
-    stream.push(0, TEXT.encode_now(" hello"), None)
-    stream.finish(NodeError("both nodes are gone"))
-
-
-@served(script=hello_and_fail)
+@served(script=lost)
 async def test_an_error_after_the_first_token_is_an_event_and_the_end(bench: HttpBench) -> None:
     reply = await bench.post({"prompt": [5], "stream": True})
     assert reply.status == 200
@@ -202,11 +201,8 @@ async def test_a_bug_while_streaming_ends_that_answer_alone(
 async def test_a_client_that_leaves_cancels_its_request(
     bench: HttpBench, engine: ScriptedEngine, streamed: bool, has_begun: bool
 ) -> None:
-    body = json.dumps({"prompt": [[5], [6]], "stream": streamed}).encode()
-    host, port = bench.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    reader, writer = await bench.dial()
+    writer.write(posted({"prompt": [[5], [6]], "stream": streamed}))
     await engine.stream(1)
     if has_begun:
         engine.say(engine.streams[0], " hello")
@@ -259,12 +255,8 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
 ) -> None:
     num_tokens = 30_000
     token_id = TEXT.encode_now(" hello")[0]
-
-    body = json.dumps({"prompt": [5], "stream": True}).encode()
-    host, port = bench.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-    head = f"POST /v1/completions HTTP/1.0\r\n{TYPE}Content-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    reader, writer = await bench.dial(limit=1024)
+    writer.write(posted({"prompt": [5], "stream": True}, "1.0"))
     stream = await engine.stream()
     stream.push(0, [token_id], None)
     await reader.readuntil(b"\r\n\r\n")
@@ -356,15 +348,6 @@ async def test_metrics_count_answers_requests_and_tokens(bench: HttpBench) -> No
     assert 'baton_time_to_first_token_seconds_count{model_name="tiny"} 2.0' in text
 
 
-def test_two_routers_in_one_process_count_for_themselves() -> None:
-    first, second = HttpMetrics("tiny"), HttpMetrics("tiny")
-    first.answered("/live", 200)
-    health = Health("ready", (), 0, 0)
-    line = b'baton_http_answers_total{model_name="tiny",route="/live",status="200"} 1.0'
-    assert line in first.render(health)
-    assert line not in second.render(health)
-
-
 @served()
 async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(
     bench: HttpBench, engine: ScriptedEngine
@@ -389,9 +372,8 @@ async def test_broken_http_is_400_and_no_traceback(
         head + b"Content-Length: abc\r\n\r\n",
         b"nonsense\r\n\r\n",
     ]
-    host, port = bench.url.removeprefix("http://").split(":")
     for data in broken:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await bench.dial()
         writer.write(data)
         assert (await reader.readline()).split()[1] == b"400"
         writer.close()

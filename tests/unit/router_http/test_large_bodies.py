@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -15,22 +14,15 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.router.http import large_bodies
-from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
-from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine
+from tests.support.async_tests import on_a_loop
+from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, hello
 from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
-from tests.support.small_tokenizers import small_text, write_tokenizer
+from tests.support.small_tokenizers import write_tokenizer
 
-TEXT = small_text()
 PADDING = "x" * 200_000
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-
-
-def hello(stream: RequestStream) -> None:
-    for choice in range(stream.params.n):
-        stream.push(choice, TEXT.encode_now(" hello"), "stop")
-    stream.finish()
 
 
 def model_in(folder: Path) -> ClusterConfig:
@@ -89,103 +81,91 @@ def shown(reply: Reply) -> dict[str, object]:
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],
 )
-def test_a_large_body_gets_the_answer_of_a_small_one(
+@on_a_loop
+async def test_a_large_body_gets_the_answer_of_a_small_one(
     tmp_path: Path, body: dict[str, object]
 ) -> None:
-    async def use() -> None:
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        async with Bench(tmp_path) as bench:
-            small, large = await bench.both(body, path)
-            assert small.status == large.status
-            streams = bench.engine.streams
-            assert shown(small) == shown(large)
-            half = len(streams) // 2
-            for first, second in zip(streams[:half], streams[half:], strict=True):
-                assert first.prompt_token_ids == second.prompt_token_ids
-                assert first.params == second.params
-
-    asyncio.run(use())
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with Bench(tmp_path) as bench:
+        small, large = await bench.both(body, path)
+        assert small.status == large.status
+        streams = bench.engine.streams
+        assert shown(small) == shown(large)
+        half = len(streams) // 2
+        for first, second in zip(streams[:half], streams[half:], strict=True):
+            assert first.prompt_token_ids == second.prompt_token_ids
+            assert first.params == second.params
 
 
 @pytest.mark.parametrize("prompt", [[5] * 300, "the end " * 300, "x" * 500_000, [5, 400]])
-def test_what_the_model_cannot_take_is_refused_there(
+@on_a_loop
+async def test_what_the_model_cannot_take_is_refused_there(
     tmp_path: Path, prompt: str | list[int]
 ) -> None:
-    async def use() -> None:
-        async with Bench(tmp_path) as bench:
-            refused = await bench.large({"prompt": prompt})
-            code = "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
-            assert (refused.status, refused.error["code"]) == (400, code)
-            assert bench.engine.streams == []
-
-    asyncio.run(use())
+    async with Bench(tmp_path) as bench:
+        refused = await bench.large({"prompt": prompt})
+        code = "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
+        assert (refused.status, refused.error["code"]) == (400, code)
+        assert bench.engine.streams == []
 
 
-def test_others_are_served_while_a_large_body_is_read(tmp_path: Path) -> None:
-    async def use() -> None:
-        async with Bench(tmp_path) as bench:
-            assert (await bench.large({"prompt": [5]})).status == 200
-            (process,) = body_processes(os.getpid())
-            process.suspend()
-            waiting = [asyncio.create_task(bench.large({"prompt": [5]})) for _ in range(3)]
-            for _ in range(20):
-                assert (await bench.http.post({"prompt": "the end"})).status == 200
-            waiting[1].cancel()  # its client leaves
-            process.resume()
-            for task in (waiting[0], waiting[2]):
-                assert (await task).status == 200
-            assert body_processes(os.getpid()) == [process]
-
-    asyncio.run(use())
+@on_a_loop
+async def test_others_are_served_while_a_large_body_is_read(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        assert (await bench.large({"prompt": [5]})).status == 200
+        (process,) = body_processes(os.getpid())
+        process.suspend()
+        waiting = [asyncio.create_task(bench.large({"prompt": [5]})) for _ in range(3)]
+        for _ in range(20):
+            assert (await bench.http.post({"prompt": "the end"})).status == 200
+        waiting[1].cancel()  # its client leaves
+        process.resume()
+        for task in (waiting[0], waiting[2]):
+            assert (await task).status == 200
+        assert body_processes(os.getpid()) == [process]
 
 
-def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(
+@on_a_loop
+async def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def use() -> None:
-        async with Bench(tmp_path) as bench:
-            assert (await bench.large({"prompt": [5]})).status == 200
-            (process,) = body_processes(os.getpid())
-            process.suspend()
-            monkeypatch.setattr(large_bodies, "TIMEOUT_S", 0.5)
-            leaving = asyncio.create_task(bench.large({"prompt": [5]}))
-            await bench.http.post({"prompt": [5]})
-            leaving.cancel()
-            while (answer := await bench.large({"prompt": [5]})).status != 200:
-                assert answer.error["code"] in ("body_timeout", "body_process_lost")
-                monkeypatch.setattr(large_bodies, "TIMEOUT_S", 60.0)
-            assert body_processes(os.getpid()) != [process]
-
-    asyncio.run(use())
+    async with Bench(tmp_path) as bench:
+        assert (await bench.large({"prompt": [5]})).status == 200
+        (process,) = body_processes(os.getpid())
+        process.suspend()
+        monkeypatch.setattr(large_bodies, "TIMEOUT_S", 0.5)
+        leaving = asyncio.create_task(bench.large({"prompt": [5]}))
+        await bench.http.post({"prompt": [5]})
+        leaving.cancel()
+        while (answer := await bench.large({"prompt": [5]})).status != 200:
+            assert answer.error["code"] in ("body_timeout", "body_process_lost")
+            monkeypatch.setattr(large_bodies, "TIMEOUT_S", 60.0)
+        assert body_processes(os.getpid()) != [process]
 
 
-def test_a_template_that_cannot_be_used_leaves_completions(tmp_path: Path) -> None:
-    async def use() -> None:
-        async with Bench(tmp_path) as bench:
-            (tmp_path / "tiny" / "chat_template.jinja").write_text("{% foo %}")
-            assert (await bench.large({"prompt": [5]})).status == 200
-
-    asyncio.run(use())
+@on_a_loop
+async def test_a_template_that_cannot_be_used_leaves_completions(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        (tmp_path / "tiny" / "chat_template.jinja").write_text("{% foo %}")
+        assert (await bench.large({"prompt": [5]})).status == 200
 
 
-def test_the_loss_of_the_process_is_one_refusal(tmp_path: Path) -> None:
-    async def use() -> None:
-        async with Bench(tmp_path) as bench:
-            assert (await bench.large({"prompt": [5]})).status == 200
-            (process,) = body_processes(os.getpid())
-            process.suspend()
-            waiting = asyncio.create_task(bench.large({"prompt": [5]}))
-            # Another large body has to wait for its turn, and is read by the next process.
-            other = asyncio.create_task(bench.large({"prompt": [5]}))
-            await bench.http.post({"prompt": [5]})
-            process.kill()
-            lost = await waiting
-            assert (await other).status == 200
-            assert (lost.status, lost.error["code"]) == (503, "body_process_lost")
-            assert "Retry-After" in lost.headers
-            assert (await bench.large({"prompt": [5]})).status == 200
-
-    asyncio.run(use())
+@on_a_loop
+async def test_the_loss_of_the_process_is_one_refusal(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        assert (await bench.large({"prompt": [5]})).status == 200
+        (process,) = body_processes(os.getpid())
+        process.suspend()
+        waiting = asyncio.create_task(bench.large({"prompt": [5]}))
+        # Another large body has to wait for its turn, and is read by the next process.
+        other = asyncio.create_task(bench.large({"prompt": [5]}))
+        await bench.http.post({"prompt": [5]})
+        process.kill()
+        lost = await waiting
+        assert (await other).status == 200
+        assert (lost.status, lost.error["code"]) == (503, "body_process_lost")
+        assert "Retry-After" in lost.headers
+        assert (await bench.large({"prompt": [5]})).status == 200
 
 
 def test_hostile_bodies_leave_a_router_small_and_serving(
@@ -223,6 +203,4 @@ def test_hostile_bodies_leave_a_router_small_and_serving(
     status = Path(f"/proc/{router.process.pid}/status").read_text()
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
     assert int(peak_kib) * 1024 < 300 * mib
-    os.kill(router.process.pid, signal.SIGTERM)
-    router.end()
-    assert router.process.returncode == 0, router.lines
+    router.end_well()

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig
+from baton.protocol.config import ClusterConfig, LogConfig
 from tests.support.router_process import (
     WAIT_S,
     StartRouter,
@@ -34,12 +34,8 @@ def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
     answer = msgspec.json.decode(data)
     assert answer["choices"][0]["token_ids"] == toy_answer(prompt, 4)
     assert "output_tokens_per_s=" in router.wait_for("stats")
-    os.kill(router.process.pid, signal.SIGTERM)
-    router.end()
-    assert router.process.returncode == 0, router.lines
-    text = "".join(router.lines)
-    assert "Traceback" not in text
-    assert "5, 6, 7" not in text
+    router.end_well()
+    assert "5, 6, 7" not in "".join(router.lines)
 
 
 def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: StartRouter) -> None:
@@ -49,9 +45,7 @@ def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Sta
     body = {"prompt": "y" * 150 + "z" * 49, "max_tokens": 1}
     asyncio.run(with_toy_nodes(logging, lambda: ask(url, body)))
     assert "y" * 150 in router.wait_for("text=")
-    os.kill(router.process.pid, signal.SIGINT)
-    router.end()
-    assert router.process.returncode == 0, router.lines
+    router.end_well(signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -81,37 +75,26 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
     assert "Traceback" not in "".join(router.lines)
 
 
-def test_a_port_in_use_is_one_clear_line(config: ClusterConfig, start: StartRouter) -> None:
+@pytest.mark.parametrize(
+    ("section", "field", "said"),
+    [
+        ("router", "port", "port {port} on 127.0.0.1 is in use"),
+        ("model", "path", "{folder}/tokenizer.json"),
+        ("model", "chat_template", "/nowhere.jinja"),
+    ],
+)
+def test_what_a_router_cannot_start_with_is_one_clear_line(
+    section: str, field: str, said: str, tmp_path: Path, config: ClusterConfig, start: StartRouter
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        changed = msgspec.structs.replace(config.router, port=port)
-        router = start(msgspec.structs.replace(config, router=changed))
+        wrong = {"port": port, "path": str(tmp_path), "chat_template": "/nowhere.jinja"}[field]
+        changed = msgspec.structs.replace(getattr(config, section), **{field: wrong})
+        router = start(msgspec.structs.replace(config, **{section: changed}))
         router.end()
     assert router.process.returncode == 1
     (line,) = router.lines
-    assert str(port) in line
-    assert "in use" in line
-
-
-def test_a_model_folder_without_a_tokenizer_is_one_clear_line(
-    tmp_path: Path, config: ClusterConfig, start: StartRouter
-) -> None:
-    router = start(msgspec.structs.replace(config, model=ModelConfig(path=str(tmp_path))))
-    router.end()
-    assert router.process.returncode == 1
-    (line,) = router.lines
-    assert "tokenizer.json" in line
-
-
-def test_a_chat_template_that_was_chosen_must_be_there(
-    config: ClusterConfig, start: StartRouter
-) -> None:
-    model = msgspec.structs.replace(config.model, chat_template="/nowhere.jinja")
-    router = start(msgspec.structs.replace(config, model=model))
-    router.end()
-    assert router.process.returncode == 1
-    (line,) = router.lines
-    assert "/nowhere.jinja" in line
+    assert said.format(port=port, folder=tmp_path) in line
 
 
 @pytest.mark.parametrize(("source", "total"), [("auto", 4), ("none", 200)])
@@ -142,6 +125,4 @@ def test_an_open_address_without_keys_is_warned_of(
     opened = msgspec.structs.replace(config.router, host="0.0.0.0")
     router = start(msgspec.structs.replace(config, router=opened))
     assert "--api-key" in router.wait_for("anyone who can reach")
-    os.kill(router.process.pid, signal.SIGTERM)
-    router.end()
-    assert router.process.returncode == 0, router.lines
+    router.end_well()

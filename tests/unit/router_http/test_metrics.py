@@ -55,6 +55,7 @@ def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero() -> None:
     metrics = HttpMetrics("tiny", "1.2")
     health = Health("ready", (D0,), 3, 1, lost=(LostNode(NodeId("p0"), "prefill", 9.0),))
     d0, p0 = {"node": "d0", "role": "decode"}, {"node": "p0", "role": "prefill"}
+    assert value(metrics, health, "baton_nodes", role="decode", state="ready") == 1
     assert value(metrics, health, "baton_node_up", **d0) == 1
     assert value(metrics, health, "baton_node_up", **p0) == 0
     assert value(metrics, health, "baton_node_running_requests", **p0) == 0

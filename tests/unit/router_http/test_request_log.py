@@ -8,41 +8,18 @@ from aiohttp.test_utils import make_mocked_request
 
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
-from baton.protocol.ids import Key, NodeId, RequestId
 from baton.router.http.request_log import MAX_REFUSALS_PER_S, RUNNING, RequestLog, Running
 from baton.router.stream import RequestStream
-from tests.support.http_bench import HttpBench, ScriptedEngine
-from tests.support.small_tokenizers import small_text
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, well
 from tests.support.virtual_clock import VirtualClock
 
-TEXT = small_text()
 LOST = NodeError("d0 is lost").to_failure()
-
-
-def placed(stream: RequestStream) -> None:
-    metrics = stream.metrics
-    metrics.num_attempts, metrics.prefill_s = 1, 0.25
-    metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
-    metrics.attempts[0].prefill_node = NodeId("p0")
-    metrics.attempts[0].decode_node = NodeId("d0")
-
-
-def lost(stream: RequestStream) -> None:
-    placed(stream)
-    stream.push(0, TEXT.encode_now(" hello"), None)
-    stream.finish(NodeError("d0 is lost"))
 
 
 def resumed(stream: RequestStream) -> None:
     placed(stream)
     stream.push(0, TEXT.encode_now(" hello"), None)
     stream.metrics.try_again(LOST, is_resume=True)
-    stream.push(0, TEXT.encode_now(" hello"), "stop")
-    stream.finish()
-
-
-def well(stream: RequestStream) -> None:
-    placed(stream)
     stream.push(0, TEXT.encode_now(" hello"), "stop")
     stream.finish()
 

@@ -13,38 +13,17 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded
-from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.ids import Key, RequestId
 from baton.router.http.recent import MAX_REQUESTS
 from baton.router.http.status import PAGE, StatusDocument
 from baton.router.stream import RequestStream
-from tests.support.http_bench import HttpBench, ScriptedEngine, served
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, served, well
 from tests.support.router_process import WAIT_S, StartRouter, post, wait_until_ready, with_toy_nodes
-from tests.support.small_tokenizers import small_text
 
-TEXT = small_text()
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("secret",)))
 OFF = ClusterConfig(router=RouterConfig(page=False))
 CHROMIUM = shutil.which("chromium")
-
-
-def placed(stream: RequestStream) -> None:
-    stream.metrics.num_attempts = 1
-    stream.metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
-    attempt = stream.metrics.attempts[0]
-    attempt.prefill_node, attempt.decode_node = NodeId("p0"), NodeId("d0")
-
-
-def well(stream: RequestStream) -> None:
-    placed(stream)
-    stream.push(0, TEXT.encode_now(" hello"), "stop")
-    stream.finish()
-
-
-def lost(stream: RequestStream) -> None:
-    placed(stream)
-    stream.push(0, TEXT.encode_now(" hello"), None)
-    stream.finish(NodeError("d0 is lost"))
 
 
 def moved(stream: RequestStream) -> None:

@@ -111,14 +111,6 @@ def test_a_stop_string_before_the_models_end_wins() -> None:
     assert (delta.text, delta.stop_reason, len(delta.token_ids)) == ("", "hello", 1)
 
 
-def test_choices_with_the_same_stops_share_one_automaton() -> None:
-    params = SamplingParams(stop=["x" * 200])
-    first, second = (TEXT.detokenizer([1], params) for _ in range(2))
-    assert first._scanner is not None
-    assert second._scanner is not None
-    assert first._scanner._automaton is second._scanner._automaton
-
-
 def test_kept_automata_are_bounded_by_their_characters() -> None:
     cache = AutomatonCache(max_chars=1_000)
     stops = [(f"{number:03d}" + "x" * 397,) for number in range(8)]

@@ -18,7 +18,7 @@ from baton.__main__ import main
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.runtime.tls import certificate_of, client_context
 from tests.support.certificates import Certificate, make_certificate
-from tests.support.router_process import WAIT_S, Router, StartRouter
+from tests.support.router_process import WAIT_S, StartRouter
 
 
 @pytest.fixture
@@ -50,13 +50,6 @@ def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
     return msgspec.structs.replace(config, router=router)
 
 
-def end(router: Router) -> None:
-    os.kill(router.process.pid, signal.SIGTERM)
-    router.end()
-    assert router.process.returncode == 0, router.lines
-    assert "Traceback" not in "".join(router.lines)
-
-
 def test_a_certificate_is_replaced_without_dropping_a_connection(
     tmp_path: Path, config: ClusterConfig, start: StartRouter, made: Certificate
 ) -> None:
@@ -83,7 +76,7 @@ def test_a_certificate_is_replaced_without_dropping_a_connection(
     assert is_live(before)
     for one in (before, after, again):
         one.close()
-    end(router)
+    router.end_well()
 
 
 def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
@@ -101,7 +94,7 @@ def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
     with pytest.raises((http.client.HTTPException, OSError)):
         plain.getresponse()
     plain.close()
-    end(router)
+    router.end_well()
 
 
 def test_clients_that_never_agree_on_tls_count_and_leave_the_probes_answered(

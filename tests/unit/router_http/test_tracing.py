@@ -11,14 +11,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.router.http.tracing import Tracer
 from baton.router.stream import RequestStream
-from tests.support.http_bench import JSON, HttpBench, ScriptedEngine
-from tests.support.small_tokenizers import small_text
+from tests.support.http_bench import JSON, TEXT, HttpBench, ScriptedEngine, lost
 
-TEXT = small_text()
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -29,10 +26,6 @@ def well(stream: RequestStream) -> None:
     attempt.decoding_at_s = attempt.prefill_s = 1e-9
     stream.push(0, TEXT.encode_now(" hello"), "stop")
     stream.finish()
-
-
-def lost(stream: RequestStream) -> None:
-    stream.finish(NodeError("d0 is lost"))
 
 
 def traced(

@@ -1,5 +1,6 @@
 """The command line: what each mistake prints, and with which exit code."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,14 @@ def test_a_model_that_is_none_is_one_line(
     assert main([command, "--model", str(tmp_path)]) == 2
     (line,) = said(capsys)
     assert "has no config.json" in line
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port]) == 2
+    (line,) = said(capsys)
+    assert f"port {port} is in use: choose another with --port" in line
 
 
 def test_a_demo_model_is_written_where_it_is_asked_for(

@@ -53,11 +53,7 @@ def test_the_quota_of_a_container_bounds_the_threads(
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ({}, str(cpus.SPINS)),
-        ({"GOMP_SPINCOUNT": "7"}, "7"),
-        ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"),
-    ],
+    [({}, str(cpus.SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
 )
 def test_the_threads_of_torch_spin_briefly(given: dict[str, str], expected: str) -> None:
     code = "from baton.runtime.cpus import spin_briefly; spin_briefly(); import torch"

@@ -11,15 +11,7 @@ from tools import host_cost
 from tools.gpu import __main__ as gpu
 from tools.gpu import engine, serving, split
 from tools.gpu.cases import KERNELS, KV_READS, STEPS, Target, handover_key, targets
-from tools.gpu.floors import (
-    LLAMA3_8B,
-    QWEN3_06B,
-    QWEN3_8B,
-    Floors,
-    Work,
-    causal_flops,
-    decode_work,
-)
+from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Floors, Work, causal_flops, decode_work
 from tools.gpu.rows import (
     Check,
     Environment,

@@ -264,10 +264,7 @@ def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     assert not connector.step(1.0, [PeersChanged(())]).commands
     step = connector.step(2.0, [*heard(PREFILL, Withdrawn(key(), FAILURE))])
-    assert step.commands[-2:] == [
-        DropPeer(P, PREFILL.epoch),
-        ToRank(0, RemovePeer(POOL)),
-    ]
+    assert step.commands[-2:] == [DropPeer(P, PREFILL.epoch), ToRank(0, RemovePeer(POOL))]
 
 
 def test_a_restarted_node_is_another_peer() -> None:
