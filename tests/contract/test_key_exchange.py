@@ -8,13 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    KeysConfig,
-    ModelConfig,
-    RouterConfig,
-)
+from baton.protocol.config import CacheConfig, ClusterConfig, KeysConfig, ModelConfig, RouterConfig
 from baton.runtime.channels.dialer import Disconnected
 from baton.runtime.channels.keys import Keys, load_keys, write_key
 from baton.runtime.channels.listener import Received
@@ -97,16 +91,22 @@ def test_a_stranger_that_has_connected_with_the_old_key_is_cut_off(tmp_path: Pat
 
 
 class KeptApart(Cluster):
-    """A cluster in which each process has a file of keys of its own, as on several hosts."""
+    """A cluster in which each process has a file of keys of its own, as on several hosts.
+
+    A process without such a file has no key.
+    """
 
     def start(self, name: str, config: ClusterConfig, command: str = "") -> None:
-        keys = KeysConfig(str(self.folder / f"{name}.key"))
+        file = self.folder / f"{name}.key"
+        keys = KeysConfig(str(file)) if file.exists() else KeysConfig()
         super().start(name, msgspec.structs.replace(config, keys=keys), command)
 
 
-def test_the_keys_of_a_cluster_are_exchanged_while_it_serves(tmp_path: Path) -> None:
+def test_a_cluster_keeps_strangers_out_and_exchanges_its_keys_while_it_serves(
+    tmp_path: Path,
+) -> None:
     """The steps of docs/operations.md, process by process, with a stream at any time."""
-    for name in ("old", "new"):
+    for name in ("old", "new", "wrong.key"):
         write_key(tmp_path / name)
     old, new = ((tmp_path / name).read_bytes() for name in ("old", "new"))
     names = ("router", "prefill-0", "decode-0")
@@ -132,6 +132,13 @@ def test_the_keys_of_a_cluster_are_exchanged_while_it_serves(tmp_path: Path) -> 
             return texts
 
         wanted = "".join(read())
+        for name in ("wrong", "without"):
+            cluster.start(name, cluster.config, "decode")
+            cluster.wait_for_lines(f"{name} | ", "refused this node", 1)
+        assert "".join(read()) == wanted
+        health = msgspec.json.decode(cluster.get("/health")[1])
+        assert {node["node_id"] for node in health["nodes"]} == {"prefill-0", "decode-0"}
+        cluster.wait_for_lines("router | ", "were refused", 1)
         streams = thread.submit(read_on)
         try:
             for step, lines in enumerate(((old, new), (new, old), (new,)), 1):

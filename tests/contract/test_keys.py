@@ -5,20 +5,13 @@ import select
 import socket
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
 from baton.__main__ import main
 from baton.engine.beats import BeatThread, Vitals
 from baton.protocol.codec import MAX_MESSAGE_BYTES, to_decode_codec, to_prefill_codec
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    KeysConfig,
-    ModelConfig,
-    RouterConfig,
-)
+from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Starting, ToNode, ToRouter
@@ -39,7 +32,6 @@ from tests.support.channel_ends import (
     wait,
 )  # fmt: skip
 from tests.support.checkpoints import model_folder
-from tests.support.cluster import START_TIMEOUT_S, Cluster
 
 # What a ZMTP 3.0 client with CURVE sends first: signature, version, mechanism, filler.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -336,34 +328,3 @@ def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
         load_keys(KeysConfig(str(tmp_path / "gone")))
     with pytest.raises(ConfigError, match="cannot read"):
         load_keys(KeysConfig(str(tmp_path)))
-
-
-# --- processes ----------------------------------------------------------------------------------
-
-
-def test_a_cluster_with_a_key_serves_and_keeps_strangers_out(tmp_path: Path) -> None:
-    for name in ("cluster.key", "other.key"):
-        write_key(tmp_path / name)
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=100),
-        router=RouterConfig(local_prefill="never"),
-        keys=KeysConfig(str(tmp_path / "cluster.key")),
-    )
-    body = {"model": "tiny", "prompt": [11, 12, 13], "max_tokens": 4, "temperature": 0}
-    with Cluster(tmp_path, config, over="tcp") as cluster:
-        before = cluster.complete(**body)["choices"]
-        for name, keys in (
-            ("wrong", KeysConfig(str(tmp_path / "other.key"))),
-            ("without", KeysConfig()),
-        ):
-            cluster.start(name, msgspec.structs.replace(cluster.config, keys=keys), "decode")
-            hint = "refused this node"
-            deadline_s = monotonic() + START_TIMEOUT_S
-            while not any(line.startswith(name) and hint in line for line in cluster.lines):
-                assert monotonic() < deadline_s, "\n".join(cluster.lines[-20:])
-                select.select([], [], [], 0.05)
-        assert cluster.complete(**body)["choices"] == before
-        health = msgspec.json.decode(cluster.get("/health")[1])
-        assert {node["node_id"] for node in health["nodes"]} == {"prefill-0", "decode-0"}
-    assert any("router | " in line and "were refused" in line for line in cluster.lines)

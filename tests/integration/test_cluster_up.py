@@ -27,6 +27,44 @@ def small(tmp_path: Path) -> Iterator[Deployed]:
     assert deployed.all_gone()
 
 
+class Watcher:
+    """`baton status` on a terminal of its own."""
+
+    def __init__(self, state: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "status", "--state", str(state)],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "COLUMNS": "200", "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+
+    def shows(self, text: str) -> bool:
+        with contextlib.suppress(OSError):  # the terminal of a process that has ended
+            self.shown += os.read(self._ours, 65536).decode(errors="replace")
+        return text in self.shown
+
+    def said(self) -> str:
+        return self.shown
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@contextlib.contextmanager
+def watching(deployed: Deployed) -> Iterator[Watcher]:
+    watcher = Watcher(deployed.state)
+    try:
+        until(lambda: watcher.shows("· 0 queued") and watcher.shows("decode-0"), watcher.said)
+        yield watcher
+        assert "Traceback" not in watcher.shown
+    finally:
+        watcher.end()
+
+
 def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
     """The disk of one log is full from the first line on, which may disturb nothing."""
     small.content["logs"] = "logs"
@@ -55,55 +93,14 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
     assert "cannot write the log of decode-0" in (small.state / "keeper.log").read_text()
     assert rows["prefill-0"]["num_handoffs"] == 1
     assert rows["router-0"]["last_fault"] == ""
-    code, said, _ = small.run("down")
+    with watching(small) as watcher:
+        code, said, _ = small.run("down")
+        until(lambda: watcher.shows("it is down"), watcher.said)
+        assert watcher.process.wait(TIMEOUT_S) == 1
     assert (code, said) == (0, "small is down\n")
     assert small.all_gone()
     code, _, complained = small.run("down")
     assert (code, "nothing is up" in complained) == (2, True)
-
-
-class Watcher:
-    """`baton status` on a terminal of its own."""
-
-    def __init__(self, state: Path) -> None:
-        self._ours, theirs = pty.openpty()
-        self.shown = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "status", "--state", str(state)],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={**os.environ, "COLUMNS": "200", "TERM": "xterm"},
-        )  # fmt: skip
-        os.close(theirs)
-
-    def shows(self, text: str) -> bool:
-        with contextlib.suppress(OSError):  # the terminal of a process that has ended
-            self.shown += os.read(self._ours, 65536).decode(errors="replace")
-        return text in self.shown
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-def test_a_terminal_shows_the_cluster_live_until_ctrl_c_or_its_end(small: Deployed) -> None:
-    assert small.run("up", "--detach")[0] == 0
-    with contextlib.ExitStack() as stack:
-        first, second = Watcher(small.state), Watcher(small.state)
-        for watcher in (first, second):
-            stack.callback(watcher.end)
-            until(
-                lambda w=watcher: w.shows("· 0 queued") and w.shows("decode-0"),
-                lambda w=watcher: w.shown,
-            )
-        first.process.send_signal(signal.SIGINT)
-        assert first.process.wait(TIMEOUT_S) == 0
-        code, said, _ = small.run("status", "--url", f"http://127.0.0.1:{small.port}")
-        assert (code, said.count("ready")) == (0, 4)
-        assert small.run("down")[0] == 0
-        until(lambda: second.shows("it is down"), lambda: second.shown)
-        assert second.process.wait(TIMEOUT_S) == 1
-        assert "Traceback" not in first.shown + second.shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -233,6 +230,14 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         deployed.processes()
         deployed.run("down")
         assert deployed.all_gone()
+
+
+def test_a_terminal_shows_the_cluster_live_until_ctrl_c(joined: Deployed) -> None:
+    with watching(joined) as watcher:
+        watcher.process.send_signal(signal.SIGINT)
+        assert watcher.process.wait(TIMEOUT_S) == 0
+    code, said, _ = joined.run("status", "--url", f"http://127.0.0.1:{joined.port}")
+    assert (code, said.count("ready")) == (0, 4)
 
 
 def test_a_state_folder_that_others_can_enter_is_refused(small: Deployed) -> None:

@@ -21,7 +21,6 @@ from baton.protocol.config import (
     ModelConfig,
     RouterConfig,
     TransferConfig,
-    TransportChoice,
 )
 from baton.protocol.sampling import SamplingParams
 from tests.support.cluster import Cluster
@@ -54,13 +53,13 @@ def score(answers: list[str], num_tokens: int = NUM_TOKENS) -> int:
     return sum(said == question.answer for said, question in zip(answers, asked, strict=True))
 
 
-def settings(transport: TransportChoice = "shm") -> ClusterConfig:
+def settings() -> ClusterConfig:
     return ClusterConfig(
         model=ModelConfig(path=str(CHECKPOINT), name="demo"),
         cache=CacheConfig(num_blocks=1200),
         engine=EngineConfig(chunk_tokens=512),
         router=RouterConfig(local_prefill="never"),
-        transfer=TransferConfig(transport=transport),
+        transfer=TransferConfig(transport="shm"),
     )
 
 
@@ -70,17 +69,9 @@ def completion(cluster: Cluster, question: exam.Question) -> str:
     return answer["choices"][0]["text"]  # type: ignore[index,no-any-return]
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-def test_split_it_recalls_what_transformers_recalls(
-    transport: TransportChoice, tmp_path: Path
-) -> None:
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
+def test_split_it_recalls_what_transformers_recalls(tmp_path: Path) -> None:
     assert score(expected()) >= 0.99 * exam.NUM_FACTS
-    with (
-        Cluster(tmp_path, settings(transport), env=(("UCX_NET_DEVICES", "lo"),)) as cluster,
-        ThreadPoolExecutor(8) as clients,
-    ):
+    with Cluster(tmp_path, settings()) as cluster, ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(partial(completion, cluster), memory().questions))
         assert sum(read.num_bytes for read in cluster.reads("decode-0")) > 0
         assert sum(step.num_prompt_tokens for step in cluster.steps("decode-0")) == 0

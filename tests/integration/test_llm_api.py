@@ -24,6 +24,7 @@ from baton.protocol.config import (
 )
 from baton.protocol.errors import Cancelled, NodeError
 from baton.router.outputs import RequestOutput
+from tests.support.async_tests import on_a_loop
 from tests.support.checkpoints import model_folder
 from tests.support.own_children import node_pid
 from tests.support.sources import REPOSITORY
@@ -133,25 +134,6 @@ def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm
     assert first.metrics.transfer_bytes > 0
 
 
-def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
-    params = SamplingParams(n=3, seed=11, max_tokens=20, ignore_eos=True)
-    first, again = (llm.generate("hello", params, use_tqdm=False)[0] for _ in range(2))
-    texts = [choice.text for choice in first.outputs]
-    assert len(set(texts)) == 3
-    assert [choice.text for choice in again.outputs] == texts
-    alone = llm.generate("hello", SamplingParams(seed=11, max_tokens=20, ignore_eos=True))
-    assert alone[0].outputs[0].text == texts[0]
-
-
-def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
-    (whole,) = llm.generate("abc", GREEDY, use_tqdm=False)
-    stop = whole.outputs[0].text[10:13]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop])
-    (cut,) = llm.generate("abc", params, use_tqdm=False)
-    assert cut.outputs[0].text == whole.outputs[0].text.partition(stop)[0]
-    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
-
-
 def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) -> None:
     prompts = [[30 + i] * (1 + 13 * i) for i in range(12)]
     params = [SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=True) for i in range(12)]
@@ -226,20 +208,18 @@ def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
     asyncio.run(use())
 
 
-def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
-    async def use() -> None:
-        # Room for all four long requests on one node.
-        async with AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2)) as llm:
-            assert llm.health().status == "ready"
-            assert len(llm.health().nodes) == 4
-            await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
-            async with asyncio.timeout(START_TIMEOUT_S):
-                while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-            assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
-        assert not llm.is_running
-
-    asyncio.run(use())
+@on_a_loop
+async def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
+    # Room for all four long requests on one node.
+    async with AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2)) as llm:
+        assert llm.health().status == "ready"
+        assert len(llm.health().nodes) == 4
+        await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
+    assert not llm.is_running
 
 
 async def stream_or_abort(llm: AsyncLLM, number: int) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.__main__ import main
 from tests.support.certificates import make_certificate
 from tests.support.cluster import free_port
 from tests.support.deployed import Deployed
@@ -113,11 +113,12 @@ def talk_with(url: str) -> None:
         (("--max-tokens", "0", "Hello"), "not a number of tokens"),
     ],
 )
-def test_a_chat_that_cannot_be_is_one_clear_line(words: tuple[str, ...], hint: str) -> None:
-    done = chat(*words)
-    assert done.returncode != 0
-    assert hint in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_a_chat_that_cannot_be_is_one_clear_line(
+    words: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", *words]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert hint in line
 
 
 def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
@@ -138,10 +139,13 @@ def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
         assert "Traceback" not in serve.text
 
 
-def test_a_server_with_a_certificate_speaks_https_with_all_its_clients(tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_speaks_https_and_nothing_outlives_it_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    """Its router logs nothing, so the port it picked cannot be read from a log line."""
     made = make_certificate(tmp_path)
     flags = ("--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key))
-    with serving(tmp_path, *flags) as serve:
+    with serving(tmp_path, *flags, "--log-level", "error") as serve:
         url = serve.wait_for(r"https://[^/]+(?=/v1 )")
         question = "The code of Lima is 4071. What is the code of Lima?"
         trusting = chat("--url", url, "--ca-file", str(made.cert), question)
@@ -155,10 +159,8 @@ def test_a_server_with_a_certificate_speaks_https_with_all_its_clients(tmp_path:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert re.search(r"(?m)^ttft +2 ", bench.stdout), bench.stdout + bench.stderr
-        serve.process.send_signal(signal.SIGINT)
-        assert serve.wait_for_exit() == 0, serve.text
-        assert serve.all_gone()
-        assert "Traceback" not in serve.text
+    assert serve.all_gone()
+    assert "Traceback" not in serve.text
 
 
 def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> None:
@@ -178,57 +180,6 @@ def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> No
     assert small.all_gone()
 
 
-def test_nothing_outlives_a_killed_serve(tmp_path: Path) -> None:
-    """Its router logs nothing, so the port it picked cannot be read from a log line."""
-    with serving(tmp_path, "--log-level", "error") as serve:
-        pass
-    assert serve.all_gone()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (("--port", "99999"), "port"),
-        (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
-        (("--set", "cache.block_sise=8"), "block_size"),
-        (("--blok-size", "8"), "--blok-size"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(arguments: tuple[str, ...], hint: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "baton", "serve", *arguments],
-        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60,
-    )  # fmt: skip
-    said = (done.stdout + done.stderr).strip()
-    assert done.returncode != 0
-    assert hint in said
-    assert "Traceback" not in said
-    assert len(said.splitlines()) <= 3, said
-
-
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, "-m", "baton", "serve", "--port", port],
-            capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60,
-        )  # fmt: skip
-    assert done.returncode != 0
-    assert f"port {port}" in done.stderr
-    assert "--port" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_node_that_does_not_answer_is_ended_by_force(tmp_path: Path) -> None:
-    with serving(tmp_path) as serve:
-        serve.children["decode"].suspend()
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait_for_exit() == 0
-        assert serve.all_gone()
-
-
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     with serving(tmp_path) as serve:
         for child in serve.children.values():
@@ -240,7 +191,10 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         assert serve.all_gone()
 
 
-def test_a_process_that_dies_is_started_again_the_router_on_the_same_port(tmp_path: Path) -> None:
+def test_what_dies_is_started_again_and_what_does_not_answer_is_ended_by_force(
+    tmp_path: Path,
+) -> None:
+    """The router serves on the same port."""
     with serving(tmp_path) as serve:
         url = serve.wait_for(r"http://\S+(?=/v1)")
         serve.children["decode"].kill()
@@ -248,9 +202,9 @@ def test_a_process_that_dies_is_started_again_the_router_on_the_same_port(tmp_pa
         serve.children["router"].kill()
         serve.wait_for("process=router code=-9")
         assert complete_when_served(url) == 2
-        assert serve.children["prefill"].is_running()
         serve.children |= {"new": psutil.Process(serve.process.pid).children()[-1]}
-        serve.process.send_signal(signal.SIGINT)
+        serve.children["prefill"].suspend()  # which also shows that it is the first one
+        serve.process.send_signal(signal.SIGTERM)
         assert serve.wait_for_exit() == 0
         assert serve.all_gone()
 
