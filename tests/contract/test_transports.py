@@ -40,7 +40,6 @@ needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is no
 NIXL = ("nixl", "nixl-tcp", "nixl-polled-tcp")  # polled: as it runs on GPUs
 PLAIN_MODES = ["shm", "cuda_ipc", *(pytest.param(mode, marks=needs_nixl) for mode in NIXL)]
 MODES = ["faulty", "faulty cuda_ipc", *PLAIN_MODES]
-# Where it does not matter by which way UCX moves bytes, nor who calls it.
 one_of_each = pytest.mark.parametrize("peers", PLAIN_MODES[:3], indirect=True)
 _epochs = itertools.count()
 _tickets = itertools.count()
@@ -183,13 +182,8 @@ def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]
 
 def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) -> None:
     reader, owner = pair
-    bad = [
-        read(owner, [NUM_BLOCKS], [0]),
-        read(owner, [0], [NUM_BLOCKS]),
-        read(owner, [-1], [0]),
-        read(owner, [0], [-1]),
-    ]
-    for end in run(reader, *bad):
+    wrong = (([NUM_BLOCKS], [0]), ([0], [NUM_BLOCKS]), ([-1], [0]), ([0], [-1]))
+    for end in run(reader, *(read(owner, *blocks) for blocks in wrong)):
         assert end.failure is not None
         assert (end.num_bytes, end.quiet) == (0, True)
 
