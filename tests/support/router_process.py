@@ -19,6 +19,7 @@ T = TypeVar("T")
 StartRouter = Callable[..., "Router"]
 WAIT_S = 60.0
 BEAT_S = 0.5
+NUM_BLOCKS = 4096  # of each node
 SCRIPT = """
 import resource
 import sys
@@ -88,8 +89,8 @@ async def with_toy_nodes(
 ) -> T:
     """What `use`, in a thread, returns while two toy nodes have dialled in."""
     nodes = [
-        ToyNode(config.control, node_info("p0", "prefill")),
-        ToyNode(config.control, node_info("d0", "decode"), max_steps),
+        ToyNode(config.control, node_info("p0", "prefill", num_blocks=NUM_BLOCKS)),
+        ToyNode(config.control, node_info("d0", "decode", num_blocks=NUM_BLOCKS), max_steps),
     ]
     for node in nodes:
         node.join()

@@ -8,13 +8,24 @@ import resource
 import signal
 import socket
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.runtime.clock import monotonic
 from tests.support.http_bench import HttpBench, ScriptedEngine, served
-from tests.support.router_process import WAIT_S, Router, StartRouter
+from tests.support.router_process import (
+    WAIT_S,
+    Router,
+    StartRouter,
+    ask,
+    wait_until_ready,
+    with_toy_nodes,
+)
+from tests.support.scripted_nodes import toy_answer
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
 
@@ -104,6 +115,50 @@ async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
     stream.finish()
     assert b"[DONE]" in await reader.readuntil(b"[DONE]")
     writer.close()
+
+
+def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
+    config: ClusterConfig, start: StartRouter
+) -> None:
+    """The others get whole answers from the same nodes as long as it is there."""
+    limited = msgspec.structs.replace(config.router, unread_s=2.0)
+    router = start(msgspec.structs.replace(config, router=limited))
+    url = router.wait_for_url()
+    host, port = url.removeprefix("http://").split(":")
+    prompt = [5, 6, 7]
+    body = {"prompt": prompt, "max_tokens": 50, "return_token_ids": True}
+
+    def ask_beside_it() -> int:
+        wait_until_ready(url)
+        with socket.socket() as slow:
+            # Short segments, or the kernel takes megabytes of output for a reader on loopback.
+            slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            slow.settimeout(WAIT_S)
+            slow.connect((host, int(port)))
+            slow.sendall(post({"prompt": prompt, "n": 32, "max_tokens": 190, "stream": True}))
+            assert slow.recv(12) == b"HTTP/1.1 200"  # its answer has begun
+            began_s = next_s = monotonic()
+            num_whole = 0
+            while not is_cut.done():
+                assert monotonic() < began_s + WAIT_S
+                answer = json.loads(ask(url, body))
+                assert answer["choices"][0]["token_ids"] == toy_answer(prompt, 50)
+                num_whole += 1
+                if monotonic() >= next_s:
+                    next_s += 1.0
+                    slow.recv(1)
+        return num_whole
+
+    with ThreadPoolExecutor(1) as thread:
+        # Its socket does not show the cut until it has read all that the kernel holds for it.
+        is_cut = thread.submit(router.wait_for, "it did not read its answer")
+        try:
+            assert asyncio.run(with_toy_nodes(config, ask_beside_it)) > 0
+        finally:
+            os.kill(router.process.pid, signal.SIGTERM)
+    router.end()
+    assert router.process.returncode == 0, router.lines
 
 
 @served(config=few(2))
