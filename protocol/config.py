@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.bounds import MAX_BLOCKS
+from baton.protocol.setting import about
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -24,51 +25,30 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and nodes dial
 
 
-def says(
-    meaning: str,
-    unit: str = "",
-    *,
-    ge: int | None = None,
-    gt: int | None = None,
-    le: int | None = None,
-    kind: Literal["", "path", "repeated"] = "",
-) -> Meta:
-    """Return what a setting means, its unit and its bounds.
-
-    A `path` is that of a file or a folder; the flag of a `repeated` list is given once per entry.
-    """
-    extra: dict[str, object] = {"unit": unit} if unit else {}
-    if kind:
-        extra["kind"] = kind
-    if gt is not None:
-        return Meta(gt=gt, le=le, description=meaning, extra=extra)
-    return Meta(ge=ge, le=le, description=meaning, extra=extra)
-
-
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
         str,
-        says(
+        about(
             "folder of the model, or its name on the Hugging Face hub; empty is the demo model",
             kind="path",
         ),
     ] = ""
-    name: Annotated[str, says("name of the model in the API; empty takes the folder's name")] = ""
+    name: Annotated[str, about("name of the model in the API; empty takes the folder's name")] = ""
     chat_template: Annotated[
-        str, says("file with a chat template that takes the place of the model's own", kind="path")
+        str, about("file with a chat template that takes the place of the model's own", kind="path")
     ] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
-        says(
+        about(
             "sampling defaults of HTTP requests: auto takes those of the model's "
             "generation_config.json, none those of the API"
         ),
     ] = "auto"
-    dtype: Annotated[Dtype, says("type of weights and KV blocks; auto takes the checkpoint's")] = (
+    dtype: Annotated[Dtype, about("type of weights and KV blocks; auto takes the checkpoint's")] = (
         "auto"
     )
     max_len: Annotated[
-        int, says("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
+        int, about("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
 
     @property
@@ -78,10 +58,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    block_size: Annotated[int, says("size of a KV block", "tokens", ge=1)] = 16
+    block_size: Annotated[int, about("size of a KV block", "tokens", ge=1)] = 16
     memory_mib: Annotated[
         int,
-        says(
+        about(
             "memory for the KV pool of one node, all ranks together; 0 takes a quarter of the free "
             "memory of the host, at most what the sequences of one step can fill, or nine tenths "
             "of what weights and steps leave of a GPU",
@@ -91,7 +71,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
     shared_by: Annotated[
         int,
-        says(
+        about(
             "number of nodes on this host, which share its memory for their pools; nodes that are "
             "started together are told",
             ge=1,
@@ -99,7 +79,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1
     gpu_shared_by: Annotated[
         int,
-        says(
+        about(
             "number of nodes that share this node's GPU and its memory; nodes that are started "
             "together are told",
             ge=1,
@@ -107,21 +87,21 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1
     num_blocks: Annotated[
         int,
-        says("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0, le=MAX_BLOCKS),
+        about("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0, le=MAX_BLOCKS),
     ] = 0
-    prefix: Annotated[bool, says("keep finished blocks for prompts with the same prefix")] = True
+    prefix: Annotated[bool, about("keep finished blocks for prompts with the same prefix")] = True
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    device: Annotated[Device, says("device to compute on; auto takes a GPU when there is one")] = (
+    device: Annotated[Device, about("device to compute on; auto takes a GPU when there is one")] = (
         "auto"
     )
     tensor_parallel: Annotated[
-        int, says("number of ranks over which one node splits the model", ge=1)
+        int, about("number of ranks over which one node splits the model", ge=1)
     ] = 1
     shared_cpus: Annotated[
         str,
-        says(
+        about(
             "file in which nodes of one host say when they compute; a node takes the CPUs of idle "
             "ones, and `serve` names the file to its nodes",
             kind="path",
@@ -129,35 +109,35 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     threads: Annotated[
         int,
-        says(
+        about(
             "number of CPU threads that compute one rank; 0 divides the CPUs that may be used here "
             "among the nodes that are started together and their ranks",
             ge=0,
         ),
     ] = 0
     workers: Annotated[
-        bool, says("run a single rank in a process of its own too; several ranks always do")
+        bool, about("run a single rank in a process of its own too; several ranks always do")
     ] = False
     kernels: Annotated[
         KernelChoice,
-        says("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
+        about("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
     ] = "auto"
     deterministic: Annotated[
         bool,
-        says(
+        about(
             "on GPUs, give a token the same bits in every batch, which is slower; CPUs do so anyway"
         ),
     ] = False
     graphs: Annotated[
         bool,
-        says("replay decode steps as CUDA graphs; they take some memory, and CPUs have none"),
+        about("replay decode steps as CUDA graphs; they take some memory, and CPUs have none"),
     ] = True
     max_num_seqs: Annotated[
-        int, says("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
+        int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
     ] = 0
     chunk_tokens: Annotated[
         int,
-        says(
+        about(
             "most tokens that one step computes; 0 takes 512 on CPUs and 2048 on GPUs",
             "tokens",
             ge=0,
@@ -166,15 +146,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: Annotated[str, says("address that the HTTP server binds")] = "127.0.0.1"
-    port: Annotated[int, says("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = 8000
+    host: Annotated[str, about("address that the HTTP server binds")] = "127.0.0.1"
+    port: Annotated[int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = (
+        8000
+    )
     shares_port: Annotated[
         bool,
-        says("let other routers of this user listen on the port too; each gets some connections"),
+        about("let other routers of this user listen on the port too; each gets some connections"),
     ] = False
     own_port: Annotated[
         int,
-        says(
+        about(
             "another port of this router alone, for metrics where routers share a port; 0 is none; "
             "of several routers that serve starts, each takes the next one",
             ge=0,
@@ -191,38 +173,40 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "router"
     control: Annotated[
         str | None,
-        says(
+        about(
             "endpoint that nodes dial, as tcp://host:port or ipc://path; unset is a private "
             f"socket for nodes that are started here, else {DEFAULT_CONTROL}"
         ),
     ] = None
     max_queued: Annotated[
-        int, says("most requests that wait for a node; further ones get 429", ge=0)
+        int, about("most requests that wait for a node; further ones get 429", ge=0)
     ] = 1024
     max_queued_mib: Annotated[
-        int, says("most memory for the prompts of requests that wait for a node", "MiB", ge=1)
+        int, about("most memory for the prompts of requests that wait for a node", "MiB", ge=1)
     ] = 256
     max_queued_s: Annotated[
-        float, says("longest wait of a request for a node; then it gets 503", "s", gt=0)
+        float, about("longest wait of a request for a node; then it gets 503", "s", gt=0)
     ] = 30.0
     max_resume_wait_s: Annotated[
-        float, says("longest wait of a stream that lost its node for another one", "s", gt=0)
+        float, about("longest wait of a stream that lost its node for another one", "s", gt=0)
     ] = 300.0
-    max_inflight: Annotated[int, says("most requests that the nodes work on at once", ge=1)] = 1024
+    max_inflight: Annotated[int, about("most requests that the nodes work on at once", ge=1)] = 1024
     routing: Annotated[
         Routing,
-        says(
+        about(
             "how nodes are chosen: by what their prefix caches hold and by their load, or by their "
             "load alone"
         ),
     ] = "cache-aware"
     local_prefill: Annotated[
         LocalPrefill,
-        says("which prompts decode nodes compute themselves: those with few new tokens, none, all"),
+        about(
+            "which prompts decode nodes compute themselves: those with few new tokens, none, all"
+        ),
     ] = "auto"
     local_prefill_tokens: Annotated[
         int,
-        says(
+        about(
             "most tokens of a prompt that a decode node has not cached and that auto lets it "
             "compute",
             "tokens",
@@ -231,14 +215,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 32
     drain_s: Annotated[
         float,
-        says("longest time in which a router that gets SIGTERM finishes its requests", "s", ge=0),
+        about("longest time in which a router that gets SIGTERM finishes its requests", "s", ge=0),
     ] = 30.0
     max_attempts: Annotated[
-        int, says("most attempts in a row that bring a request no token", ge=1)
+        int, about("most attempts in a row that bring a request no token", ge=1)
     ] = 3
     max_body_mib: Annotated[
         int,
-        says(
+        about(
             "largest body of an HTTP request; less where the model's longest prompt needs less",
             "MiB",
             ge=1,
@@ -246,18 +230,18 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 16
     max_connections: Annotated[
         int,
-        says("most open connections of clients; fewer where the limit of open files is low", ge=1),
+        about("most open connections of clients; fewer where the limit of open files is low", ge=1),
     ] = 16384
     idle_s: Annotated[
         float,
-        says("how long a connection may stay open without a whole request on it", "s", gt=0),
+        about("how long a connection may stay open without a whole request on it", "s", gt=0),
     ] = 75.0
     unread_s: Annotated[
-        float, says("how long a client may leave its answer unread until it is cut off", "s", gt=0)
+        float, about("how long a client may leave its answer unread until it is cut off", "s", gt=0)
     ] = 30.0
     api_keys: Annotated[
         tuple[str, ...],
-        says(
+        about(
             "keys of which clients must send one; none lets everybody in; for a key with a comma, "
             "use the flag",
             kind="repeated",
@@ -265,7 +249,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     api_key_file: Annotated[
         str,
-        says(
+        about(
             "file with the hashes of further keys, made by `baton api-key`; it is read again when "
             "it changes",
             kind="path",
@@ -273,7 +257,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     tls_cert: Annotated[
         str,
-        says(
+        about(
             "PEM file with the certificate chain of the router, which then speaks https only; it "
             "is read again when it changes; empty speaks http",
             kind="path",
@@ -281,7 +265,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     tls_key: Annotated[
         str,
-        says(
+        about(
             "PEM file with the private key of the certificate, without a password; empty takes it "
             "from the file of router.tls_cert",
             kind="path",
@@ -289,25 +273,25 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     page: Annotated[
         bool,
-        says("serve a status page at / and its data at /status.json; the data needs a key if any"),
+        about("serve a status page at / and its data at /status.json; the data needs a key if any"),
     ] = True
     otlp_traces: Annotated[
         str,
-        says(
+        about(
             "URL to which traces of requests are sent, such as http://host:4318/v1/traces; empty "
             "sends none; needs the extra otel"
         ),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
-        says(
+        about(
             "origins of web pages that may call this router from a browser (CORS), such as "
             "https://chat.example.com, or * for all; none lets no page of another origin in"
         ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
-        says("host names that requests may name in the header Host; none allows all"),
+        about("host names that requests may name in the header Host; none allows all"),
     ] = ()
 
     @property
@@ -330,28 +314,28 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     routers: Annotated[
         tuple[str, ...],
-        says(
+        about(
             "control endpoints of the routers that the node dials; file:///path names a file that "
             "holds one and is read again when it changes"
         ),
     ] = (DEFAULT_CONTROL,)
     bind: Annotated[
-        str, says("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
+        str, about("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
     ] = "tcp://127.0.0.1"
     drain_s: Annotated[
         float,
-        says("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
+        about("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
     ] = 30.0
     http: Annotated[
         str,
-        says(
+        about(
             "host:port on which the node serves /live, /ready and /metrics, port 0 is a free one; "
             "empty serves none; nodes that are started together count up from the port"
         ),
     ] = ""
     detached_s: Annotated[
         float,
-        says(
+        about(
             "how long a stream whose router is gone is kept for a client that comes back; 0 keeps "
             "none",
             "s",
@@ -359,27 +343,27 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 30.0
     start_timeout_s: Annotated[
-        float, says("longest time from start to ready; then the node exits", "s", gt=0)
+        float, about("longest time from start to ready; then the node exits", "s", gt=0)
     ] = 120.0
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         TransportChoice,
-        says(
+        about(
             "how blocks are read; auto takes shm on one host, cuda_ipc between GPUs of one host, "
             "and nixl between hosts"
         ),
     ] = "auto"
     lease_s: Annotated[
-        float, says("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
+        float, about("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
     ] = 30.0
     verify_kv: Annotated[
-        bool, says("check a checksum of every KV block that was read; set it alike on all nodes")
+        bool, about("check a checksum of every KV block that was read; set it alike on all nodes")
     ] = False
     device: Annotated[
         str,
-        says(
+        about(
             "network devices that nixl uses, such as mlx5_0:1,eth0; empty takes the RDMA ports and "
             "the interface of node.bind or of the way to the routers"
         ),
@@ -387,14 +371,14 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    level: Annotated[LogLevel, says("least severe level that is logged")] = "info"
-    json: Annotated[bool, says("log one JSON object per line")] = False
-    access: Annotated[bool, says("log a line for every HTTP request that was answered")] = False
-    stats_s: Annotated[float, says("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
-    prompts: Annotated[bool, says("log prompts, cut to 200 characters")] = False
+    level: Annotated[LogLevel, about("least severe level that is logged")] = "info"
+    json: Annotated[bool, about("log one JSON object per line")] = False
+    access: Annotated[bool, about("log a line for every HTTP request that was answered")] = False
+    stats_s: Annotated[float, about("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
+    prompts: Annotated[bool, about("log prompts, cut to 200 characters")] = False
     records: Annotated[
         str,
-        says(
+        about(
             "folder for each node's records of steps and transfers; empty turns them off",
             kind="path",
         ),
@@ -404,23 +388,23 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
         str,
-        says(
+        about(
             "file with the cluster's key, the same on all hosts, from `baton keygen FILE`; it is "
             "read again when it changes, and may hold several keys, of which the first one counts"
         ),
     ] = ""
     insecure: Annotated[
-        bool, says("talk to other hosts without a key; only where the control network is private")
+        bool, about("talk to other hosts without a key; only where the control network is private")
     ] = False
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of all processes of a cluster."""
 
-    prefill: Annotated[int, says("number of prefill nodes that `serve` starts", ge=0)] = 1
-    decode: Annotated[int, says("number of decode nodes that `serve` starts", ge=1)] = 1
+    prefill: Annotated[int, about("number of prefill nodes that `serve` starts", ge=0)] = 1
+    decode: Annotated[int, about("number of decode nodes that `serve` starts", ge=1)] = 1
     router_processes: Annotated[
-        int, says("number of router processes that `serve` starts; they share the port", ge=1)
+        int, about("number of router processes that `serve` starts; they share the port", ge=1)
     ] = 1
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -17,31 +17,10 @@ from baton.protocol.errors import ConfigError
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def about(
-    description: str,
-    unit: str = "",
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    kind: Literal["", "path", "repeated"] = "",
-) -> Meta:
-    """Return what the annotation of a setting says: its help, its unit and its bounds.
-
-    `path` is for a file or a folder, `repeated` for a list whose flag is given once per entry.
-    """
-    extra: dict[str, object] = {"unit": unit} if unit else {}
-    if kind:
-        extra["kind"] = kind
-    if gt is not None:
-        return Meta(description=description, gt=gt, le=le, extra=extra)
-    return Meta(description=description, ge=ge, le=le, extra=extra)
-
-
 class Field(msgspec.Struct, frozen=True):
     """One setting. `name` is dotted, `section` empty at the top level.
 
-    The `extra` of its Meta may hold a `unit` and a `kind`, as `about` writes them.
+    The `extra` of its Meta may hold a `unit` and a `kind`, as `protocol.setting.about` writes them.
     """
 
     section: str

@@ -1,6 +1,7 @@
-"""What changes when a file is written or replaced, for those who read a file again while they run.
+"""What changes when a file is written or replaced, for processes that read files again as they run.
 
-The router asks for its files of API keys and certificates. Nothing here reads a file's content.
+Channels ask for the file of the cluster's key, the router for its files of API keys and
+certificates. Nothing here reads the content of a file.
 """
 
 from pathlib import Path

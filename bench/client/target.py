@@ -14,7 +14,7 @@ import msgspec
 
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import about
+from baton.protocol.setting import about
 from baton.runtime.tls import client_context, trusting
 
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"

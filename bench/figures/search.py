@@ -13,7 +13,7 @@ from typing import Annotated, Literal, assert_never
 import msgspec
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import about
+from baton.protocol.setting import about
 
 # An invalid run says nothing. Two in a row at one rate are the client's limit, not chance.
 MAX_INVALID = 2

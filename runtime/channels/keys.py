@@ -20,6 +20,7 @@ from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import Endpoint
 from baton.runtime.clock import monotonic
+from baton.runtime.file_state import state_of
 from baton.runtime.log import logger
 
 # A line is this word, the secret half, the public half (Z85, 40 characters each).
@@ -63,7 +64,7 @@ class Keys:
         self._is_insecure = is_insecure
         self._clock = clock
         self._lock = threading.Lock()
-        self._state = _state_of(file) if file else (0, 0, 0)
+        self._state = state_of(Path(file)) if file else None
         self._pairs = _read(file) if file else ()
         self._look_at_s = clock() + LOOK_AGAIN_S
 
@@ -95,7 +96,7 @@ class Keys:
 
     def _look(self) -> None:
         self._look_at_s = self._clock() + LOOK_AGAIN_S
-        state = _state_of(self._file)
+        state = state_of(Path(self._file))
         if state == self._state:
             return
         self._state = state
@@ -128,15 +129,6 @@ def write_key(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     with open(descriptor, "wb") as file:
         file.write(b" ".join((FORMAT.encode(), secret, public)) + b"\n")
-
-
-def _state_of(file: str) -> tuple[int, int, int]:
-    """Return what changes when the file is written or replaced."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return 0, 0, 0
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read(path: str) -> tuple[KeyPair, ...]:

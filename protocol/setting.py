@@ -1,0 +1,30 @@
+"""What the annotation of a setting says of it: its help, its unit and its bounds.
+
+The structs of settings use it, here and in the benchmark. `runtime.fields` reads it back, and makes
+flags, help and docs/config.md of it.
+"""
+
+from typing import Literal
+
+from msgspec import Meta
+
+
+def about(
+    description: str,
+    unit: str = "",
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    kind: Literal["", "path", "repeated"] = "",
+) -> Meta:
+    """Return the annotation of one setting.
+
+    `path` is for a file or a folder, `repeated` for a list whose flag is given once per entry.
+    """
+    extra: dict[str, object] = {"unit": unit} if unit else {}
+    if kind:
+        extra["kind"] = kind
+    if gt is not None:
+        return Meta(description=description, gt=gt, le=le, extra=extra)
+    return Meta(description=description, ge=ge, le=le, extra=extra)
