@@ -360,6 +360,6 @@ def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
     """Make the executor that `config` asks for."""
-    if config.engine.workers or config.engine.tensor_parallel > 1:
+    if config.engine.tensor_parallel > 1:
         return WorkerExecutor(config, epoch)
     return InProcessExecutor(config, epoch)

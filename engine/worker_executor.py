@@ -263,14 +263,11 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
 
 
 def _settled(config: ClusterConfig) -> tuple[ClusterConfig, bool]:
-    """Return what each of several ranks is given, and whether each has a GPU of its own.
+    """Return the settings that each rank is given, and whether each rank has a GPU of its own.
 
     The size of a pool in host memory is settled here, since each rank would find less memory free.
     """
-    size = config.engine.tensor_parallel
-    if size == 1:
-        return config, False
-    plan = plan_rank(config, size)
+    plan = plan_rank(config, config.engine.tensor_parallel)
     cache = msgspec.structs.replace(config.cache, num_blocks=plan.num_blocks)
     return msgspec.structs.replace(config, cache=cache), plan.device.type == "cuda"
 

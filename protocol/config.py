@@ -115,9 +115,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
-    workers: Annotated[
-        bool, about("run a single rank in a process of its own too; several ranks always do")
-    ] = False
     kernels: Annotated[
         KernelChoice,
         about("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
@@ -181,15 +178,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Annotated[
         int, about("most requests that wait for a node; further ones get 429", ge=0)
     ] = 1024
-    max_queued_mib: Annotated[
-        int, about("most memory for the prompts of requests that wait for a node", "MiB", ge=1)
-    ] = 256
     max_queued_s: Annotated[
         float, about("longest wait of a request for a node; then it gets 503", "s", gt=0)
     ] = 30.0
-    max_resume_wait_s: Annotated[
-        float, about("longest wait of a stream that lost its node for another one", "s", gt=0)
-    ] = 300.0
     max_inflight: Annotated[int, about("most requests that the nodes work on at once", ge=1)] = 1024
     routing: Annotated[
         Routing,

@@ -29,6 +29,10 @@ PACE_MOVES, LEAST_MOVES = 32, 8
 FIRST_PACE_S = 1.0  # until one was seen
 # What the router holds per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
+MAX_QUEUED_TOKENS = (256 << 20) // TOKEN_BYTES
+# How long a stream that lost its node waits for another one: longer than a new request may, since
+# its client has a part of the answer.
+MAX_RESUME_WAIT_S = 300.0
 
 
 class Limits(msgspec.Struct, frozen=True, dict=True):
@@ -103,9 +107,8 @@ class Admission:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._max_queued_tokens = config.max_queued_mib * (1 << 20) // TOKEN_BYTES
         self._inflight: set[RequestId] = set()
-        self._resumes = WaitingLine(config.max_resume_wait_s)
+        self._resumes = WaitingLine(MAX_RESUME_WAIT_S)
         self._again = WaitingLine(config.max_queued_s)
         self._new = WaitingLine(config.max_queued_s)
         self._lines = (self._resumes, self._again, self._new)
@@ -135,7 +138,7 @@ class Admission:
         num_queued, num_waiting_tokens = len(self._new), self._new.num_tokens
         if num_queued >= self._config.max_queued:
             text = f"{num_queued} requests are waiting already"
-        elif num_queued and num_waiting_tokens + num_tokens > self._max_queued_tokens:
+        elif num_queued and num_waiting_tokens + num_tokens > MAX_QUEUED_TOKENS:
             text = f"requests with {num_waiting_tokens} prompt tokens are waiting already"
         else:
             return
@@ -205,7 +208,7 @@ class Admission:
     def _is_full_aside(self) -> bool:
         """Return whether one more new leg that stands aside would be too much."""
         num_aside, num_tokens = len(self._new.aside), self._new.num_tokens
-        is_long = num_aside > 0 and num_tokens > self._max_queued_tokens
+        is_long = num_aside > 0 and num_tokens > MAX_QUEUED_TOKENS
         return is_long or num_aside >= self._config.max_queued
 
     def placed(self, now_s: float, key: Key) -> None:

@@ -25,7 +25,7 @@ POOLS = {
 SETTINGS = {
     "cache": {"memory_mib": 64},
     "engine": {"threads": 1},
-    "router": {"drain_s": TIMEOUT_S, "max_resume_wait_s": TIMEOUT_S},
+    "router": {"drain_s": TIMEOUT_S},
 }
 
 

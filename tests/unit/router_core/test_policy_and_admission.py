@@ -9,7 +9,14 @@ from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import NodeInfo
 from baton.protocol.sampling import SamplingParams
-from baton.router.admission import TOKEN_BYTES, Admission, Limits, check_prompt, fit, sampling_of
+from baton.router.admission import (
+    MAX_QUEUED_TOKENS,
+    Admission,
+    Limits,
+    check_prompt,
+    fit,
+    sampling_of,
+)
 from baton.router.cluster_state import limits_of
 from baton.router.pairs import FIRST_AVOID_S
 from baton.router.policy import CheapestPair
@@ -246,9 +253,9 @@ def test_the_line_is_bounded_and_empty_lines_admit_even_with_no_bound_left() -> 
 
 
 def test_the_line_is_bounded_in_bytes_too() -> None:
-    admission = line(max_queued_mib=1)
-    admission.check_room(1 << 20, could_place=False)  # alone, any prompt may wait
-    admission.wait(0.0, place("a", (1 << 20) // TOKEN_BYTES))
+    admission = line()
+    admission.check_room(2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any prompt may wait
+    admission.wait(0.0, place("a", MAX_QUEUED_TOKENS))
     with pytest.raises(Overloaded, match="prompt tokens are waiting") as error:
         admission.check_room(1, could_place=False)
     assert error.value.code == "queue_full"
@@ -301,7 +308,7 @@ def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nod
 
 
 @pytest.mark.parametrize(
-    ("bounds", "num_tokens"), [({"max_queued": 1}, 40), ({"max_queued_mib": 1}, 20_000)]
+    ("bounds", "num_tokens"), [({"max_queued": 1}, 40), ({}, MAX_QUEUED_TOKENS // 2 + 1)]
 )
 def test_no_more_stand_aside_than_may_wait(bounds: dict[str, float], num_tokens: int) -> None:
     admission = line(**bounds)
@@ -315,7 +322,7 @@ def test_no_more_stand_aside_than_may_wait(bounds: dict[str, float], num_tokens:
 
 
 def test_each_leg_waits_so_long_and_a_stream_that_began_longer() -> None:
-    admission = line(max_queued_s=30, max_resume_wait_s=300, max_inflight=1)
+    admission = line(max_queued_s=30, max_inflight=1)
     begin(admission, "s")
     resume = Place(Key(RequestId("s"), 0, 1), 40, 1, True, 50, is_resume=True)
     for now_s, leg in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
