@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from baton.kv_transfer.device_pool import DevicePool, PeerPool
-from baton.kv_transfer.host_pool import PoolShape, check_piece, check_read
+from baton.kv_transfer.host_pool import PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
+from baton.kv_transfer.transports.addresses import decode_address
 from baton.kv_transfer.transports.fence import make_fence
 from baton.kv_transfer.transports.owner_links import Mapping, OwnerLinks
-from baton.kv_transfer.transports.shm import ShmAddress, piece_numbers
+from baton.kv_transfer.transports.piece_map import PieceMap, PieceRead
+from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
@@ -65,10 +65,12 @@ class CudaIpcTransport:
         where.table.check(peer.epoch)
         if where.block_bytes != block_bytes:
             raise TransferError("the address is not that peer's")
-        check_piece(piece, block_bytes, self._pool.memory.block_bytes)
+        memory = self._pool.memory
+        ours = PoolShape(memory.num_blocks, memory.block_bytes)
+        pieces = PieceMap(PoolShape(num_blocks, block_bytes), ours, piece)
         self.remove_peer(peer)
         self._links.add(peer, where.table.socket, where.table.nonce, PoolShape(num_blocks, 0))
-        self._peers[peer] = _OpenPeer(where.handle, PoolShape(num_blocks, block_bytes), piece)
+        self._peers[peer] = _OpenPeer(where.handle, pieces)
 
     def connected(self, peer: PeerRank) -> bool:
         """Open the GPU's memory once the table is mapped: then the owner is known and trusted."""
@@ -76,7 +78,7 @@ class CudaIpcTransport:
             return False
         found = self._peers[peer]
         if found.pool is None:
-            found.pool = self._pool.peers.open(found.handle, found.shape)
+            found.pool = self._pool.peers.open(found.handle, found.pieces.theirs)
         return True
 
     def remove_peer(self, peer: PeerRank) -> None:
@@ -94,21 +96,13 @@ class CudaIpcTransport:
         generations: Sequence[int],
     ) -> int:
         table = self._links.mapping(peer)
-        found, memory = self._peers[peer], self._pool.memory
+        found = self._peers[peer]
         if table is None or found.pool is None:
             raise TransferError("the pool is not open yet")
-        mine, piece = PoolShape(memory.num_blocks, memory.block_bytes), found.piece
-        source, target = check_read(remote, found.shape.num_blocks, local, mine.num_blocks)
-        expected = np.asarray(generations, np.int64)
-        if len(expected) != len(source):
-            raise TransferError("a read needs a generation for each remote block")
-        has_ended = found.pool.copy(
-            piece_numbers(source, found.shape, piece.remote_offset, piece),
-            piece_numbers(target, mine, piece.local_offset, piece),
-            piece.num_bytes,
-        )
+        read = found.pieces.read(remote, local, generations)
+        has_ended = found.pool.copy(read.remote, read.local, found.pieces.piece.num_bytes)
         self._next_handle += 1
-        self._flights[self._next_handle] = _Copy(peer, found, has_ended, source, expected)
+        self._flights[self._next_handle] = _Copy(peer, found, has_ended, read)
         found.in_flight.add(self._next_handle)
         return self._next_handle
 
@@ -125,7 +119,7 @@ class CudaIpcTransport:
         # A generation is bumped before the first store of a block's next owner. So equal numbers
         # after the copy mean that nothing of the next owner was copied.
         self._fence()
-        self._table_of(copy).check_generations(copy.source, copy.generations)
+        self._table_of(copy).check_generations(copy.read.blocks, copy.read.generations)
         return True
 
     def cancel(self, handle: int) -> bool:
@@ -201,10 +195,7 @@ class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, data: bytes) -> "CudaIpcAddress":
         """Raises `TransferError` on anything but an address."""
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"not a cuda_ipc address: {error}") from error
+        return decode_address(data, cls, "cuda_ipc")
 
     def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
         """Compare what both say: one host, one driver's handles, and a GPU that the reader sees."""
@@ -220,8 +211,7 @@ def process_space() -> str:
 @dataclass(slots=True, eq=False)
 class _OpenPeer:
     handle: bytes
-    shape: PoolShape
-    piece: BlockPiece
+    pieces: PieceMap
     pool: PeerPool | None = None
     in_flight: set[int] = field(default_factory=set)
 
@@ -231,5 +221,4 @@ class _Copy:
     peer: PeerRank
     owner: _OpenPeer
     has_ended: Callable[[], bool]
-    source: NDArray[np.int64]
-    generations: NDArray[np.int64]
+    read: PieceRead

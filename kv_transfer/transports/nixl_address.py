@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from baton.kv_transfer.transports.addresses import decode_address
 from baton.protocol.bounds import BlockCount, NumBytes
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
@@ -45,10 +46,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
             raise TransferError("not a nixl address, or a damaged one")
-        try:
-            return msgspec.msgpack.decode(body, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"not a nixl address: {error}") from error
+        return decode_address(body, cls, "nixl")
 
 
 def _digest(body: bytes) -> bytes:

@@ -14,16 +14,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import (
-    NONCE_BYTES,
-    HostPool,
-    PoolShape,
-    check_piece,
-    check_read,
-)
+from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
+from baton.kv_transfer.transports.addresses import decode_address
 from baton.kv_transfer.transports.fence import make_fence
 from baton.kv_transfer.transports.owner_links import OwnerLinks
+from baton.kv_transfer.transports.piece_map import PieceMap
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
@@ -43,7 +39,7 @@ class ShmTransport:
         self._fence = make_fence()
         self._pool = pool
         self._epoch = epoch
-        self._pieces: dict[PeerRank, BlockPiece] = {}
+        self._maps: dict[PeerRank, PieceMap] = {}
         self._ended: set[int] = set()
         self._next_handle = 0
         self._links = OwnerLinks(pool)
@@ -56,17 +52,16 @@ class ShmTransport:
     ) -> None:
         where = ShmAddress.decode(address)
         where.check(peer.epoch)
-        check_piece(piece, block_bytes, self._pool.shape.block_bytes)
-        shape = PoolShape(num_blocks, block_bytes)
-        self._links.add(peer, where.socket, where.nonce, shape)
-        self._pieces[peer] = piece
+        pieces = PieceMap(PoolShape(num_blocks, block_bytes), self._pool.shape, piece)
+        self._links.add(peer, where.socket, where.nonce, pieces.theirs)
+        self._maps[peer] = pieces
 
     def connected(self, peer: PeerRank) -> bool:
         return self._links.mapping(peer) is not None
 
     def remove_peer(self, peer: PeerRank) -> None:
         self._links.remove(peer)
-        self._pieces.pop(peer, None)
+        self._maps.pop(peer, None)
 
     def read(
         self,
@@ -78,21 +73,18 @@ class ShmTransport:
         mapping = self._links.mapping(peer)
         if mapping is None:
             raise TransferError("the pool is not mapped yet")
-        mine, piece = self._pool.shape, self._pieces[peer]
-        source, target = check_read(remote, mapping.shape.num_blocks, local, mine.num_blocks)
-        expected = np.asarray(generations, np.int64)
-        if len(expected) != len(source):
-            raise TransferError("a read needs a generation for each remote block")
+        pieces = self._maps[peer]
+        read = pieces.read(remote, local, generations)
         copy_blocks(
-            piece_view(self._pool.buffer, mine, piece),
-            piece_numbers(target, mine, piece.local_offset, piece),
-            piece_view(mapping.file, mapping.shape, piece),
-            piece_numbers(source, mapping.shape, piece.remote_offset, piece),
+            piece_view(self._pool.buffer, pieces.ours, pieces.piece),
+            read.local,
+            piece_view(mapping.file, pieces.theirs, pieces.piece),
+            read.remote,
         )
         # After the copy: a generation is bumped before the first store of a block's next owner, so
         # equal numbers mean that nothing of the next owner was copied.
         self._fence()
-        mapping.check_generations(source, expected)
+        mapping.check_generations(read.blocks, read.generations)
         self._next_handle += 1
         self._ended.add(self._next_handle)
         return self._next_handle
@@ -135,10 +127,7 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, data: bytes) -> "ShmAddress":
         """Raises `TransferError` on anything but an address."""
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"not an shm address: {error}") from error
+        return decode_address(data, cls, "shm")
 
     def check(self, peer: Epoch) -> None:
         """Raise `TransferError` unless this is an address of `peer`, on this host."""
@@ -165,13 +154,6 @@ def piece_view(
     """Return the pieces of a pool in order, each as one opaque element."""
     num_pieces = shape.pool_bytes // piece.num_bytes
     return np.ndarray(num_pieces, np.dtype((np.void, piece.num_bytes)), buffer)
-
-
-def piece_numbers(
-    blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockPiece
-) -> NDArray[np.int64]:
-    """Return which element of `piece_view` lies at `offset` in each of `blocks`."""
-    return blocks * (shape.block_bytes // piece.num_bytes) + offset // piece.num_bytes
 
 
 def copy_blocks(

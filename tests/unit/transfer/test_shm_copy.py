@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
 from baton.kv_transfer.transports import shm
-from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, piece_numbers, piece_view
+from baton.kv_transfer.transports.piece_map import piece_numbers
+from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, piece_view
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
