@@ -212,7 +212,7 @@ class EngineNode:
         from baton.engine.node_http import NodeHttp
 
         name = self.config.model.shown_name
-        node = (str(self.node_id), self.role)
+        node = (self.node_id, self.role)
         http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info, standings.read)
         http.start(self.config.node.http)
         log.info(f"serving /live, /ready and /metrics on {http.url}")

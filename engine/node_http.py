@@ -17,11 +17,13 @@ from aiohttp import web
 from baton.engine.beats import Vitals
 from baton.engine.standing import RouterStanding
 from baton.protocol.errors import ConfigError
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import NodeInfo, Role
 from baton.runtime.clock import Clock
 from baton.runtime.descriptors import AcceptErrors
 from baton.runtime.exposition import CONTENT_TYPE, Page
-from baton.runtime.node_metrics import NodeSample, add_nodes
+from baton.runtime.node_health import NodeHealth
+from baton.runtime.node_metrics import add_nodes
 
 # A loop that hangs for so long does not come back. It is longer than what a router takes for stuck.
 DEAD_S = 60.0
@@ -44,7 +46,7 @@ class NodeHttp:
         self,
         vitals: Vitals,
         clock: Clock,
-        node: tuple[str, Role],
+        node: tuple[NodeId, Role],
         model_name: str,
         info: Callable[[], NodeInfo | None],
         routers: Callable[[], tuple[RouterStanding, ...]],
@@ -142,22 +144,20 @@ class NodeHttp:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         page = Page({"model_name": self._model_name})
-        add_nodes(page, [self._sample()])
+        routers = {(*self._node, one.router): one.state == "in service" for one in self._routers()}
+        add_nodes(page, [self._health()], in_service=routers)
         return web.Response(body=page.text(), headers={"Content-Type": CONTENT_TYPE})
 
-    def _sample(self) -> NodeSample:
+    def _health(self) -> NodeHealth:
         signs, (node_id, role) = self._vitals.read(), self._node
-        sample = NodeSample(
+        return NodeHealth(
             node_id,
             role,
-            is_up=True,
+            "draining" if signs.is_draining else "ready" if signs.ready else "starting",
             load=signs.load,
             totals=self._vitals.totals(),
             step_age_s=signs.step_age_s(self._clock()),
-            routers={one.router: one.state == "in service" for one in self._routers()},
-        )
-        info = self._info()
-        return sample if info is None else sample.of(info)
+        ).with_info(self._info())
 
 
 def _bounded(server: web.Server) -> Callable[[], web.RequestHandler]:

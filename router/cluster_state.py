@@ -1,4 +1,4 @@
-"""What the cluster as a whole can do now: its health, its limits, whether it serves requests.
+"""What the cluster can do now: the health of its nodes, its limits, whether it serves requests.
 
 Pure; `core` asks. It reads the registry and the admission and changes neither.
 """
@@ -6,8 +6,9 @@ Pure; `core` asks. It reads the registry and the admission and changes neither.
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
 from baton.router.admission import Admission, Limits
-from baton.router.health import Health, NodeHealth, Status
-from baton.router.registry import Registry
+from baton.router.health import Health, Status
+from baton.router.registry import Node, Registry
+from baton.runtime.node_health import NodeHealth
 
 
 def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
@@ -17,7 +18,7 @@ def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
 
 
 def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admission) -> Health:
-    nodes, pairs = registry.nodes_health(now_s), registry.pairs
+    nodes, pairs = nodes_health(now_s, registry), registry.pairs
     status, message = _status(registry, mode, nodes)
     failing = pairs.health(now_s)
     if status == "ready" and failing:
@@ -35,6 +36,11 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admiss
         registry.lost_nodes(now_s),
         registry.caches.num_gaps,
     )
+
+
+def nodes_health(now_s: float, registry: Registry) -> tuple[NodeHealth, ...]:
+    """Return the state of each node, in order of their ids."""
+    return tuple(_health_of_node(now_s, registry, node) for node in registry.nodes)
 
 
 def limits_of(registry: Registry, mode: LocalPrefill) -> Limits:
@@ -63,3 +69,38 @@ def _status(
         return "degraded", "some nodes are not in service"
     reasons = [node.reason for node in nodes if node.reason]
     return ("degraded", reasons[0]) if reasons else ("ready", "")
+
+
+def _health_of_node(now_s: float, registry: Registry, node: Node) -> NodeHealth:
+    lack = _lack_of(now_s, registry, node)
+    return NodeHealth(
+        node.node_id,
+        node.role,
+        "degraded" if lack else node.state,
+        node.phase,
+        node.done,
+        node.total,
+        node.load,
+        max(0.0, now_s - node.heard_s),
+        node.step_age_s,
+        len(node.charges),
+        node.num_tokens,
+        reason=lack,
+        totals=node.totals,
+        num_known_blocks=registry.caches.num_blocks(node.node_id),
+    ).with_info(node.info)
+
+
+def _lack_of(now_s: float, registry: Registry, node: Node) -> str:
+    """Return why a ready node has no partner although there are nodes of the other role."""
+    others = registry.in_service("decode" if node.role == "prefill" else "prefill")
+    if node.state != "ready" or not others:
+        return ""
+    for other in others:
+        prefill, decode = (node, other) if node.role == "prefill" else (other, node)
+        reason = prefill.obstacles.get(decode.node_id) or registry.pairs.reason(
+            now_s, prefill.process, decode.process
+        )
+        if not reason:
+            return ""
+    return f"no {others[0].role} node can work with it: {reason}"

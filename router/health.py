@@ -1,6 +1,6 @@
-"""What a router says of its nodes and of the model that they serve, over HTTP and in Python.
+"""What a router says of its cluster and of the model that it serves, over HTTP and in Python.
 
-`registry` and `cluster_state` fill these in. They hold no state of their own.
+`cluster_state` fills these in. They hold no state of their own.
 """
 
 from typing import Literal
@@ -8,12 +8,9 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import Load, Role, Totals
 from baton.router.pairs import PairHealth, PairTransfers
+from baton.runtime.node_health import LostNode, NodeHealth
 
-# A `degraded` node is ready, but no node of the other role can work with it.
-# A `draining` one gets no new work and ends when it has none.
-NodeState = Literal["starting", "ready", "degraded", "draining", "silent", "stuck"]
 # A `draining` router finishes its requests and takes no new ones.
 Status = Literal["starting", "ready", "degraded", "draining", "failed"]
 
@@ -31,38 +28,6 @@ class ServedModel(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
     sampling: dict[str, object] = {}  # what a request over HTTP that leaves it out gets
-
-
-class NodeHealth(msgspec.Struct, frozen=True):
-    node_id: NodeId
-    role: Role
-    state: NodeState
-    phase: str  # of start-up, of which `done` of `total` is complete
-    done: int
-    total: int
-    load: Load  # as of the last beat
-    beat_age_s: float
-    step_age_s: float
-    num_legs: int  # charged by this router
-    num_tokens: int  # of those legs
-    batch_invariant: bool = False  # a token's bits depend on its own sequence alone
-    compute: str = ""  # equal for nodes that compute the same bits
-    reason: str = ""  # why it is degraded
-    totals: Totals = Totals()  # as of the last beat
-    dtype: str = ""
-    device: str = ""
-    transports: str = ""
-    tensor_parallel: int = 0  # 0: not known yet
-    features: tuple[str, ...] = ()
-    num_known_blocks: int = 0  # of its prefix cache, as this router knows it
-
-
-class LostNode(msgspec.Struct, frozen=True):
-    """A node that was in service and is gone. It is remembered for an hour, or until it is back."""
-
-    node_id: NodeId
-    role: Role
-    lost_s: float  # since it was last heard
 
 
 class Health(msgspec.Struct, frozen=True):

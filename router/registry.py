@@ -27,12 +27,11 @@ from baton.protocol.messages import (
 from baton.protocol.pairs import pair_problem
 from baton.router.cache_index import CacheIndex
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
-from baton.router.health import LostNode, NodeHealth, NodeState
 from baton.router.membership import Membership, Replaced
 from baton.router.pairs import Pairs
 from baton.router.request.events import NodeProcess, Placed
 from baton.router.request.leg import DRAINING
-from baton.runtime.node_metrics import transports_of
+from baton.runtime.node_health import LostNode, NodeState
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
@@ -267,12 +266,16 @@ class Registry:
 
     def joined(self, role: Role) -> list[NodeId]:
         """Return the nodes of a role that have been ready, those that drain included."""
-        nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
-        return [n.node_id for n in nodes if n.role == role and n.info is not None]
+        return [n.node_id for n in self.nodes if n.role == role and n.info is not None]
 
     @property
     def node_ids(self) -> list[NodeId]:
         return sorted(self._nodes)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Return all nodes that have dialled in, in order of their ids."""
+        return [self._nodes[node_id] for node_id in self.node_ids]
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
         """Return the nodes that nodes of `role` must know: those of the other role."""
@@ -291,13 +294,6 @@ class Registry:
             blocks = (info.num_blocks for info in infos if info is not None)
             self._largest_pool[role] = max(blocks, default=None)
         return self._largest_pool[role]
-
-    def nodes_health(self, now_s: float) -> tuple[NodeHealth, ...]:
-        nodes = sorted(self._nodes.values(), key=lambda node: node.node_id)
-        return tuple(
-            _health(now_s, one, self._lack_of(now_s, one), self.caches.num_blocks(one.node_id))
-            for one in nodes
-        )
 
     def lost_nodes(self, now_s: float) -> tuple[LostNode, ...]:
         """Return the nodes that left without a word in the last hour and have not come back."""
@@ -362,7 +358,7 @@ class Registry:
         """Note the nodes of the other role that this one can never work with."""
         node.obstacles.clear()
         found: list[Change] = []
-        for other in sorted(self._nodes.values(), key=lambda node: node.node_id):
+        for other in self.nodes:
             if other.info is None or other.role == node.role:
                 continue
             prefill, decode = (info, other.info) if node.role == "prefill" else (other.info, info)
@@ -371,20 +367,6 @@ class Registry:
                 node.obstacles[other.node_id] = other.obstacles[node.node_id] = reason
                 found.append(Unpaired(node.node_id, other.node_id, reason))
         return found
-
-    def _lack_of(self, now_s: float, node: Node) -> str:
-        """Return why a ready node has no partner although there are nodes of the other role."""
-        others = self.in_service("decode" if node.role == "prefill" else "prefill")
-        if node.state != "ready" or not others:
-            return ""
-        for other in others:
-            prefill, decode = (node, other) if node.role == "prefill" else (other, node)
-            reason = prefill.obstacles.get(decode.node_id) or self.pairs.reason(
-                now_s, prefill.process, decode.process
-            )
-            if not reason:
-                return ""
-        return f"no {others[0].role} node can work with it: {reason}"
 
     def _evict(self, peer: NodeId) -> list[Change]:
         """Turn a node of the provisional model away. It waits like any node that does not fit."""
@@ -403,8 +385,7 @@ class Registry:
 
     def _differences(self, info: NodeInfo) -> list[Change]:
         """The first node in service that computes other bits than `info`, as far as both say."""
-        infos = (node.info for node in sorted(self._nodes.values(), key=lambda node: node.node_id))
-        for other in infos:
+        for other in (node.info for node in self.nodes):
             if other is not None and info.compute and other.compute not in ("", info.compute):
                 return [Differs(info.node_id, other.node_id)]
         return []
@@ -423,37 +404,6 @@ def _is_stuck(beat: Beat) -> bool:
         return True
     has_work = beat.load.num_running + beat.load.num_waiting > 0
     return has_work and beat.step_age_s > max(STUCK_S, STUCK_FACTOR * beat.predicted_s)
-
-
-def _health(now_s: float, node: Node, lack: str, num_known_blocks: int) -> NodeHealth:
-    health = NodeHealth(
-        node.node_id,
-        node.role,
-        "degraded" if lack else node.state,
-        node.phase,
-        node.done,
-        node.total,
-        node.load,
-        max(0.0, now_s - node.heard_s),
-        node.step_age_s,
-        len(node.charges),
-        node.num_tokens,
-        reason=lack,
-        totals=node.totals,
-        num_known_blocks=num_known_blocks,
-    )
-    if (info := node.info) is None:
-        return health
-    return msgspec.structs.replace(
-        health,
-        batch_invariant=info.batch_invariant,
-        compute=info.compute,
-        dtype=info.facts.dtype,
-        device=info.facts.device,
-        transports=transports_of(info),
-        tensor_parallel=len(info.ranks),
-        features=info.facts.features,
-    )
 
 
 def _lost(message: str) -> Failure:

@@ -1,57 +1,19 @@
-"""The metrics of nodes: the same families on a router's page and on a node's own.
+"""The metrics of nodes, which are the same on a router's page and on a node's own page. Pure."""
 
-A router fills them from the beats of its nodes, a node that serves HTTP from its own counts. Pure.
-"""
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from collections.abc import Callable, Iterable, Mapping
-
-import msgspec
-
-from baton.protocol.messages import Load, NodeInfo, Role, Totals
+from baton.protocol.messages import Load
 from baton.runtime.exposition import Family, Page
+from baton.runtime.node_health import LostNode, NodeHealth
 
 _NODE = ("node", "role")
-
-
-class NodeSample(msgspec.Struct, frozen=True):
-    """What is known of one node at the time of a scrape."""
-
-    node: str
-    role: Role
-    is_up: bool
-    is_lost: bool = False  # nothing else is known of it now
-    load: Load = Load()
-    totals: Totals = Totals()
-    beat_age_s: float = 0.0
-    step_age_s: float = 0.0
-    dtype: str = ""
-    device: str = ""
-    transports: str = ""
-    tensor_parallel: int = 0  # 0 is not known
-    features: str = ""
-    routers: Mapping[str, bool] = {}  # whether each has the node in service, by the node's word
-
-    def of(self, info: NodeInfo) -> "NodeSample":
-        """Return the sample with what the node published of itself."""
-        return msgspec.structs.replace(
-            self,
-            dtype=info.facts.dtype,
-            device=info.facts.device,
-            transports=transports_of(info),
-            tensor_parallel=len(info.ranks),
-            features=",".join(info.facts.features),
-        )
-
-
-def transports_of(info: NodeInfo) -> str:
-    return "+".join(sorted({name for rank in info.ranks for name in rank.metadata}))
 
 
 def _usage(load: Load) -> float:
     return 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
 
 
-_Value = Callable[[NodeSample], float]
+_Value = Callable[[NodeHealth], float]
 _TABLE: tuple[tuple[Family, _Value], ...] = (
     (
         Family(
@@ -59,7 +21,7 @@ _TABLE: tuple[tuple[Family, _Value], ...] = (
             "1 while a node is heard and not stuck, 0 for a node that is silent, stuck or lost",
             _NODE,
         ),
-        lambda one: one.is_up,
+        lambda one: one.state not in ("silent", "stuck"),
     ),
     (
         Family("baton_node_running_requests", "gauge",
@@ -179,22 +141,28 @@ _IN_SERVICE = Family(
     (*_NODE, "router"),
 )  # fmt: skip
 NODE_FAMILIES = (*(family for family, _ in _TABLE), _INFO, _IN_SERVICE)
-# A lost node works on nothing; its last counts would only say that nothing moves.
+# A lost node works on nothing, so these are 0. Its last counts would only say that nothing moves.
 _OF_LOST = ("baton_node_up", "baton_node_running_requests", "baton_node_waiting_requests")
 
 
-def add_nodes(page: Page, samples: Iterable[NodeSample]) -> None:
-    """Add the families of all these nodes to a page."""
-    nodes = list(samples)
-    known = [one for one in nodes if not one.is_lost]
+def add_nodes(
+    page: Page,
+    nodes: Sequence[NodeHealth],
+    lost: Iterable[LostNode] = (),
+    in_service: Mapping[tuple[str, str, str], bool] = {},
+) -> None:
+    """Add the families of all these nodes to a page.
+
+    `in_service` says by node, role and router whether that router gives the node work.
+    """
+    gone = {(one.node_id, one.role): 0.0 for one in lost}
     for family, value in _TABLE:
-        shown = nodes if family.name in _OF_LOST else known
-        page.add(family, {(one.node, one.role): float(value(one)) for one in shown})
-    page.add(_INFO, {_info(one): 1.0 for one in known})
-    standings = [(one, *item) for one in known for item in one.routers.items()]
-    page.add(_IN_SERVICE, {(n.node, n.role, name): float(is_in) for n, name, is_in in standings})
+        values = {(one.node_id, one.role): float(value(one)) for one in nodes}
+        page.add(family, values | gone if family.name in _OF_LOST else values)
+    page.add(_INFO, {_info(one): 1.0 for one in nodes})
+    page.add(_IN_SERVICE, {names: float(is_in) for names, is_in in in_service.items()})
 
 
-def _info(one: NodeSample) -> tuple[str, ...]:
-    ranks = str(one.tensor_parallel or "")
-    return (one.node, one.role, one.dtype, one.device, one.transports, ranks, one.features)
+def _info(one: NodeHealth) -> tuple[str, ...]:
+    ranks, features = str(one.tensor_parallel or ""), ",".join(one.features)
+    return (one.node_id, one.role, one.dtype, one.device, one.transports, ranks, features)

@@ -7,12 +7,12 @@ to time. Everything that happens once per token or per request is counted in pla
 from collections import Counter
 
 from baton.protocol.errors import BatonError
-from baton.router.health import Health, NodeHealth, ServedModel
+from baton.router.health import Health, ServedModel
 from baton.router.http import metric_families as families
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.runtime.exposition import Histogram, Page
-from baton.runtime.node_metrics import NodeSample, add_nodes
+from baton.runtime.node_metrics import add_nodes
 
 # From a prompt of a few tokens up to a long one that waits in a queue.
 LATENCY_BUCKETS_S = (
@@ -124,7 +124,7 @@ class HttpMetrics:
         page = Page({"model_name": name} | ({"router": self._router} if self._router else {}))
         self._add_requests(page)
         self._add_cluster(page, health, model)
-        add_nodes(page, _samples(health))
+        add_nodes(page, health.nodes, health.lost)
         return page.text()
 
     def _add_requests(self, page: Page) -> None:
@@ -170,29 +170,6 @@ class HttpMetrics:
         page.add(families.TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})
         page.add(families.TRANSFER_BYTES, {pair: one.num_bytes for pair, one in pairs.items()})
         page.add(families.TRANSFER_SECONDS, {pair: one.transfer_s for pair, one in pairs.items()})
-
-
-def _samples(health: Health) -> list[NodeSample]:
-    """Return the nodes that are known, and those that are only known to be lost."""
-    lost = [NodeSample(one.node_id, one.role, is_up=False, is_lost=True) for one in health.lost]
-    return [*map(_sample, health.nodes), *lost]
-
-
-def _sample(node: NodeHealth) -> NodeSample:
-    return NodeSample(
-        node.node_id,
-        node.role,
-        is_up=node.state not in ("silent", "stuck"),
-        load=node.load,
-        totals=node.totals,
-        beat_age_s=node.beat_age_s,
-        step_age_s=node.step_age_s,
-        dtype=node.dtype,
-        device=node.device,
-        transports=node.transports,
-        tensor_parallel=node.tensor_parallel,
-        features=",".join(node.features),
-    )
 
 
 class StatsLine:

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from baton.router.health import Health, LostNode, ServedModel, Status
+from baton.router.health import Health, ServedModel, Status
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.recent import FaultRecord, RecentRequests, RequestRecord
+from baton.runtime.node_health import LostNode
 
 PAGE = Path(__file__).with_name("status.html")
 # A page shows no more pairs than this: those in trouble, then those with the most handoffs.

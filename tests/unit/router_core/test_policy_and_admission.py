@@ -17,7 +17,7 @@ from baton.router.admission import (
     fit,
     sampling_of,
 )
-from baton.router.cluster_state import limits_of
+from baton.router.cluster_state import limits_of, nodes_health
 from baton.router.pairs import FIRST_AVOID_S
 from baton.router.policy import CheapestPair
 from baton.router.registry import Charge
@@ -59,7 +59,7 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_leg_at_a_t
     registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(1000, 1))
     assert choose(registry, place("a")) == ("p1", "d0")
     assert choose(registry, place("b")) == ("p1", "d1")
-    states = {node.node_id: node.state for node in registry.nodes_health(0.0)}
+    states = {node.node_id: node.state for node in nodes_health(0.0, registry)}
     assert states == {"d0": "ready", "d1": "ready", "p0": "degraded", "p1": "ready"}
     later_s = FIRST_AVOID_S
     assert choose(registry, place("c"), now_s=later_s) == ("p0", "d0")  # the probe
@@ -105,7 +105,7 @@ def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown() -> Non
         pair = choose(registry, place(name), "never")
         assert pair is not None
         assert pair[0] == "p0"
-    reasons = {node.node_id: node.reason for node in registry.nodes_health(0.0) if node.reason}
+    reasons = {node.node_id: node.reason for node in nodes_health(0.0, registry) if node.reason}
     assert list(reasons) == ["p1"]
     assert "no common transport" in reasons["p1"]
     registry.gone(NodeId("p0"))

@@ -17,6 +17,7 @@ from baton.protocol.messages import (
     Starting,
 )
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
+from baton.router.cluster_state import nodes_health
 from baton.router.registry import LOST_KEPT_S, SILENCE_S, Charge, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
@@ -45,7 +46,7 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
     peer = info.node_id
     assert registry.hello(0, peer, hello_of(info)) == []
     registry.starting(0.5, Starting(peer, info.epoch, "weights", 3, 10))
-    (health,) = registry.nodes_health(1.0)
+    (health,) = nodes_health(1.0, registry)
     assert (health.state, health.phase, health.done, health.beat_age_s) == (
         "starting", "weights", 3, 0.5,
     )  # fmt: skip
@@ -87,7 +88,7 @@ def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(message: Beat, is_s
     join(registry, node_info("d0", "decode"))
     changes = registry.beat(1.0, message)
     assert [type(change) for change in changes] == ([Left] if is_stuck else [])
-    assert (registry.nodes_health(1.0)[0].state == "stuck") == is_stuck
+    assert (nodes_health(1.0, registry)[0].state == "stuck") == is_stuck
 
 
 @pytest.mark.parametrize("by_beat", [True, False])
@@ -100,7 +101,7 @@ def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has(by_beat: bool
         registry.drains(info.node_id)
     late = Beat(info.node_id, info.epoch, BUSY)  # from before the drain
     assert registry.beat(1.0, late) == []
-    assert registry.nodes_health(1.0)[0].state == "draining"
+    assert nodes_health(1.0, registry)[0].state == "draining"
     assert ids(registry, "decode") == []
     assert [type(change) for change in registry.tick(99.0)] == [Left]
 
@@ -140,7 +141,7 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() 
     assert [type(change) for change in registry.hello(1.0, old.node_id, hello_of(new))] == [Left]
     registry.ready(1.0, old.node_id, Ready(new))
     registry.release(old.node_id, key)
-    assert registry.nodes_health(1.0)[0].num_tokens == 0
+    assert nodes_health(1.0, registry)[0].num_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_hello_that_cannot_be_right_is_refused(hello: Hello, code: str) -> Non
     (change,) = registry.hello(0.0, NodeId("d0"), hello)
     assert isinstance(change, Refuse)
     assert change.failure.code == code
-    assert registry.nodes_health(0.0) == ()
+    assert nodes_health(0.0, registry) == ()
 
 
 def test_ready_without_hello_or_as_another_role_is_refused() -> None:
@@ -196,7 +197,7 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     assert registry.ready(0.0, odd.node_id, Ready(odd)) == [Entered(odd), differs]
     assert registry.beat(1.0, beat(odd)) == []
     assert ids(registry, "prefill") == ["p0", "p1"]
-    told = {health.node_id: health for health in registry.nodes_health(1.0)}
+    told = {health.node_id: health for health in nodes_health(1.0, registry)}
     assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")
     assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
 

@@ -5,11 +5,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
-from baton.router.health import Health, LostNode, NodeHealth, ServedModel
+from baton.router.health import Health, ServedModel
 from baton.router.http.metric_families import ROUTER_FAMILIES
 from baton.router.http.metrics import MAX_CODES, HttpMetrics
 from baton.router.outputs import RequestMetrics
 from baton.router.pairs import PairTransfers
+from baton.runtime.node_health import LostNode, NodeHealth
 from baton.runtime.node_metrics import NODE_FAMILIES
 
 MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")
