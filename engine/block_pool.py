@@ -16,7 +16,7 @@ from baton.protocol.errors import InvariantBroken
 
 @dataclass(slots=True)
 class PoolCounts:
-    """Totals since the start, for the metrics."""
+    """What the pool has counted since the start, by the names in `Totals`."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -92,13 +92,13 @@ class NodeObserver:
     def read_ended(self, rank: int, event: ReadEnded) -> None:
         self._records.read(rank, event)
         if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
-            num_corrupt = self._records.counters.num_corrupt_reads
+            num_corrupt = self._records.counters.corrupt_reads
             log.error(event.failure.message, rank=rank, so_far=num_corrupt)
 
     def reported(self, report: ConnectorReport) -> None:
         failure = report.failure if isinstance(report, Released) else None
         if failure is not None and failure.code == LEASE_EXPIRED:
-            self._records.counters.num_leases_expired += 1
+            self._records.counters.leases_expired += 1
 
     def set_load(self, load: Load) -> None:
         now_s = boottime()
@@ -112,7 +112,7 @@ class NodeObserver:
 
     def _log_stats(self, load: Load) -> None:
         c = self._records.counters
-        now = (c.num_prompt_tokens, c.num_output_tokens, c.num_bytes_read)
+        now = (c.prompt_tokens, c.output_tokens, c.read_bytes)
         prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         if not (prompt or output or num_bytes or load.num_running or load.num_waiting):

@@ -4,6 +4,7 @@
 one JSON line per settled step and per ended read. The node's shell calls it; schedulers never do.
 """
 
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -46,36 +47,22 @@ Record = StepRecord | ReadRecord
 
 
 class Counters(msgspec.Struct):
-    """Totals since the node started."""
+    """What a node has counted since it started, by the names in `Totals`."""
 
-    num_prompt_tokens: int = 0  # computed here
-    num_output_tokens: int = 0  # sampled here
-    num_steps: int = 0
+    prompt_tokens: int = 0  # computed here
+    output_tokens: int = 0  # sampled here
+    steps: int = 0
     steps_s: float = 0.0
-    num_reads: int = 0
-    num_bytes_read: int = 0
+    leases_expired: int = 0
+    reads: int = 0
+    read_bytes: int = 0
     reads_s: float = 0.0
-    num_failed_reads: int = 0
-    num_corrupt_reads: int = 0  # of which a block had other bytes than were sent (verify_kv)
-    num_leases_expired: int = 0
+    failed_reads: int = 0
+    corrupt_reads: int = 0  # of which a block had other bytes than were sent (verify_kv)
 
     def totals(self, pool: PoolCounts) -> Totals:
         """Return these counts and those of the pool as they travel."""
-        return Totals(
-            prompt_tokens=self.num_prompt_tokens,
-            output_tokens=self.num_output_tokens,
-            steps=self.num_steps,
-            steps_s=self.steps_s,
-            prefix_queried_tokens=pool.prefix_queried_tokens,
-            prefix_hit_tokens=pool.prefix_hit_tokens,
-            preemptions=pool.preemptions,
-            leases_expired=self.num_leases_expired,
-            reads=self.num_reads,
-            read_bytes=self.num_bytes_read,
-            reads_s=self.reads_s,
-            failed_reads=self.num_failed_reads,
-            corrupt_reads=self.num_corrupt_reads,
-        )
+        return Totals(**msgspec.structs.asdict(self), **asdict(pool))
 
 
 class Records:
@@ -90,14 +77,14 @@ class Records:
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
         counters = self.counters
-        counters.num_steps += 1
+        counters.steps += 1
         counters.steps_s += result.ended_s - result.started_s
-        counters.num_output_tokens += sum(len(part.draws) for part in plan.slices)
+        counters.output_tokens += sum(len(part.draws) for part in plan.slices)
         num_prompt_tokens = sum(
             max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
             for part in plan.slices
         )
-        counters.num_prompt_tokens += num_prompt_tokens
+        counters.prompt_tokens += num_prompt_tokens
         if self._file is not None:
             slices = [SliceRecord(p.key, p.start, p.length, len(p.draws)) for p in plan.slices]
             self._write(
@@ -108,12 +95,12 @@ class Records:
 
     def read(self, rank: int, event: ReadEnded) -> None:
         counters = self.counters
-        counters.num_reads += 1
-        counters.num_bytes_read += event.num_bytes
+        counters.reads += 1
+        counters.read_bytes += event.num_bytes
         counters.reads_s += event.ended_s - event.posted_s
         if event.failure is not None:
-            counters.num_failed_reads += 1
-            counters.num_corrupt_reads += event.failure.code == CORRUPT_BLOCKS
+            counters.failed_reads += 1
+            counters.corrupt_reads += event.failure.code == CORRUPT_BLOCKS
         if self._file is not None:
             failure = event.failure.code if event.failure else None
             self._write(
