@@ -8,7 +8,8 @@ prints one line on stderr and exits with code 2; a failure prints one line and e
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,18 +47,9 @@ COMMANDS = {
         Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
     )
 }
-CLUSTER_HELP = {
-    "up": "Start the cluster that a cluster.yaml describes, and wait until it serves.",
-    "down": "End a cluster that `up` has started.",
-    "status": "Show the processes of a cluster, live: their state, load, KV use and hand-overs.",
-    "render": "Write the files by which a platform runs a cluster, and start nothing.",
-}
-DOCTOR = "doctor"
-DOCTOR_HELP = "Find what is wrong with this machine, a cluster's hosts, or the paths between them."
-DRAIN = "drain"
 DRAIN_HELP = "Take a node out of a running cluster and wait until it is gone."
 DRAIN_USAGE = f"""\
-usage: baton {DRAIN} NODE [--control ENDPOINT] [--keys FILE] [--config FILE]
+usage: baton drain NODE [--control ENDPOINT] [--keys FILE] [--config FILE]
 
 {DRAIN_HELP}
 
@@ -67,8 +59,6 @@ and exits with 0. `serve` does not start it again.
   NODE                the node's id, as /health shows it
   --control ENDPOINT  endpoint of a router that the node dials (default: {DEFAULT_CONTROL})
   --keys FILE         the cluster's key, if it has one"""
-KEYGEN = "keygen"
-KEYGEN_HELP = "Make the key that the processes of a cluster on several hosts share."
 KEY_MADE = """\
 {path} is a new key (mode 0600). Anyone who has it can join the cluster: keep it like an ssh key.
 Copy it to each host, and start every router and node with it:
@@ -76,31 +66,26 @@ Copy it to each host, and start every router and node with it:
   scp -p {path} HOST:
   baton router --keys {name} ...
 """
-API_KEY = "api-key"
-API_KEY_HELP = "Make a key for clients of the router and add its hash to a file of keys."
 API_KEY_MADE = """\
 The line above is the key; it is stored nowhere. {path} has its hash and name: remove that line to
 refuse the key. A router with --api-key-file {path} needs no restart for either.
 """
-BENCH = "bench"
-BENCH_HELP = "Measure the latency of any OpenAI-compatible server (`baton bench --help`)."
-CHAT = "chat"
-CHAT_HELP = "Talk to a running server in the terminal (`baton chat --help`)."
-DEMO_MODEL = "demo-model"
-DEMO_MODEL_HELP = "Write the small model that `serve` uses by default into a folder."
-COMPLETION = "completion"
-COMPLETION_HELP = "Print a script by which bash, zsh or fish completes baton's commands and flags."
 COMPLETION_USE = """\
 # Keep it: write `source <(baton completion bash)` into ~/.bashrc, `source <(baton completion zsh)`
 # into ~/.zshrc after compinit; or: baton completion fish > ~/.config/fish/completions/baton.fish
 """
-# The commands that take words and no flags.
-OPERANDS = {
-    KEYGEN: ("FILE", KEYGEN_HELP),
-    API_KEY: ("FILE NAME", API_KEY_HELP),
-    DEMO_MODEL: ("FOLDER", DEMO_MODEL_HELP),
-    COMPLETION: ("SHELL", COMPLETION_HELP),
-}
+
+
+@dataclass(slots=True, frozen=True)
+class OtherCommand:
+    """A command that is not a process of a cluster. Without flags, it takes the words `operands`.
+
+    `run` gets its name, its line in the help and the words that follow it.
+    """
+
+    help: str
+    run: Callable[[str, str, list[str]], int]
+    operands: str = ""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -130,32 +115,8 @@ def _run(words: list[str]) -> int:
     if name in ("-V", "--version"):
         print(f"baton {__version__}")
         return 0
-    if name == BENCH:
-        from baton.bench.cli import main as bench
-
-        return bench(rest)
-    if name == DEMO_MODEL:
-        return _demo_model(rest)
-    if name == KEYGEN:
-        return _keygen(rest)
-    if name in CLUSTER_HELP:
-        from baton.deploy.cluster.commands import main as cluster
-
-        return cluster(name, CLUSTER_HELP[name], rest)
-    if name == DOCTOR:
-        from baton.deploy.doctor.commands import main as doctor
-
-        return doctor(DOCTOR, DOCTOR_HELP, rest)
-    if name == API_KEY:
-        return _api_key(rest)
-    if name == CHAT:
-        from baton.console.chat import main as chat
-
-        return chat(rest)
-    if name == DRAIN:
-        return _drain(rest)
-    if name == COMPLETION:
-        return _completion(rest)
+    if (other := OTHERS.get(name)) is not None:
+        return other.run(name, other.help, rest)
     if name not in COMMANDS:
         hint = did_you_mean(name, _summaries()) or "; see baton --help"
         raise ConfigError(f"unknown command {name!r}{hint}")
@@ -194,21 +155,43 @@ def _start(name: str, config: ClusterConfig) -> int:
     return run_decode(config)
 
 
-def _demo_model(rest: list[str]) -> int:
-    words = _operands(rest, DEMO_MODEL)
-    if words is None:
+def _cluster(name: str, summary: str, rest: list[str]) -> int:
+    from baton.deploy.cluster.commands import main
+
+    return main(name, summary, rest)
+
+
+def _doctor(name: str, summary: str, rest: list[str]) -> int:
+    from baton.deploy.doctor.commands import main
+
+    return main(name, summary, rest)
+
+
+def _chat(name: str, summary: str, rest: list[str]) -> int:
+    from baton.console.chat import main
+
+    return main(rest)
+
+
+def _bench(name: str, summary: str, rest: list[str]) -> int:
+    from baton.bench.cli import main
+
+    return main(rest)
+
+
+def _drain(name: str, summary: str, rest: list[str]) -> int:
+    if rest in (["-h"], ["--help"]):
+        print(DRAIN_USAGE)
         return 0
-    from baton.deploy.demo_model import write_demo_model
+    if not rest or rest[0].startswith("-"):
+        raise ConfigError("name one node: baton drain NODE [--control ENDPOINT]")
+    from baton.deploy.drain import drain
 
-    folder = Path(words[0]).absolute()
-    write_demo_model(folder)
-    print(folder)
-    return 0
+    return drain(load(Subcommand(name, summary, ("router", "keys")), rest[1:]), NodeId(rest[0]))
 
 
-def _keygen(rest: list[str]) -> int:
-    words = _operands(rest, KEYGEN)
-    if words is None:
+def _keygen(name: str, summary: str, rest: list[str]) -> int:
+    if (words := _operands(name, rest)) is None:
         return 0
     from baton.runtime.channels.keys import write_key
 
@@ -218,9 +201,8 @@ def _keygen(rest: list[str]) -> int:
     return 0
 
 
-def _api_key(rest: list[str]) -> int:
-    words = _operands(rest, API_KEY)
-    if words is None:
+def _api_key(name: str, summary: str, rest: list[str]) -> int:
+    if (words := _operands(name, rest)) is None:
         return 0
     from baton.router.http.key_file import add_key
 
@@ -229,27 +211,79 @@ def _api_key(rest: list[str]) -> int:
     return 0
 
 
-def _operands(rest: list[str], name: str) -> list[str] | None:
+def _demo_model(name: str, summary: str, rest: list[str]) -> int:
+    if (words := _operands(name, rest)) is None:
+        return 0
+    from baton.deploy.demo_model import write_demo_model
+
+    folder = Path(words[0]).absolute()
+    write_demo_model(folder)
+    print(folder)
+    return 0
+
+
+def _completion(name: str, summary: str, rest: list[str]) -> int:
+    if (words := _operands(name, rest)) is None:
+        return 0
+    from baton.runtime.completion import SHELLS, script
+
+    if words[0] not in SHELLS:
+        raise ConfigError(f"{words[0]!r} is not a shell that is known: {', '.join(SHELLS)}")
+    print(COMPLETION_USE + script(words[0], parsers()), end="")
+    return 0
+
+
+def _operands(name: str, rest: list[str]) -> list[str] | None:
     """Return the words after a command without flags, or None if help was asked for and printed."""
-    operands, text = OPERANDS[name]
+    operands = OTHERS[name].operands
     if rest in (["-h"], ["--help"]):
-        print(f"usage: baton {name} {operands}\n\n{text}")
+        print(f"usage: baton {name} {operands}\n\n{OTHERS[name].help}")
         return None
     if len(rest) != len(operands.split()) or any(word.startswith("-") for word in rest):
         raise ConfigError(f"usage: baton {name} {operands}")
     return rest
 
 
-def _completion(rest: list[str]) -> int:
-    from baton.runtime.completion import SHELLS, script
-
-    words = _operands(rest, COMPLETION)
-    if words is None:
-        return 0
-    if words[0] not in SHELLS:
-        raise ConfigError(f"{words[0]!r} is not a shell that is known: {', '.join(SHELLS)}")
-    print(COMPLETION_USE + script(words[0], parsers()), end="")
-    return 0
+# In the order of the help.
+OTHERS = {
+    "up": OtherCommand(
+        "Start the cluster that a cluster.yaml describes, and wait until it serves.", _cluster
+    ),
+    "down": OtherCommand("End a cluster that `up` has started.", _cluster),
+    "status": OtherCommand(
+        "Show the processes of a cluster, live: their state, load, KV use and hand-overs.", _cluster
+    ),
+    "render": OtherCommand(
+        "Write the files by which a platform runs a cluster, and start nothing.", _cluster
+    ),
+    "doctor": OtherCommand(
+        "Find what is wrong with this machine, a cluster's hosts, or the paths between them.",
+        _doctor,
+    ),
+    "chat": OtherCommand(
+        "Talk to a running server in the terminal (`baton chat --help`).", _chat
+    ),
+    "drain": OtherCommand(DRAIN_HELP, _drain),
+    "bench": OtherCommand(
+        "Measure the latency of any OpenAI-compatible server (`baton bench --help`).", _bench
+    ),
+    "keygen": OtherCommand(
+        "Make the key that the processes of a cluster on several hosts share.", _keygen, "FILE"
+    ),
+    "api-key": OtherCommand(
+        "Make a key for clients of the router and add its hash to a file of keys.",
+        _api_key,
+        "FILE NAME",
+    ),
+    "demo-model": OtherCommand(
+        "Write the small model that `serve` uses by default into a folder.", _demo_model, "FOLDER"
+    ),
+    "completion": OtherCommand(
+        "Print a script by which bash, zsh or fish completes baton's commands and flags.",
+        _completion,
+        "SHELL",
+    ),
+}
 
 
 def parsers() -> "dict[str, FlagParser]":
@@ -264,44 +298,27 @@ def parsers() -> "dict[str, FlagParser]":
     from baton.runtime.settings import parser
 
     found = {name: parser(command) for name, command in COMMANDS.items()}
-    found |= {name: parser_of(name, text) for name, text in CLUSTER_HELP.items()}
-    found[DOCTOR], found[CHAT] = doctor_parser_of(DOCTOR, DOCTOR_HELP), chat_parser()
-    found[DRAIN] = FlagParser(f"baton {DRAIN}")
-    found[DRAIN].add_argument("node", metavar="NODE")
+    for name, other in OTHERS.items():
+        if other.run is _cluster:
+            found[name] = parser_of(name, other.help)
+        elif other.operands:
+            found[name] = FlagParser(f"baton {name}")
+            for operand in other.operands.split():
+                found[name].add_argument(operand, metavar=operand)
+    found["doctor"] = doctor_parser_of("doctor", OTHERS["doctor"].help)
+    found["chat"] = chat_parser()
+    found["drain"] = FlagParser("baton drain")
+    found["drain"].add_argument("node", metavar="NODE")
     for flag in ("--control", "--keys", "--config"):
-        found[DRAIN].add_argument(flag, metavar="ENDPOINT" if flag == "--control" else "FILE")
-    for name, (operands, _) in OPERANDS.items():
-        found[name] = FlagParser(f"baton {name}")
-        for operand in operands.split():
-            found[name].add_argument(operand, metavar=operand)
-    found[COMPLETION].words["SHELL"] = SHELLS
-    return found | {f"{BENCH} {name}": bench_parser(load.settings) for name, load in LOADS.items()}
-
-
-def _drain(rest: list[str]) -> int:
-    if rest in (["-h"], ["--help"]):
-        print(DRAIN_USAGE)
-        return 0
-    if not rest or rest[0].startswith("-"):
-        raise ConfigError(f"name one node: baton {DRAIN} NODE [--control ENDPOINT]")
-    from baton.deploy.drain import drain
-
-    return drain(load(Subcommand(DRAIN, DRAIN_HELP, ("router", "keys")), rest[1:]), NodeId(rest[0]))
+        found["drain"].add_argument(flag, metavar="ENDPOINT" if flag == "--control" else "FILE")
+    found["completion"].words["SHELL"] = SHELLS
+    return found | {f"bench {name}": bench_parser(load.settings) for name, load in LOADS.items()}
 
 
 def _summaries() -> dict[str, str]:
     """Return every command with its line in the help."""
     summaries = {name: command.description for name, command in COMMANDS.items()}
-    summaries |= CLUSTER_HELP
-    summaries[DOCTOR] = DOCTOR_HELP
-    summaries[CHAT] = CHAT_HELP
-    summaries[DRAIN] = DRAIN_HELP
-    summaries[BENCH] = BENCH_HELP
-    summaries[KEYGEN] = KEYGEN_HELP
-    summaries[API_KEY] = API_KEY_HELP
-    summaries[DEMO_MODEL] = DEMO_MODEL_HELP
-    summaries[COMPLETION] = COMPLETION_HELP
-    return summaries
+    return summaries | {name: other.help for name, other in OTHERS.items()}
 
 
 def _overview() -> str:
