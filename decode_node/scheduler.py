@@ -121,12 +121,9 @@ class DecodeScheduler:
         for prompt in computing:
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
-            sequence = prompt.sequence
-            length = min(budget, sequence.num_tokens - sequence.num_planned_tokens)
-            if length > 0:
-                is_last = sequence.num_planned_tokens + length == sequence.num_tokens
-                slices.append(sequence.slice(length, prompt.choices.every if is_last else ()))
-                budget -= length
+            if prompt.sequence.num_unplanned_tokens:
+                slices.append(prompt.sequence.chunk(budget, prompt.choices.every))
+                budget -= slices[-1].length
         copies, self._copies = tuple(self._copies), []
         if not slices:  # every fork ended before its first step
             self._drop_copies(copies)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is there at run time
 
+from baton.engine.tensor_parallel import sum_in_order
 from baton.protocol.errors import NodeError
 
 
@@ -33,11 +34,7 @@ class GroupRanks:
         if not self.is_batch_invariant:
             self.group.allreduce([tensor]).wait()
             return tensor
-        parts = self._gathered(tensor)
-        total = parts[0].to(torch.float32, copy=True)
-        for part in parts[1:]:
-            total += part
-        return tensor.copy_(total)
+        return tensor.copy_(sum_in_order(self._gathered(tensor)))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._gathered(tensor).unbind(), dim=-1)

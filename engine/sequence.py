@@ -38,6 +38,10 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_unplanned_tokens(self) -> int:
+        return len(self.token_ids) - self.num_planned_tokens
+
+    @property
     def is_idle(self) -> bool:
         return self.num_unsettled == 0
 
@@ -67,6 +71,11 @@ class Sequence:
             sampling=self.sampling if draws else None,
             num_prompt_tokens=self.num_prompt_tokens,
         )
+
+    def chunk(self, budget: int, draws: tuple[int, ...]) -> Slice:
+        """Return the next tokens, at most `budget`, as a slice. The last chunk draws."""
+        length = min(budget, self.num_unplanned_tokens)
+        return self.slice(length, draws if length == self.num_unplanned_tokens else ())
 
     def settle(self, done: Slice) -> None:
         self.num_unsettled -= 1

@@ -6,7 +6,7 @@ Ready again whenever its channel begins anew, so a router that restarts needs no
 
 import math
 import select
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import zmq
@@ -37,6 +37,7 @@ from baton.protocol.messages import (
     ToPrefill,
     ToRouter,
 )
+from baton.runtime.backoff import Backoff
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.listener import Listener
@@ -72,11 +73,10 @@ class _Wait:
     """A router refused this ready node, which asks again later each time."""
 
     ask_at_s: float = 0.0
-    _delay_s: float = FIRST_WAIT_S
+    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_WAIT_S, LONGEST_WAIT_S))
 
     def refused(self, now_s: float) -> None:
-        self.ask_at_s = now_s + self._delay_s
-        self._delay_s = min(2 * self._delay_s, LONGEST_WAIT_S)
+        self.ask_at_s = now_s + self._backoff.after(0.0)
 
 
 class EngineSockets:

@@ -83,11 +83,7 @@ class SharedMemoryRanks:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         for piece in _pieces(tensor.view(-1), tensor.element_size()):
-            parts = self._exchange(piece)
-            total = parts[0].to(torch.float32, copy=True)
-            for part in parts[1:]:
-                total += part
-            piece.copy_(total)
+            piece.copy_(sum_in_order(self._exchange(piece)))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -110,6 +106,14 @@ class SharedMemoryRanks:
         except OSError:
             pass
         raise NodeError("another rank of this node is gone")
+
+
+def sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return the sum of the ranks' tensors in float32, added in rank order."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:

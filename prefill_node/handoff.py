@@ -30,7 +30,3 @@ class Handoff:
     def of(cls, message: Prefill, origin: Origin, now_s: float) -> "Handoff":
         choices = Choices.of(message)
         return cls(Sequence.of(message), origin, choices, message.decode_node, now_s)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.sequence.num_tokens

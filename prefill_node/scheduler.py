@@ -61,7 +61,7 @@ class PrefillScheduler:
                 self._end(lower, taken_over())
             elif lower.choices.supersede(handoff.choices):
                 self._end(lower, Cancelled("a newer attempt took its place").to_failure())
-        if self.pool.blocks_for(handoff.num_tokens) > self.pool.num_blocks:
+        if self.pool.blocks_for(handoff.sequence.num_tokens) > self.pool.num_blocks:
             never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
             self.outputs.say(origin, Failed(message.key, never.to_failure()))
             return
@@ -106,11 +106,8 @@ class PrefillScheduler:
         for handoff in self._candidates(now_s):
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
-            sequence = handoff.sequence
-            length = min(budget, sequence.num_tokens - sequence.num_planned_tokens)
-            is_last = sequence.num_planned_tokens + length == sequence.num_tokens
-            slices.append(sequence.slice(length, handoff.choices.every if is_last else ()))
-            budget -= length
+            slices.append(handoff.sequence.chunk(budget, handoff.choices.every))
+            budget -= slices[-1].length
         if not slices:
             return None
         self._step_id += 1
@@ -142,17 +139,15 @@ class PrefillScheduler:
 
     def _candidates(self, now_s: float) -> list[Handoff]:
         """Return the prompts with tokens to plan, oldest first; admit while the budget lasts."""
-        ready = [
-            h for h in self._computing.values() if h.sequence.num_planned_tokens < h.num_tokens
-        ]
-        tokens = sum(h.num_tokens - h.sequence.num_planned_tokens for h in ready)
+        ready = [h for h in self._computing.values() if h.sequence.num_unplanned_tokens]
+        tokens = sum(handoff.sequence.num_unplanned_tokens for handoff in ready)
         while self._waiting and tokens < self.limits.chunk_tokens:
             handoff = next(iter(self._waiting.values()))
             if not self._admit(now_s, handoff):
                 break
             del self._waiting[handoff.sequence.key]
             ready.append(handoff)
-            tokens += handoff.num_tokens - handoff.sequence.num_planned_tokens
+            tokens += handoff.sequence.num_unplanned_tokens
         return ready
 
     def _admit(self, now_s: float, handoff: Handoff) -> bool:

@@ -104,6 +104,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
+def timeout_of(text: str) -> float:
+    """Return the seconds that `--timeout` gives."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--timeout {text}: give a number of seconds above 0")
+    return seconds
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=100)

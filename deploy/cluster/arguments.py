@@ -9,7 +9,7 @@ import msgspec
 
 from baton.deploy.cluster.platforms import PLATFORMS
 from baton.protocol.errors import ConfigError
-from baton.runtime.flag_parser import FlagParser
+from baton.runtime.flag_parser import FlagParser, timeout_of
 
 LOCAL, RAY = "local", "ray"
 DEFAULT_FILE = "cluster.yaml"
@@ -148,17 +148,7 @@ def _add_start(parser: FlagParser) -> None:
         "--timeout",
         dest="timeout_s",
         metavar="S",
-        type=_seconds,
+        type=timeout_of,
         help="longest wait until the cluster serves, in seconds (default: node.start_timeout_s of "
         "the slowest pool and 20 s)",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--timeout {text}: give a number of seconds above 0")
-    return seconds

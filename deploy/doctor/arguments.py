@@ -11,7 +11,7 @@ from baton.deploy.doctor.facts import Wants
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of, with_values
-from baton.runtime.flag_parser import FlagParser
+from baton.runtime.flag_parser import FlagParser, timeout_of
 from baton.runtime.settings import flags_of
 
 SETTINGS = (
@@ -90,7 +90,7 @@ def parser_of(name: str, summary: str) -> FlagParser:
         "--timeout",
         dest="timeout_s",
         metavar="S",
-        type=_seconds,
+        type=timeout_of,
         help=f"longest wait for an answer of another host, in seconds (default: {TIMEOUT_S:g})",
     )
     _add_paths(parser)
@@ -155,13 +155,3 @@ def _count(text: str | None) -> int:
     if text is not None and not text.isdecimal():
         raise ConfigError(f"--gpus {text}: give a number of GPUs")
     return int(text or 0)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--timeout {text}: give a number of seconds above 0")
-    return seconds

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from baton.runtime.backoff import Backoff
 from baton.runtime.clock import monotonic
 from baton.runtime.interrupts import Interrupts
-from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Supervisor
+from baton.runtime.process import NOT_STARTED, Child, Command, Exit, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
 
