@@ -1,8 +1,8 @@
 """Requests whose router is gone: they go on for a while, and another router may take them over.
 
-Pure; only the decode scheduler calls it. A detached sequence runs like any other, and nobody hears
-of its tokens until a router attaches. Then that router gets all of the output so far, and all that
-follows. What has ended by then is found among the `EndedChoices`.
+Pure; only the decode scheduler calls it. A detached sequence runs like any other, and no router
+hears of its tokens until one attaches. That router gets all of the output so far, and all that
+follows. Sequences that have ended by then are among the `EndedChoices`.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Detached:
         return self._intake.outputs
 
     def forget(self, origin: Origin, streams: list[Stream]) -> None:
-        """That router is gone: detach what may be taken over, and end the rest of its requests."""
+        """Detach the requests of a lost router that may be taken over, and end its others."""
         for prompt in list(self._intake.pending.values()):
             if prompt.origin == origin and not prompt.is_ended:
                 if self._detaches(prompt.key.request_id, prompt.message.kept):

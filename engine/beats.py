@@ -41,7 +41,7 @@ class VitalSigns(msgspec.Struct, frozen=True):
 
 
 class Vitals:
-    """What the node's loop last said of itself; any thread may read it."""
+    """The state that the node's loop last noted; any thread may read it."""
 
     def __init__(self) -> None:
         # A frozen value behind one reference: replacing it is atomic, and only one thread writes.
@@ -53,18 +53,18 @@ class Vitals:
         return self._signs
 
     def turned(self, now_s: float) -> None:
-        """The loop had nothing left to do at `now_s` on the clock that the thread was given."""
+        """Note that the loop had nothing left to do at `now_s`, on the beat thread's clock."""
         self._turned_s = now_s
 
     def loop_age_s(self, now_s: float) -> float:
         return 0.0 if self._turned_s is None else max(0.0, now_s - self._turned_s)
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Start-up progress; has the form of an executor's `Progress`."""
+        """Note how far the start is; has the form of an executor's `Progress`."""
         self._signs = msgspec.structs.replace(self._signs, phase=phase, done=done, total=total)
 
     def count_with(self, totals: Callable[[], Totals]) -> None:
-        """Take the totals from there; any thread calls it."""
+        """Take the totals from `totals`, which any thread may call."""
         self._totals = totals
 
     def totals(self) -> Totals:
@@ -80,7 +80,7 @@ class Vitals:
         self._signs = msgspec.structs.replace(self._signs, load=load)
 
     def step_started(self, now_s: float, predicted_s: float = 0.0) -> None:
-        """The oldest unfinished step began at `now_s` on the clock that the thread was given."""
+        """Note that the oldest unfinished step began at `now_s`, on the beat thread's clock."""
         self._signs = msgspec.structs.replace(
             self._signs, step_started_s=now_s, predicted_s=predicted_s
         )
@@ -127,13 +127,13 @@ class BeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread. Idempotent; no beat is sent after it returns."""
+        """End the thread. Idempotent; no beat is sent after it returns."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT_S)
 
     def message(self, now_s: float) -> Starting | Beat:
-        """What would be sent at `now_s`."""
+        """Return the message that would be sent at `now_s`."""
         signs = self._vitals.read()
         if not signs.ready:
             return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)

@@ -51,7 +51,7 @@ class CacheJournal:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When `take` will have something to say; None if that needs a change first."""
+        """Return when `take` will have something to say; None as long as nothing changes."""
         due = [reader.due_s for reader in self._readers.values() if reader.has_news]
         return min(due, default=None)
 

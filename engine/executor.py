@@ -13,9 +13,9 @@ from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.messages import KVLayout, NodeFacts, RankAddress
 
-# (phase, done, total); called at least once a second during start.
 RANK_KILLED = "rank_killed"  # code of the error when a signal from outside ended a rank
 
+# Called with (phase, done, total) at least once a second during start.
 Progress = Callable[[str, int, int], None]
 
 
@@ -53,12 +53,15 @@ class Executor(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Readable when `poll` may return something; `poll` until None drains it."""
+        """Return a descriptor that is readable when `poll` may return something.
+
+        Calling `poll` until it returns None lowers the signal.
+        """
         ...
 
     @property
     def ports(self) -> Sequence[TransferPort]:
-        """One per rank, in rank order; valid after `start`."""
+        """Return one port per rank, in rank order; valid after `start`."""
         ...
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs or waits here, and no peer may still read a block."""
+        """Return whether nothing runs or waits here, and no peer may still read a block."""
         load = self.scheduler.load()
         has_all_blocks = load.free_blocks + load.quarantined_blocks == load.total_blocks
         return has_all_blocks and not (load.num_running or load.num_waiting or self._launched)

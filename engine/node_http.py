@@ -125,7 +125,7 @@ class NodeHttp:
             listener.close()
 
     async def _live(self, request: web.Request) -> web.Response:
-        """503 means that only a restart can help."""
+        """Answer 503 if only a restart can help."""
         now_s, signs = self._clock(), self._vitals.read()
         if self._vitals.loop_age_s(now_s) > DEAD_S:
             return _json("the node's loop hangs", 503)
@@ -134,7 +134,7 @@ class NodeHttp:
         return _json("live", 200)
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """200 means that the node is loaded and takes requests. It says who may send some."""
+        """Answer 200 once the node is loaded, and say which routers give it requests."""
         signs, routers = self._vitals.read(), self._routers()
         if signs.is_draining:
             return _json("draining", 503, routers)

@@ -134,7 +134,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
 
 
 def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
-    """Raises `ConfigError` when the settings and the model do not go together."""
+    """Return what a configuration comes to; raises `ConfigError` if it does not fit the model."""
     if not config.model.path:
         raise ConfigError("model.path: no model folder is given")
     folder = Path(config.model.path)
@@ -176,7 +176,7 @@ def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int
 def load_runner(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
 ) -> tuple[Runner, HostPool | DevicePool]:
-    """Raises `ConfigError` for a bad folder."""
+    """Load the weights, then make the pool; raises `ConfigError` for a bad folder."""
     checkpoint = Checkpoint(plan.folder)
     library = None
     if plan.device.type == "cpu":
@@ -225,7 +225,7 @@ def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
 def _on_gpu(
     plan: RankPlan, config: ClusterConfig, decoder: Decoder, progress: Progress
 ) -> tuple[Runner, DevicePool]:
-    # Triton is there on Linux only, and slow to import: only a rank on a GPU needs it.
+    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.attention.cuda import CudaBackend
     from baton.engine.peer_memory import CudaPeerMemory
     from baton.kernels.device_sampling import sample_tokens
@@ -270,16 +270,16 @@ def _rope_table(plan: RankPlan) -> Tensor:
 
 
 def is_batch_invariant(runner: Runner) -> bool:
-    """Whether the bits of a token depend on its own sequence alone."""
+    """Return whether the bits of a token depend on its own sequence alone."""
     decoder = runner.decoder
     has_rules = all(linear.is_batch_invariant for linear in decoder.linears())
     return has_rules and runner.backend.is_batch_invariant and decoder.ranks.is_batch_invariant
 
 
 def compute_path(runner: Runner) -> str:
-    """Equal for two ranks of one model if they compute the same bits, as far as is known."""
+    """Return a text that is equal for ranks of one model that should compute the same bits."""
     digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
-    if (size := runner.decoder.ranks.size) > 1:  # which sums each product in so many parts
+    if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of so many parts
         digest.update(str(size).encode())
     if runner.device.type == "cuda":
         digest.update(torch.cuda.get_device_name(runner.device).encode())
@@ -321,7 +321,7 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: i
             f"{num_ranks} ranks (engine.tensor_parallel) need a GPU each, and this node sees "
             f"{num_seen}"
         )
-    # Triton is there on Linux only, and slow to import: only who computes on a GPU needs it.
+    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.attention.cuda import missing_for
 
     shape = pool_shape(decoder, config.cache, num_ranks, 1)

@@ -93,7 +93,7 @@ class Scheduler(Protocol):
         ...
 
     def forget(self, origin: Origin) -> None:
-        """That router is gone: end what it asked for, except streams that another may take up."""
+        """End the requests of a router that is gone, except streams that another may take up."""
         ...
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:

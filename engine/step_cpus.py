@@ -23,7 +23,7 @@ class StepCpus:
         self._shared = SharedCpus(Path(engine.shared_cpus), self.share, more[0]) if more else None
 
     def begin(self, num_tokens: int) -> None:
-        """A step of `num_tokens` begins in the calling thread."""
+        """Set the calling thread's number of threads for a step of `num_tokens`."""
         if self._shared is not None:
             torch.set_num_threads(self._shared.take(may_borrow=num_tokens >= MIN_TOKENS))
 

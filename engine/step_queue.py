@@ -22,7 +22,7 @@ class StepQueue(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the device works on while Python goes on."""
+        """Return whether the device works while Python goes on."""
         ...
 
     def allocate(self, num_words: int) -> Tensor:

@@ -30,7 +30,7 @@ class Ranks(Protocol):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a row's sum has the same bits whatever else is in the tensor."""
+        """Return whether the bits of a row's sum depend on that row alone."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

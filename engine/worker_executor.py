@@ -97,7 +97,7 @@ class WorkerExecutor:
 
     @property
     def pids(self) -> Sequence[int]:
-        """The workers' process ids, in rank order."""
+        """Return the workers' process ids, in rank order."""
         return [worker.child.pid for worker in self._workers]
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class MessageSocket(Generic[T]):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` must be called once the socket takes bytes again."""
+        """Return whether `flush` must be called once the socket takes bytes again."""
         return bool(self._out)
 
     def send(self, message: msgspec.Struct) -> None:

@@ -54,7 +54,7 @@ class TransferAgent:
         checksums: Checksums | None = None,
         enter: Callable[[], None] | None = None,
     ) -> None:
-        """`enter` is called first on the agent's thread, which a GPU must be made current on."""
+        """The agent's thread calls `enter` first, to make its GPU current."""
         self._enter = enter
         self._transports = tuple(transports)
         self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums)

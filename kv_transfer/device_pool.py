@@ -39,12 +39,12 @@ class PeerMemory(Protocol):
 
     @property
     def gpu(self) -> str:
-        """The id of the GPU that the local pool lies on, equal in every process of the host."""
+        """Return the id of the GPU that holds the local pool; all processes of the host agree."""
         ...
 
     @property
     def visible(self) -> tuple[str, ...]:
-        """The ids of all GPUs that this process can use."""
+        """Return the ids of all GPUs that this process can use."""
         ...
 
     def handle(self) -> bytes:

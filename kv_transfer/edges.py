@@ -21,7 +21,10 @@ class Edge(msgspec.Struct, frozen=True):
 
     @property
     def sums_row(self) -> int:
-        """Where a span lists the checksums of this piece: by rank of prefill, then by heads."""
+        """Return the row in which a span lists the checksums of this piece.
+
+        Rows are ordered by rank of prefill, then by heads.
+        """
         return self.source * self.num_pieces + self.piece.remote_offset // self.piece.num_bytes
 
 

@@ -88,12 +88,12 @@ class HostPool:
 
     @property
     def buffer(self) -> memoryview:
-        """The blocks as writable bytes."""
+        """Return the blocks as writable bytes."""
         return self._file[: self.shape.pool_bytes]
 
     @property
     def generations(self) -> NDArray[np.uint32]:
-        """One writable generation per block; bumped *before* a new owner's first store."""
+        """Return one writable generation per block. Bump it *before* a new owner's first store."""
         offset = self.shape.generations_offset
         return np.frombuffer(self._file, np.uint32, self.shape.num_blocks, offset)
 
@@ -107,11 +107,11 @@ class HostPool:
 
     @property
     def address(self) -> int:
-        """The address of block 0 in this process."""
+        """Return the address of block 0 in this process."""
         return int(np.frombuffer(self._file, np.uint8).ctypes.data)
 
     def fileno(self) -> int:
-        """The memfd, for passing on; -1 after `close`."""
+        """Return the memfd, for passing on; -1 after `close`."""
         return self._fd
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ class TransferPort(Protocol):
     def poll(self) -> list[AgentEvent]: ...
 
     def fileno(self) -> int:
-        """Readable when `poll` may return something."""
+        """Return a descriptor that is readable when `poll` may return something."""
         ...
 
 
@@ -228,7 +228,7 @@ class Transport(Protocol):
     def cancel(self, handle: int) -> bool: ...
 
     def fileno(self) -> int:
-        """Readable when `service` has something to do; -1 if it never has."""
+        """Return a descriptor that is readable when `service` has work; -1 if it never has."""
         ...
 
     def service(self) -> list[PeerRank]:

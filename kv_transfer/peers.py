@@ -74,7 +74,7 @@ class Peer:
 
     @property
     def is_gone(self) -> bool:
-        """True if no router lists it and there is something to close."""
+        """Return whether no router lists it and there is something to close."""
         if self.is_listed is None:
             return self.channel is Channel.NONE
         has_links = any(link.state is not LinkState.ABSENT for link in self.links)

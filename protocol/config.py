@@ -53,7 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shown_name(self) -> str:
-        """The name of the model in the API and in metrics."""
+        """Return the name of the model in the API and in metrics."""
         return self.name or Path(self.path).resolve().name
 
 
@@ -408,5 +408,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def control(self) -> str:
-        """The endpoint of a router that starts no nodes itself."""
+        """Return the endpoint of a router that starts no nodes itself."""
         return self.router.control or DEFAULT_CONTROL

@@ -284,7 +284,7 @@ class Registry:
 
     @property
     def model(self) -> NodeInfo | None:
-        """The node whose model all others must serve; None until one has been ready."""
+        """Return the node whose model all others must serve; None until one has been ready."""
         return self._membership.model
 
     def largest_pool(self, role: Role) -> int | None:
@@ -384,7 +384,7 @@ class Registry:
         return Refuse(peer, failure, is_new)
 
     def _differences(self, info: NodeInfo) -> list[Change]:
-        """The first node in service that computes other bits than `info`, as far as both say."""
+        """Return the first node that computes other bits than `info`, as far as both say."""
         for other in (node.info for node in self.nodes):
             if other is not None and info.compute and other.compute not in ("", info.compute):
                 return [Differs(info.node_id, other.node_id)]

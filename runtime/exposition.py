@@ -36,7 +36,7 @@ class Family(msgspec.Struct, frozen=True):
 
     @property
     def full_name(self) -> str:
-        """The name as the page and the documentation show it."""
+        """Return the name as the page and the documentation show it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 

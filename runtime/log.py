@@ -82,7 +82,7 @@ def _log_broken_thread(uncaught: threading.ExceptHookArgs) -> None:
 
 
 def is_json() -> bool:
-    """Whether this process writes JSON lines."""
+    """Return whether this process writes JSON lines."""
     handlers = logging.getLogger(ROOT).handlers
     return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
 

@@ -50,7 +50,7 @@ class SharedCpus:
         return threads
 
     def give_back(self) -> None:
-        """The step has ended."""
+        """Give the threads back, because the step has ended."""
         self._numbers[self._own + _THREADS] = 0
 
     def _free_slot(self) -> int:

@@ -42,13 +42,16 @@ class Decoder:
     ranks: Ranks
 
     def linears(self) -> Iterator[Linear]:
-        """All linear layers."""
+        """Yield all linear layers."""
         for layer in self.layers:
             yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
         yield self.head
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
-        """Store the batch's keys and values; fp32 logits of `rows`, `[len(rows), vocab]`."""
+        """Store the batch's keys and values; return the logits of `rows`.
+
+        Logits are `[len(rows), vocab]` in fp32.
+        """
         backend.begin(batch)
         x, residual = F.embedding(batch.token_ids, self.embedding), None
         for number, layer in enumerate(self.layers):

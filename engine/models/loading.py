@@ -48,7 +48,10 @@ def load_decoder(
     place: Placement,
     progress: Progress,
 ) -> Decoder:
-    """Raises `ConfigError` when the ranks cannot share the model or a tensor is missing."""
+    """Return one rank's decoder; raises `ConfigError` if the ranks cannot share the model.
+
+    It also raises `ConfigError` if a tensor is missing.
+    """
     linears: LinearMaker | None = None
     if place.device.type == "cpu":
         linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
@@ -58,7 +61,7 @@ def load_decoder(
 
 
 def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
-    """Query and KV heads of one of `size` ranks."""
+    """Return the numbers of query heads and KV heads of one of `size` ranks."""
     return config.num_heads // size, max(1, config.num_kv_heads // size)
 
 
@@ -123,7 +126,10 @@ class _Loader:
         )
 
     def _head(self, embedding: Tensor) -> tuple[Linear, bool]:
-        """The output projection; split over ranks when they divide the vocabulary."""
+        """Return the output projection, and whether it is split over the ranks.
+
+        It is split where the number of ranks divides the vocabulary.
+        """
         vocab, size = self.config.vocab_size, self.ranks.size
         if size == 1 or vocab % size:
             if self.config.tie_word_embeddings:
@@ -141,7 +147,7 @@ class _Loader:
         return torch.cat((q, k))
 
     def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:
-        """Several column-parallel layers as one."""
+        """Return several column-parallel layers as one."""
         weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
         if not has_bias:
             return self._linear(weight)
@@ -166,7 +172,7 @@ class _Loader:
     def _read(
         self, name: str, *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
-        """A copy of its own: the checkpoint's pages may be dropped or replaced under a view."""
+        """Return a copy: the checkpoint's pages may be dropped or replaced under a view."""
         if self.ranks.size == 1:
             rows = columns = None
         tensor = self.checkpoint.read(name, rows=rows, columns=columns)

@@ -107,7 +107,7 @@ class LandingHandoff:
 
     @property
     def renew_at_s(self) -> float | None:
-        """When the next renewal is due; at once if only the proof is missing."""
+        """Return when the next renewal is due; that is at once if only the proof is missing."""
         if self.state not in (LandingState.OFFERED, LandingState.LANDING):
             return None
         assert self.lease is not None
@@ -119,17 +119,17 @@ class LandingHandoff:
 
     @property
     def next_s(self) -> float:
-        """When this landing wants attention if nothing comes: its deadline or a renewal."""
+        """Return when something must be done if nothing comes: at a deadline or for a renewal."""
         deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
         return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
 
     @property
     def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """The blocks of each read, by its ticket, that ended without being quiet."""
+        """Return the blocks of each read that ended without being quiet, by its ticket."""
         return {} if self._reads is None else self._reads.quarantined
 
     def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
-        """`peer` is the process that offered it; before that, the one that sent `event`."""
+        """Take an event. `peer` is the process that offered the prompt, or that sent `event`."""
         match self.state:
             case LandingState.EXPECTED:
                 self._on_expected(now_s, event, peer, out)

@@ -29,7 +29,7 @@ class ReaderLease:
 
     @property
     def limit_s(self) -> float:
-        """When to give up."""
+        """Return when to give up."""
         return self._patience_s if self.until_s is None else self.until_s
 
     def renewed(self, now_s: float) -> None:

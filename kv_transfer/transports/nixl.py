@@ -112,7 +112,7 @@ class NixlTransport:
 
     @property
     def _spare(self) -> int:
-        """The address of the block that nobody owns."""
+        """Return the address of the spare block, which no sequence owns."""
         return self._memory.address + self._memory.num_blocks * self._memory.block_bytes
 
     def address(self) -> bytes:

@@ -36,7 +36,7 @@ class OwnerLinks:
 
     @property
     def name(self) -> str:
-        """The name of the lender's socket, in the abstract namespace."""
+        """Return the name of the lender's socket, in the abstract namespace."""
         return self._lender.name
 
     def add(self, peer: PeerRank, owner: str, nonce: bytes, shape: PoolShape) -> None:

@@ -2,8 +2,8 @@
 
 Only `shm` uses it, on the agent's thread. Every process in this network namespace can connect to an
 abstract socket, so a connection has to prove itself: its process must be this user's or root's, and
-its first packet must be the nonce, which only travels over authenticated control channels. What
-proves nothing is closed soon, and never keeps a reader out.
+its first packet must be the nonce, which only travels over authenticated control channels. A
+connection that proves nothing is closed soon, and never keeps a reader out.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ class PoolLender:
         reader.close()
 
     def _set_alarm(self, now_s: float) -> None:
-        """Come back for the oldest connection that has proved nothing, and after a pause."""
+        """Wake up to close the oldest connection that has proved nothing, or to end a pause."""
         times = [since_s + PROVE_S for _, since_s in self._unproven.values()][:1]
         if self._paused_until_s is not None:
             times.append(self._paused_until_s)

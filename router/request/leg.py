@@ -147,7 +147,7 @@ class Leg:
 
     @property
     def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
-        """The processes of a handoff, prefill first; None if this leg has none."""
+        """Return the processes of a handoff, prefill first; None if this leg has none."""
         if self.prefill is None or self.decode is None:
             return None
         return self.process(self.prefill), self.process(self.decode)

@@ -139,7 +139,7 @@ class Lifecycle:
 
     @property
     def awaits_confirmation(self) -> bool:
-        """Whether a node has yet to confirm a cancel."""
+        """Return whether a node has yet to confirm a cancel."""
         return any(leg.unconfirmed for leg in self._legs)
 
     def _on_adopted(self, adopted: Adopted) -> None:
@@ -265,7 +265,7 @@ class Lifecycle:
             self._out.append(HandoffEnded(*leg.pair, failure))
 
     def _prefill_is_over(self, leg: Leg, loss: Loss) -> None:
-        """Prefill failed or died. The leg survives if decode and the router have all they need."""
+        """Go on without prefill, which failed or died, if decode and the router can."""
         assert leg.prefill is not None
         if not leg.streaming:
             self._lose(leg, loss, leg.prefill)

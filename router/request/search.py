@@ -159,7 +159,7 @@ class Search:
 
     @property
     def running_keys(self) -> dict[NodeId, list[Key]]:
-        """The sequences that nodes have given to this router, by node."""
+        """Return the sequences that nodes have given to this router, by node."""
         keys: dict[NodeId, list[Key]] = {}
         for found in self._choices.values():
             if found.held.is_running:

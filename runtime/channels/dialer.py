@@ -98,7 +98,7 @@ class Dialer(Generic[Out, In]):
         return True
 
     def receive(self) -> In | Disconnected | None:
-        """The next message, the end of the session, or None when there is nothing (more)."""
+        """Return the next message or the end of the session; None when nothing has come."""
         while True:
             if self._lost is not None:
                 return self._restart(self._lost)
@@ -184,7 +184,7 @@ class Dialer(Generic[Out, In]):
         return Disconnected(reason)
 
     def _connect(self) -> None:
-        """Under an identity of its own: no two connections of a listener can be confused."""
+        """Connect under a new identity, so that a listener cannot confuse two connections."""
         if pairs := self._keys.pairs:
             self._pair = pairs[self._num_tried % len(pairs)]
             self._wire.lock(self._pair)

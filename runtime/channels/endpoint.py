@@ -26,7 +26,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host can reach it; not known of a name that does not resolve yet."""
+        """Return whether only this host can reach it; False for a name that does not resolve."""
         if self.path or self.is_wildcard:
             return bool(self.path)
         try:
@@ -36,7 +36,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def is_ipv4(self) -> bool:
-        """Whether it is written as an IPv4 address, and not as a name, which may have others."""
+        """Return whether it is written as an IPv4 address; a name may have addresses of both."""
         try:
             return ipaddress.ip_address(self.host).version == 4
         except ValueError:
@@ -48,7 +48,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def dial_endpoint(self) -> str:
-        """What a dialer connects to; raises `ConfigError` where nobody could."""
+        """Return what a dialer connects to; raises `ConfigError` if it cannot be dialled."""
         if self.path:
             return f"ipc://{self.path}"
         if self.port == 0 or self.is_wildcard:
@@ -56,7 +56,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"tcp://{_bracketed(self.host)}:{self.port}"
 
     def bind(self, socket: "zmq.Socket[bytes]") -> str:
-        """Binds `socket` and returns the address as it really is; raises `ConfigError`."""
+        """Bind `socket` and return the address that it got; raises `ConfigError`."""
         if self.path:
             wanted = f"ipc://{self.path}"
         else:
@@ -77,7 +77,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def bindable(text: str) -> Endpoint:
-    """Parses an address; raises `ConfigError` that says what is wrong with it."""
+    """Parse an address; raises a `ConfigError` that says what is wrong with it."""
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "ipc" and rest:
         if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
@@ -107,7 +107,7 @@ def _bracketed(host: str) -> str:
 
 
 def _numeric(host: str) -> str:
-    """ZMQ binds numeric addresses only."""
+    """Return the numeric address of a host, because ZMQ binds no names."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

@@ -11,8 +11,8 @@ from enum import Enum
 HEADER = struct.Struct("<QQ")
 HEADER_BYTES = HEADER.size
 SESSION_BITS = 64
-# In place of a sequence number: the listener does not know this session (any more), or it only
-# wants to learn whether the connection still takes frames.
+# These stand in place of a sequence number: the listener does not know this session (any more), or
+# it only wants to learn whether the connection still takes frames.
 RESET = (1 << 64) - 1
 PROBE = (1 << 64) - 2
 
@@ -39,14 +39,14 @@ class Session:
         self.next_out = 0
 
     def frame(self, payload: bytes) -> bytes:
-        """The next frame to send. Call `sent` once the socket has taken it."""
+        """Return the next frame to send. Call `sent` once the socket has taken it."""
         return HEADER.pack(self.id, self.next_out) + payload
 
     def sent(self) -> None:
         self.next_out += 1
 
     def accept(self, session_id: int, sequence: int) -> Verdict:
-        """Judges a frame and, if it is the next one, counts it."""
+        """Judge a frame and, if it is the next one, count it."""
         if session_id != self.id:
             return Verdict.NEW_SESSION if sequence == 0 else Verdict.STALE
         if sequence == self.next_in:
@@ -59,10 +59,10 @@ _SIGNALS = {RESET: Verdict.RESET, PROBE: Verdict.PROBE}
 
 
 def reset_frame(session_id: int) -> bytes:
-    """The frame that tells a dialer that its session is over."""
+    """Return the frame that tells a dialer that its session is over."""
     return HEADER.pack(session_id, RESET)
 
 
 def probe_frame(session_id: int) -> bytes:
-    """A frame that a dialer ignores: sending it shows whether the connection is still there."""
+    """Return a frame that dialers ignore: sending it shows whether the connection is there."""
     return HEADER.pack(session_id, PROBE)

@@ -70,7 +70,7 @@ class Keys:
 
     @property
     def pairs(self) -> tuple[KeyPair, ...]:
-        """The keys that the file holds now, in its order."""
+        """Return the keys that the file holds now, in its order."""
         if self._file and self._clock() >= self._look_at_s:
             with self._lock:
                 self._look()
@@ -78,16 +78,16 @@ class Keys:
 
     @property
     def first(self) -> KeyPair | None:
-        """The key in use."""
+        """Return the key in use."""
         return self.pairs[0] if self._pairs else None
 
     @property
     def look_in_s(self) -> float | None:
-        """How long the keys stay as they are at least; None is for ever."""
+        """Return how long the keys stay as they are at least; None is for ever."""
         return max(0.0, self._look_at_s - self._clock()) if self._file else None
 
     def check(self, endpoint: Endpoint, what: str) -> None:
-        """Raises `ConfigError` where a channel at `endpoint` would have to trust other hosts."""
+        """Raise `ConfigError` if a channel at `endpoint` would have to trust other hosts."""
         if not self._pairs and not self._is_insecure and not endpoint.is_loopback:
             raise ConfigError(f"{what} {endpoint} reaches beyond this host: {HOW_TO}")
 
@@ -112,12 +112,12 @@ NO_KEYS = Keys()
 
 
 def load_keys(config: KeysConfig) -> Keys:
-    """Return what the settings name; raises `ConfigError` as `Keys` does."""
+    """Return the keys that the settings name; raises `ConfigError` as `Keys` does."""
     return Keys(config.file, is_insecure=config.insecure)
 
 
 def write_key(path: Path) -> None:
-    """Make a new key that only this user can read; raises `ConfigError`, also if it is there."""
+    """Make a new key that only this user can read; raises `ConfigError` if the file exists."""
     _check_curve()
     public, secret = zmq.curve_keypair()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -135,7 +135,7 @@ def _read(path: str) -> tuple[KeyPair, ...]:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES)
-            # Of the open file, so that no other can take its place in between.
+            # This asks the open file, because another file may take its place at any time.
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         hint = "make one with `baton keygen`, copy it here, or name another file"

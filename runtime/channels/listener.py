@@ -74,9 +74,9 @@ class Listener(Generic[Out, In]):
         context: "zmq.Context[zmq.Socket[bytes]]",
         keys: Keys = NO_KEYS,
     ) -> None:
-        """Binds `endpoint`: tcp://host (or port 0) takes a free port; `endpoint` tells which.
+        """Bind `endpoint`: tcp://host (or port 0) takes a free port; `endpoint` tells which.
 
-        Raises `ConfigError` when the address cannot be bound, or may not be without a key.
+        Raises `ConfigError` if the address cannot be bound, or must not be bound without a key.
         """
         address = bindable(endpoint)
         keys.check(address, "listening on")
@@ -108,7 +108,7 @@ class Listener(Generic[Out, In]):
         return self._wire.fileno()
 
     def send(self, peer: bytes, message: Out) -> bool:
-        """False: that peer is unknown, gone, or too slow. Its session is over either way.
+        """Send a message. False: that peer is unknown, gone or too slow, and its session is over.
 
         If the peer was known until now, a disconnect event for it follows from `receive` too.
         """
@@ -135,7 +135,7 @@ class Listener(Generic[Out, In]):
         return True
 
     def receive(self) -> Received[In] | None:
-        """The next message or disconnect; None when there is nothing (more)."""
+        """Return the next message or disconnect; None when nothing has come."""
         for _ in range(SKIPPED_FRAMES):
             if self._events:
                 return self._events.popleft()
@@ -196,7 +196,7 @@ class Listener(Generic[Out, In]):
         return False
 
     def _idle_s(self) -> float | None:
-        """Return after which time without news there may be something to do."""
+        """Return in how many seconds there may be something to do if nothing comes."""
         times = [] if self._is_bound else [REBIND_S]
         if self._probes_at_s:
             times.append(self._probes_at_s[0] - monotonic())
@@ -205,10 +205,10 @@ class Listener(Generic[Out, In]):
         return min(times, default=None)
 
     def _change_key(self) -> bool:
-        """Listen with the first key of now, and return whether that was possible already.
+        """Listen with the key that is first now, and return whether that was possible already.
 
-        Every connection ends, because one that was made with the key of before may be that of a
-        stranger. All others dial again.
+        Every connection ends, because a stranger may have the key with which it was made. Processes
+        that have the new key dial again.
         """
         address = bindable(self.endpoint)
         if self._is_bound:
@@ -277,7 +277,7 @@ class Listener(Generic[Out, In]):
             self.is_connected(peer)
 
     def _tell_unaware(self) -> None:
-        """A dialer that has moved on ignores this, one that is gone needs no word."""
+        """Tell dialers that their sessions are over. One that has moved on ignores it."""
         for peer, session_id in list(self._unaware.items()):
             try:
                 self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)

@@ -39,8 +39,9 @@ CONNECT_TIMEOUT_MS = 3000
 CURVE_BYTES = 33
 
 _REFUSALS = (zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
-# All that a dialer with another key learns is that the listener closed. To a listener the same says
-# nothing of the dialer: it comes when a process pauses or ends in a handshake.
+# A dialer with another key learns only that the listener closed the connection. To a listener the
+# same event says nothing about the dialer: it also comes when a process pauses or ends in a
+# handshake.
 _CLOSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 _WATCHED = (
     zmq.Event.DISCONNECTED
@@ -52,7 +53,7 @@ _WATCHED = (
 
 _INPUT = int(zmq.POLLIN)  # an int is tested in a tenth of the time of a flag
 
-# Hints: libzmq says "lost" of failed handshakes too.
+# These are hints only: libzmq reports failed handshakes as "lost" too.
 ConnectionChange = Literal["up", "lost", "refused"]
 
 
@@ -62,7 +63,7 @@ class Wire:
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
     ) -> None:
-        """With keys, the owner says by `lock` which one counts, before it binds or connects.
+        """With keys, the owner must call `lock` with one of them before it binds or connects.
 
         Raises `zmq.ZMQError`, `OSError` or `NodeError` when the process has no descriptor left.
         """
@@ -125,7 +126,7 @@ class Wire:
         return self._epoll.fileno()
 
     def lock(self, pair: KeyPair) -> None:
-        """From the next bind or connect on, let in, or speak to, only those who have this key."""
+        """Talk only to processes that have this key, from the next bind or connect on."""
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
         if self._gate is None:
@@ -141,7 +142,7 @@ class Wire:
         return _has_input(self.socket)
 
     def changes(self) -> list[ConnectionChange]:
-        """Connections that came, went or were refused since the last call."""
+        """Return the connections that came, went or were refused since the last call."""
         while self._gate is not None and _has_input(self._gate.socket):
             self._gate.answer()
         found: list[ConnectionChange] = []
@@ -156,14 +157,16 @@ class Wire:
         return found
 
     def wake_if_readable(self, anything_else: bool = False) -> None:
-        """To be called after every send: sending may swallow the signal of an arrival."""
+        """Signal again what has arrived. Call it after every send, which may swallow the signal."""
         if not self._awake and (anything_else or _has_input(self.socket)):
             self._awake = True
             os.eventfd_write(self._wake, 1)
 
     def settle(self, wake_in_s: float | None = None) -> None:
-        """To be called once there is nothing left to read. The descriptor fires after `wake_in_s`
-        at the latest, if that is given, or earlier."""
+        """Lower the signal. Call it once there is nothing left to read.
+
+        If `wake_in_s` is given, the descriptor fires by then, or earlier.
+        """
         if self._awake:
             self._awake = False
             os.eventfd_read(self._wake)
