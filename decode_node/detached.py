@@ -70,8 +70,8 @@ class Detached:
             return
         self._until_s.pop(request_id, None)
         for prompt in [one for one in prompts if one.reserved_s is None]:
-            # Its client has no token of it, and prefill may have given it up: its router begins it
-            # again where it likes.
+            # The client has no token of it, and prefill may have given it up. So the new router
+            # begins it again on nodes of its choice.
             self.keep_prompt(now_s, prompt)
             self._intake.end(prompt, _lost_router())
             prompts.remove(prompt)
@@ -83,7 +83,7 @@ class Detached:
             self.ended.add(self._now_s, Ended.of(stream.sequence, stream.kept, reason))
 
     def keep_first(self, now_s: float, prompt: PendingPrompt, choice: int, t: FirstToken) -> None:
-        """Keep the only token of a choice that ended with it, so that it never ran here."""
+        """Keep the only token of a choice that ended with it and so never ran here."""
         if prompt.message.kept is not None and choice in prompt.choices.live:
             self.ended.add(now_s, Ended.before_it_ran(prompt.message, choice, t))
 
@@ -94,7 +94,7 @@ class Detached:
                 self.ended.add(now_s, Ended.before_it_ran(prompt.message, choice, None))
 
     def expire(self, now_s: float) -> None:
-        """End what has waited for a router long enough."""
+        """End the requests that have waited for a router for long enough."""
         self._now_s = now_s
         self.ended.expire(now_s)
         due = [rid for rid, until_s in self._until_s.items() if until_s <= now_s]
@@ -111,7 +111,7 @@ class Detached:
     # --- inside --------------------------------------------------------------------------------
 
     def _detaches(self, request_id: RequestId, kept: Kept | None) -> bool:
-        """Return whether a request goes on without a router, which is noted."""
+        """Note that a request goes on without a router, and return whether it may."""
         if kept is None or not self._keep_s:
             return False
         self._until_s[request_id] = self._now_s + self._keep_s

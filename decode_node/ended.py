@@ -1,8 +1,8 @@
 """The tokens of sequences that ended, kept for a while for clients whose stream broke.
 
-Pure; only the decode scheduler calls it. A router may die with the last tokens of a stream in its
-hands, so a node keeps them after the sequence has ended. It keeps no KV blocks for them. What it
-holds is bounded in time, in number and in bytes; the oldest goes first.
+Pure; only the decode scheduler calls it. A router may die before it has passed on the last tokens
+of a stream, so a node keeps them after the sequence has ended. It keeps no KV blocks for them. The
+tokens are bounded in time, in number and in bytes; the oldest go first.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from baton.protocol.sampling import Sampling
 
 MAX_ENDED = 8_192
 MAX_BYTES = 32 << 20
-# Of one sequence besides its tokens and its form, about as much as CPython takes.
+# About what CPython takes for one sequence besides its tokens and its form.
 OVERHEAD_BYTES = 1_024
 
 

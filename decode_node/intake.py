@@ -2,9 +2,9 @@
 
 Pure; only the decode scheduler calls it. Blocks are reserved in full, so a request that has them
 needs nothing but time. A request gets blocks only when the steps have a place for one of its
-choices: a first token is worth nothing when the second must wait. Its other choices get places as
-they become free. Smaller requests may pass a head that has no blocks, until it has waited
-`MAX_PASSED_S`.
+choices, because a first token is worth nothing if the second must wait. Its other choices get
+places as they become free. Smaller requests may pass the head of the line while it has no blocks,
+until it has waited for `MAX_PASSED_S`.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, HeldChoice, Offered
 
 MAX_PASSED_S = 1.0
-# How many requests behind the head are looked at in one step, however many wait.
+# How many requests behind the head are considered in one step.
 MAX_PASSING = 8
 
 
@@ -51,7 +51,7 @@ class PendingPrompt:
 
     @property
     def keys(self) -> list[Key]:
-        """Return the keys of the legs that its router has of it."""
+        """Return the keys of the legs that its router has for it."""
         if not self.is_adopted:
             return [self.key]
         return [self.key.of_choice(choice) for choice in sorted(self.choices.live)]
@@ -65,7 +65,7 @@ class PendingPrompt:
         self.origin, self.left_by = NO_ROUTER, self.origin
 
     def attach(self, origin: Origin) -> list[HeldChoice]:
-        """Give its choices to another router, which hears of each by itself."""
+        """Give its choices to another router, which gets a leg for each."""
         self.origin, self.left_by, self.is_adopted = origin, NO_ROUTER, True
         output = self.message.token_ids[self.message.num_prompt_tokens :]
         return [HeldChoice(key, output, is_running=True) for key in self.keys]
@@ -99,7 +99,7 @@ class Intake:
             self.outputs.to_connector.append(Expect(message.key, message.prefill_node))
 
     def offered(self, now_s: float, offer: Offered) -> None:
-        """Queue a prompt whose blocks prefill holds: now it needs some here."""
+        """Queue a prompt whose blocks prefill holds, because now it needs blocks here."""
         prompt = self.pending[offer.key]
         if prompt.is_ended:
             return
@@ -202,7 +202,7 @@ class Intake:
         return None
 
     def _lacks_too_much(self, prompt: PendingPrompt) -> bool:
-        """Return whether more of a prompt must be computed here than its router reckoned with."""
+        """Return whether more of a prompt must be computed here than its router expected."""
         bound, sequence = prompt.message.max_uncached_tokens, prompt.sequence
         if bound is None or sequence.num_tokens <= bound:
             return False

@@ -1,8 +1,8 @@
 """Which attempts at a request count, after one router has taken the request over from another.
 
 Pure; only the decode scheduler and `Detached` call it. A router that was away may come back and go
-on with a stream that another router has taken over. Its attempts are then lower than those of the
-other router, and it must be told, so that it stops. What is known here is bounded in number.
+on with a stream that another router has taken over. Its attempts are lower than those of the other
+router, so the node refuses them and the router stops. The number of known requests is bounded.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ MAX_KNOWN = 16_384
 
 class Owners:
     def __init__(self) -> None:
-        # The first attempt of the last router, of requests that changed hands; the oldest first.
+        # The first attempt of the last router, for requests that changed hands; the oldest first.
         self._first: dict[RequestId, int] = {}
 
     def pass_on(self, request_id: RequestId, attempts: Iterable[int]) -> int:

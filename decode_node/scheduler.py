@@ -1,9 +1,10 @@
 """Which sequences take the next step: continuous batching, one token each, prompts in between.
 
-Pure; only the engine loop calls it. Every running sequence that has its block takes part in every
-step, as long as there are places; when there are not, requests get places in turn, so one with many
-choices never keeps another one out. Local prompts get what the token budget leaves. When no block
-is left to grow into, the youngest sequence goes back to its router, which resumes it elsewhere.
+Pure; only the engine loop calls it. Every running sequence that has its next block takes part in
+every step, as long as there are places. If there are not, requests get places in turn, so one with
+many choices never keeps another one out. Local prompts get what the token budget leaves. When no
+block is left to grow into, the youngest sequence goes back to its router, which resumes it
+elsewhere.
 """
 
 from collections import Counter

@@ -31,7 +31,7 @@ class Stream:
         return not self.is_ended and self.sequence.num_planned_tokens + 1 < self.limit
 
     def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
-        """Return the tokens that are not sent yet, as sent from now on."""
+        """Return the tokens that are not sent yet, which then count as sent."""
         tokens = self.sequence.token_ids
         entry = TokenEntry(
             self.sequence.key,

@@ -2,7 +2,7 @@
 
 The node's loop writes into `Vitals`; `BeatThread` sends `Starting` once a second until the node is
 ready and `Beat` from then on, over its own socket to every router. It never touches the node's
-other channels and never asks the loop for anything: a wedged loop must show, not stop the beats.
+other channels and never waits for the loop: the beats must go on and show a loop that hangs.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """The owners of this node's KV blocks: reference counts, generations, quarantine.
 
 The pool lives on the host; only schedulers call it. A block is free, owned (references > 0), idle
-in the prefix cache (evictable), or quarantined: bytes of a read may still land in it, so this pool
-does not hand it out until it is readmitted.
+in the prefix cache (evictable), or quarantined. Bytes of a read may still land in a quarantined
+block, so the pool does not hand it out until it is readmitted.
 """
 
 from collections import deque

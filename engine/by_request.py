@@ -1,7 +1,7 @@
-"""What a scheduler holds, found by request, so that no message makes it scan all of its requests.
+"""An index of the items of a scheduler by request, so that no message makes it scan all requests.
 
 Both schedulers keep one beside their queues. A request has few items at a time: its attempts that
-have not ended, and the sequences of the one that runs.
+have not ended, and the sequences of the attempt that runs.
 """
 
 from typing import Generic, TypeVar

@@ -1,9 +1,9 @@
-"""What routers have yet to hear of the prefix cache. Pure.
+"""The changes of the prefix cache that routers have not heard of yet. Pure.
 
 `PrefixCache` notes every block that it takes in or gives up; the engine loop takes the messages and
 sends them. A router that watches hears of all blocks first and of changes from then on. A block
-that came and went between two messages is not mentioned, so what waits for a router is never more
-than twice the blocks of the pool.
+that came and went between two messages is not mentioned, so no more than twice the blocks of the
+pool ever wait for a router.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ class CacheJournal:
         return min(due, default=None)
 
     def take(self, now_s: float) -> Iterator[tuple[Origin, CacheChanges]]:
-        """Yield what each router is to be told now, as said."""
+        """Yield the messages that are due, which then count as sent."""
         for origin, reader in self._readers.items():
             if reader.has_news and now_s >= reader.due_s:
                 yield origin, _next_part(reader)

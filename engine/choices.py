@@ -1,6 +1,6 @@
-"""The sequences that one message about a prompt stands for, and which of them are still wanted.
+"""The choices that one message about a prompt asks for, and which of them are still wanted. Pure.
 
-Both schedulers hold it from the message until its sequences run by themselves. Pure.
+Both schedulers hold it from the message until its sequences run by themselves.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What torch and the compiled kernels say of a machine, without loading a model.
+"""What torch and the compiled kernels can do on a machine, without loading a model.
 
 `baton doctor` runs `python -m baton.engine.check_compute`, which prints these facts as JSON: torch
 may take seconds to load, or end the process. Nothing that serves uses this.

@@ -1,8 +1,8 @@
 """The last events of one loop, written to a file when an invariant breaks.
 
-The engine loop records what it hears; its node dumps the ring, so that a bug report is a file. The
-events hold prompts, so only the user of the process may read the file. It reads no clock. The
-stages of a single request travel as `StageTimes` instead.
+The engine loop records its events and its node dumps the ring, so a bug report is a file. The
+events hold prompts, so only the user of the process may read the file. Nothing here reads a clock.
+The stages of a single request travel as `StageTimes` instead.
 """
 
 import os

@@ -21,7 +21,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.messages import KVLayout
 
 SPARE_BLOCKS = 1  # behind a GPU's pool, for reads that only try a connection
-HOST_SHARE = 0.25  # of the free memory: the weights and other programs take from it too
+HOST_SHARE = 0.25  # of the free memory; weights and other programs need memory too
 
 
 class KVCache:

@@ -19,7 +19,7 @@ class FromRouter(msgspec.Struct, frozen=True):
 
 
 class RouterLost(msgspec.Struct, frozen=True):
-    """The channel to that router broke; what it asked for is not wanted any more."""
+    """The channel to that router broke, so its requests are no longer wanted."""
 
     origin: Origin
 

@@ -51,10 +51,10 @@ class InProcessExecutor:
             # Lower the flag, then look again: a result may have come in between.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
-        error = self._error  # before `_results`: what came before the error is in there then
+        error = self._error  # read first: then `_results` has every result before the error
         if self._results:
             if error is not None:
-                os.eventfd_write(self._event_fd, 1)  # the error's own may have been lowered
+                os.eventfd_write(self._event_fd, 1)  # the flag of the error may have been lowered
             return self._results.popleft()
         if error is not None:
             raise error

@@ -47,7 +47,7 @@ MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it e
 MAX_WAIT_S = 0.25
 RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
-# The first step may load, map and compile; a router takes a step of eight times as long for stuck.
+# The first step may load, map and compile. A router takes a node for stuck after eight times that.
 COLD_STEP_S = 15.0
 DRAINING = Failure(
     "draining", "this node takes no more requests: it ends", retryable=True, http_status=503
@@ -56,7 +56,7 @@ FORECAST_WEIGHT = 0.1  # of the newest step, where it was quicker than was known
 
 
 class LoopObserver(Protocol):
-    """Hears what the beat thread, the stats line and the step records report."""
+    """Hears what happens, for the beat thread, the stats line and the step records."""
 
     def step_started(self, at_s: float, predicted_s: float) -> None: ...
 
@@ -74,8 +74,8 @@ class LoopObserver(Protocol):
 class StepForecast:
     """Predicts the seconds of a step from recent steps of about as many tokens.
 
-    It rises at once and falls slowly: a router that takes a long step for one that hangs ends every
-    stream of the node.
+    It rises at once and falls slowly, because a router that takes a long step for one that hangs
+    ends every stream of the node.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class EngineLoop:
     def turn(self) -> None:
         """Do everything that can be done now, then wait for the next event."""
         events = self.links.receive()
-        # A time before the messages came would end leases early that they renew.
+        # The clock is read after the messages came, or leases that they renew would end early.
         now_s = self._clock()
         for event in events:
             self.ring.record(now_s, event)
@@ -210,7 +210,7 @@ class EngineLoop:
                 self.observer.step_started(now_s, self._forecast.predict(self._launched[0]))
 
     def _settled(self, now_s: float) -> StepResult | None:
-        """Settle the oldest step if it has ended. An error of it is charged to its requests."""
+        """Settle the oldest step if it has ended. Its requests are charged with its error."""
         try:
             result = self.executor.poll()
             if result is None:
@@ -255,8 +255,8 @@ class EngineLoop:
     def _launch(self, now_s: float) -> None:
         """Keep the executor busy.
 
-        Planning may admit prompts, and so offer or land. A prompt that lands at once is planned at
-        once: no event will come to wake this loop for it.
+        Planning may admit prompts, which are then offered or landed. A prompt that lands at once is
+        planned at once, because no event will wake this loop for it.
         """
         while True:
             while len(self._launched) < MAX_LAUNCHED:

@@ -114,7 +114,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
 
 
 class _Kind(msgspec.Struct):
-    """The fields read first, so that another architecture is not reported as a missing field."""
+    """The fields that are read first, to report an unknown architecture and not a missing field."""
 
     architectures: tuple[str, ...] | None = None
     model_type: str = ""
@@ -239,7 +239,7 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
 
 
 def _sliding_window(file: Path, family: Family, raw: _RawConfig) -> int | None:
-    """Return the one window of all layers, or None; a window as long as the model is none."""
+    """Return the window that all layers have, or None. One as long as the model does not count."""
     if family == "llama":
         return None
     window = SLIDING_WINDOW if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window

@@ -63,15 +63,15 @@ if TYPE_CHECKING:
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
 MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
 
-LINGER_MS = 1000  # so that the last tokens of a node that drained leave it
+LINGER_MS = 1000  # time for the last tokens to leave a node that has drained
 
 log = logger("node")
 
 
 class NodeObserver:
-    """The observer that passes the loop's reports to the beat thread, records and stats line.
+    """Passes the loop's reports on to the beat thread, the records and the stats line.
 
-    There is no stats line for an interval in which the node did nothing.
+    It logs no stats line for an interval in which the node did nothing.
     """
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
@@ -208,7 +208,7 @@ class EngineNode:
     def _start_http(self, standings: Standings) -> "NodeHttp | None":
         if not self.config.node.http:
             return None
-        # aiohttp takes memory and time that a node without HTTP need not spend.
+        # A node without HTTP saves the memory and time that importing aiohttp takes.
         from baton.engine.node_http import NodeHttp
 
         name = self.config.model.shown_name
@@ -259,7 +259,7 @@ class EngineNode:
         self._say_ready(info)
         try:
             self._work(loop, sockets)
-        except (InvariantBroken, AssertionError, LookupError):  # all of them are bugs
+        except (InvariantBroken, AssertionError, LookupError):  # each of them is a bug
             path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
@@ -311,7 +311,7 @@ class EngineNode:
             self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
             loop.drain()
             self._vitals.set_draining()
-            # The next beat of the other thread may come after this process has ended.
+            # The beat thread may send its next beat too late, after this process has ended.
             load = loop.scheduler.load()
             sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
@@ -345,7 +345,7 @@ class EngineNode:
 
 
 def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
-    """Add what is configured here to the facts that the node publishes."""
+    """Return the info with the facts that the settings add."""
     found = {
         "batch_invariant": info.batch_invariant,
         "prefix_caching": config.cache.prefix,

@@ -25,7 +25,7 @@ from baton.runtime.exposition import CONTENT_TYPE, Page
 from baton.runtime.node_health import NodeHealth
 from baton.runtime.node_metrics import add_nodes
 
-# A loop that hangs for so long does not come back. It is longer than what a router takes for stuck.
+# A loop that hangs for so long does not come back. Routers take a node for stuck before that.
 DEAD_S = 60.0
 DEAD_FACTOR = 16.0  # of the predicted time of a step
 STOP_S = 2.0

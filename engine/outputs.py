@@ -9,7 +9,7 @@ from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.protocol.messages import TokenEntry, Tokens, ToRouter
 
 Origin = int
-# Stands for a router that is gone: what is said to it is dropped.
+# Stands for a router that is gone: messages to it are dropped.
 NO_ROUTER: Origin = -1
 
 
@@ -25,7 +25,7 @@ class Outputs:
             self.to_routers.append((origin, message))
 
     def emit(self, origin: Origin, entry: TokenEntry) -> None:
-        """Add tokens; those of one step leave in one message per router."""
+        """Add tokens. All tokens of one step for one router leave in one message."""
         if origin != NO_ROUTER:
             self._entries.setdefault(origin, []).append(entry)
 

@@ -1,4 +1,4 @@
-"""What one step computes and what came of it: the language between scheduler and executor.
+"""What one step computes and what it returns: the language between scheduler and executor.
 
 Host-only, and it travels to worker processes as msgpack. A decode step is a slice of length one;
 a chunk of a prompt is a longer slice; one plan mixes both. A plan carries what a cost model needs.

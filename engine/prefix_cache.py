@@ -1,4 +1,4 @@
-"""The blocks that hold known prefixes, and those of them that are idle.
+"""The blocks that hold known prefixes, and which of them are idle.
 
 Only `BlockPool` calls it. The least recently used idle block is evicted first. A block enters whole
 and settled; when the same content is offered twice, the block that came first stays.

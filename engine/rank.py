@@ -1,8 +1,8 @@
 """Everything that computes one rank: weights, pool, runner and transfer port, made in one place.
 
-Called by `InProcessExecutor` and by each rank's worker process. Decides what a configuration means
+`InProcessExecutor` and each rank's worker process call it. It decides what a configuration means
 for a rank (device, dtype, block count) and refuses what cannot work before anything large is
-allocated. Starts no threads but the port's own.
+allocated. It starts no thread but the port's own.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ log = logger("rank")
 
 @dataclass(slots=True, frozen=True)
 class RankPlan:
-    """What a configuration comes to for each rank, before anything is allocated."""
+    """The settings of each rank, as they follow from a configuration and its model."""
 
     folder: Path
     decoder: DecoderConfig
@@ -134,7 +134,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
 
 
 def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
-    """Return what a configuration comes to; raises `ConfigError` if it does not fit the model."""
+    """Return the plan of each rank; raises `ConfigError` if settings and model do not fit."""
     if not config.model.path:
         raise ConfigError("model.path: no model folder is given")
     folder = Path(config.model.path)

@@ -58,7 +58,7 @@ class Counters(msgspec.Struct):
     read_bytes: int = 0
     reads_s: float = 0.0
     failed_reads: int = 0
-    corrupt_reads: int = 0  # of which a block had other bytes than were sent (verify_kv)
+    corrupt_reads: int = 0  # reads in which a block had other bytes than were sent (verify_kv)
 
     def totals(self, pool: PoolCounts) -> Totals:
         """Return these counts and those of the pool as they travel."""

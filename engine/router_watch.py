@@ -41,7 +41,7 @@ class RouterWatch:
         self._absences: dict[str, _Absence] = {}
 
     def look(self, now_s: float, router: RouterLink) -> None:
-        """Note whether a router is there; log it after 5 s without, then ever more rarely."""
+        """Note whether a router answers; log its absence after 5 s, then ever more rarely."""
         absence = self._absences.get(router.endpoint)
         if router.connected:
             if absence is not None:
@@ -61,7 +61,7 @@ class RouterWatch:
 
 
 def tell(endpoint: str) -> None:
-    """Log that a router is awaited, and what stands in the way as far as this host can say."""
+    """Log that a router does not answer, and why, as far as this host can tell."""
     reason = "nothing answers there"
     try:
         address = bindable(endpoint)

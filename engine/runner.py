@@ -26,7 +26,7 @@ from baton.engine.sampler import Sampler
 from baton.engine.step_queue import GraphQueue, StepQueue
 from baton.runtime.clock import Clock
 
-MAX_SEQUENCES = 1024  # whose tables stay on the device: as many as the kernels take in one step
+MAX_SEQUENCES = 1024  # that have a table on the device: as many as the kernels take in one step
 
 
 class Runner:
@@ -117,7 +117,7 @@ class Runner:
     def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
         ids = inputs.tokens.of(inputs.words)[0]
         if step.has_unknown_tokens:
-            # An index below 0 counts from the ring's end; those of known tokens read its last.
+            # An index below 0 counts from the ring's end; a known token reads the last place.
             ids = torch.where(ids < 0, self._ring[ids.clamp(max=-1)], ids)
         return step.batch(inputs, ids, self._tables)
 

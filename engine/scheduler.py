@@ -1,4 +1,4 @@
-"""What the loop asks of a scheduler, and what both schedulers do alike with a message. Pure.
+"""What the loop asks of a scheduler, and how both schedulers check a message. Pure.
 
 Prefill and decode nodes each have their own scheduler; the loop never learns which it drives. Time
 comes in as `now_s`, messages go out through `outputs`. `plan` may be called again before the last
@@ -63,7 +63,7 @@ def problem_of(
 
 
 def taken_over() -> Failure:
-    """Return what a router is told when another one has taken its request over."""
+    """Return the failure for a router whose request another one has taken over."""
     text = "another router has taken this stream over: go on with the header Last-Event-ID"
     return RequestError(text, code="stream_taken_over", http_status=409).to_failure()
 

@@ -57,7 +57,7 @@ log = logger("sockets")
 
 @dataclass(slots=True)
 class Introduced:
-    """The peer at the other end of a connection that it made, by its own word."""
+    """The peer that made a connection, as it introduced itself."""
 
     hello: PeerHello
     is_answered: bool = False
@@ -70,7 +70,7 @@ class Introduced:
 
 @dataclass(slots=True)
 class _Wait:
-    """A router refused this ready node, which asks again later each time."""
+    """A router refused this ready node, which asks again after ever longer pauses."""
 
     ask_at_s: float = 0.0
     _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_WAIT_S, LONGEST_WAIT_S))
@@ -106,7 +106,7 @@ class EngineSockets:
         self._listener: Listener[ToPrefill, ToDecode] | None = None
         self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
         self._introduced: dict[bytes, Introduced] = {}
-        self._lost: list[PeerLost] = []  # that could not even be dialled
+        self._lost: list[PeerLost] = []  # peers that could not be dialled
         for dialer in self._routers:
             self.watch(dialer.fileno())
             dialer.send(hello)
@@ -146,7 +146,7 @@ class EngineSockets:
         return events
 
     def starting(self) -> None:
-        """Hear the routers before `ready`. Raises `NodeError` if one of them refuses this node."""
+        """Hear the routers during the start; raises `NodeError` if one refuses this node."""
         for dialer in self._routers:
             while (message := dialer.receive()) is not None:
                 if isinstance(message, Disconnected):
@@ -254,7 +254,7 @@ class EngineSockets:
                 info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
                 self._context, self._keys,
             )  # fmt: skip
-        except ConfigError as error:  # the address is the peer's word
+        except ConfigError as error:  # the peer has published a wrong address
             log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
             self._lost.append(PeerLost(*peer))
             return
@@ -303,7 +303,7 @@ class EngineSockets:
                 self._meet(received.peer, received.message, events)
             elif known is not None:  # before its PeerHello a peer is not heard
                 if known.is_dropped:
-                    # Only this side dropped it: to the peer, this is the same connection.
+                    # Only this side dropped it; for the peer it is the same connection.
                     known.is_dropped = False
                     events.append(FromPeer(*known.peer, known.hello))
                 events.append(FromPeer(*known.peer, received.message))
@@ -328,7 +328,7 @@ class EngineSockets:
 def _has_answered(router: Dialer[ToRouter, ToNode | Unreadable], crashed: Crashed) -> bool:
     while (message := router.receive()) is not None:
         if isinstance(message, Disconnected):
-            return True  # nobody is there
+            return True  # the router is gone
         if isinstance(message, Cancel) and message.keys == crashed.keys:
             return True
     return False

@@ -57,7 +57,7 @@ class SingleRank:
 
 
 class SharedMemoryRanks:
-    """Processes of one host: CPU tensors in shared memory, and a byte on a socket as the signal.
+    """Ranks on one host, with CPU tensors in shared memory and a byte on a socket as the signal.
 
     Each element is summed in rank order in float32, so its bits depend neither on the rank that
     asks nor on what else is in the batch (a ring would cut a tensor at places that its size

@@ -36,7 +36,7 @@ from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.runtime.log import logger, own_process
 from baton.runtime.process import die_with_parent
 
-CLOSE_S = 2.0  # for the step that runs when the executor goes
+CLOSE_S = 2.0  # time for the running step to end once the executor is gone
 
 log = logger("worker")
 

@@ -182,7 +182,7 @@ class _RankProcess:
             )
 
     def loss(self) -> NodeError:
-        """Return why the stream ended, as far as the process tells."""
+        """Return why the stream ended, as far as the process shows."""
         if not self.child.wait(monotonic() + EXIT_S):
             return NodeError(f"rank {self.rank} closed its socket")
         code = self.child.exit_code

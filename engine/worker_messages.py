@@ -77,7 +77,7 @@ FromWorker = Loading | Loaded | StepDone | WorkerFailed
 
 
 class MessageSocket(Generic[T]):
-    """Typed messages over one end of a stream socket. `T` is what comes in; anything goes out.
+    """Typed messages over one end of a stream socket. `T` is the union of what comes in.
 
     `send` may be called from any thread, everything else from one. Whether calls block is the
     socket's own setting.

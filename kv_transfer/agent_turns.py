@@ -1,8 +1,9 @@
 """What a transfer agent does, one turn at a time, without its thread: see `agent`.
 
-Reads are cut into slices, two in flight for a peer, peers in turn; commands are heard between
-slices. A read ends exactly once: when all of it is there, when it failed and is quiet, or when it
-is still not certain after `quiet_s` that it is quiet. Never waits; time comes from the given clock.
+It cuts reads into slices, keeps two of each peer in flight, takes peers in turn, and hears commands
+between slices. A read ends exactly once: when all of it is there, when it failed and is quiet, or
+when it is still not certain after `quiet_s` that it is quiet. Nothing here waits, and the time
+comes from the given clock.
 """
 
 from collections import deque
@@ -32,7 +33,7 @@ from baton.kv_transfer.interfaces import (
 from baton.protocol.errors import Cancelled, Failure, TransferError
 from baton.runtime.clock import Clock
 
-# Of blocks of the local pool: the bytes from an offset on, so many of each.
+# Called with blocks of the local pool, an offset in each block and a number of bytes.
 Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
 
 QUIET_POLL_S = 0.25
@@ -40,7 +41,7 @@ MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
 
 
 class AgentLimits(msgspec.Struct, frozen=True):
-    """A read that has not ended `read_s` after its command fails. A failed read whose slices are
+    """A read fails if it has not ended `read_s` after its command. A failed read whose slices are
     not quiet after `quiet_s` ends as not quiet."""
 
     slice_bytes: int = 16 << 20
@@ -68,7 +69,7 @@ class _ReadablePeer:
     connect_by_s: float
     up: bool = False
     removed: bool = False
-    # What to do once a removed one has no reads left: the same process may be added again.
+    # To be done once the removed peer has no reads left, because its process may be added again.
     next_command: AddPeer | None = None
     reads: deque[_Reading] = field(default_factory=deque)
 
@@ -96,7 +97,7 @@ class AgentTurns:
         clock: Clock,
         checksums: Checksums | None = None,
     ) -> None:
-        """`checksums` sums up blocks of the local pool; without it nothing is checked."""
+        """Without `checksums`, which sums up blocks of the local pool, reads are not checked."""
         self._limits = limits
         self._clock = clock
         self._checksums = checksums
@@ -149,10 +150,10 @@ class AgentTurns:
         return events
 
     def wake_at_s(self, poll_s: float) -> float | None:
-        """Return when the next turn is due without a command, or None.
+        """Return when the next turn is due if no command comes, or None.
 
-        That is a deadline, `poll_s` from now where something is under way without a descriptor, or
-        the next call that a transport without a thread of its own needs.
+        It is due at a deadline, `poll_s` from now if something is under way that has no descriptor,
+        or when a transport without a thread of its own needs the next call.
         """
         times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
         for transport in self._transports.values():
@@ -288,7 +289,7 @@ class AgentTurns:
         return moved
 
     def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
-        """Post no more of it. It ends when its slices are quiet, or with `quiet` False."""
+        """Post no more slices. The read ends when those in flight are quiet, or as not quiet."""
         if reading.failure is None:
             reading.failure = error.to_failure()
             reading.stop_at_s = now_s + self._limits.quiet_s

@@ -1,8 +1,8 @@
-"""Announcements that wait for the checksums of their blocks. Used where `transfer.verify_kv` is on.
+"""Announcements that wait for the checksums of their blocks, if `transfer.verify_kv` is on.
 
-Held by the offers of a prefill node. Each rank's agent sums up the blocks of a span in its own
-pool, piece by piece as decode will read them; the span leaves when all ranks have answered, and
-what follows it keeps its place behind it.
+The offers of a prefill node hold it. Each rank's agent sums up the blocks of a span in its own
+pool, piece by piece as decode will read them. The span leaves when all ranks have answered, and
+later announcements keep their place behind it.
 """
 
 import itertools

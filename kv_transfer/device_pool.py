@@ -1,7 +1,7 @@
-"""One rank's KV pool in a GPU's memory, and what other processes of the host can do with it.
+"""One rank's KV pool in a GPU's memory, and how other processes of the host can read it.
 
-The rank's loader makes a `DevicePool` in place of a `HostPool`; `choice` makes its transports. What
-touches a GPU is behind `PeerMemory`, which the engine implements: this room imports no torch.
+The rank's loader makes a `DevicePool` in place of a `HostPool`; `choice` makes its transports. The
+engine implements `PeerMemory`, which is all that touches a GPU: this room imports no torch.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class PeerPool(Protocol):
 
 
 class PeerMemory(Protocol):
-    """What `cuda_ipc` needs of a GPU. `enter`, `open` and what it returns belong to the agent's
-    thread."""
+    """What `cuda_ipc` needs of a GPU. Only the agent's thread calls `enter` and `open`, and uses
+    what `open` returns."""
 
     @property
     def gpu(self) -> str:

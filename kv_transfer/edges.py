@@ -1,8 +1,8 @@
 """Which rank of a decode node reads which part of which prefill rank's blocks. Pure.
 
 The peer table asks once for each pair of processes. A block holds its KV heads one after another,
-each with all of its layers, so the heads that two ranks have in common are one run of bytes in each
-block. Degrees divide each other (`protocol.pairs`), so that run is equally long for all ranks.
+each with all of its layers, so the heads that two ranks share are one run of bytes in each block.
+One degree divides the other (`protocol.pairs`), so this run has the same length for all ranks.
 """
 
 import msgspec
@@ -17,7 +17,7 @@ class Edge(msgspec.Struct, frozen=True):
     source: int
     target: int
     piece: BlockPiece
-    num_pieces: int  # into which a block of `source` is cut
+    num_pieces: int  # in a block of `source`
 
     @property
     def sums_row(self) -> int:
@@ -39,7 +39,7 @@ def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[Edge]:
         whole = BlockPiece(0, 0, decode.layout.block_bytes)
         return [Edge(rank, rank, whole, 1) for rank in range(num_targets)]
     kv_heads = prefill.layout.kv_heads
-    # How many ranks hold different heads; where there are more ranks, neighbours hold the same.
+    # How many ranks hold different heads. If there are more ranks, neighbours hold the same heads.
     sources, targets = min(num_sources, kv_heads), min(num_targets, kv_heads)
     source_copies, target_copies = num_sources // sources, num_targets // targets
     num_reads, num_pieces = max(1, sources // targets), max(1, targets // sources)

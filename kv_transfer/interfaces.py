@@ -1,8 +1,9 @@
-"""The interfaces of this room: `Transport` moves bytes, `TransferPort` is one rank's agent as its
-node sees it, and `Connector` knows requests: events in, commands and reports out.
+"""The interfaces of this room.
 
-A read is *stale* if it ended after its lease did. The connector decides that; transports only say
-when a read was posted and when it ended. All times are seconds since this host's boot (`boottime`).
+`Transport` moves bytes, `TransferPort` is one rank's agent as its node sees it, and `Connector`
+knows requests: it takes events and returns commands and reports. A read is *stale* if it ended
+after its lease did. The connector decides that; transports only say when a read was posted and when
+it ended. All times are seconds since this host's boot (`boottime`).
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ class BlockPiece(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-CORRUPT_BLOCKS = "corrupt_blocks"  # code of a read whose checksums are not those that were sent
+CORRUPT_BLOCKS = "corrupt_blocks"  # code of a read whose checksums differ from those that were sent
 LEASE_EXPIRED = "lease_expired"  # code of a handoff that decode did not renew in time
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
@@ -58,7 +59,7 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True):
 class AddPeer(AgentMessage, frozen=True):
     """Make a rank's pool readable, in the background. PeerUp or PeerDown follows.
 
-    `block_bytes` is the size of its blocks; every read of it copies `piece` of each.
+    `block_bytes` is the size of its blocks. Every read copies `piece` of each block.
     """
 
     peer: PeerRank
@@ -70,7 +71,7 @@ class AddPeer(AgentMessage, frozen=True):
 
 
 class RemovePeer(AgentMessage, frozen=True):
-    """Forget that pool. Its reads fail and end first."""
+    """Forget that pool. Reads of it fail and end first."""
 
     peer: PeerRank
 

@@ -1,7 +1,7 @@
 """All handoffs that this node offers: finds the machine of a key, or answers for it.
 
-Held by the connector, which tells it about channels and time. A reader that renews a key that has
-ended, or that was never offered, is told that the handoff was withdrawn.
+The connector holds it and tells it about channels and time. If a reader renews a key that has
+ended, or that was never offered, the answer is that the handoff was withdrawn.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from baton.protocol.messages import Declined, Done, End, Renew, Span, Withdrawn
 
 class Offers:
     def __init__(self, peers: PeerTable, lease_s: float, sums: AnnouncedSums | None = None) -> None:
-        """With `sums`, spans travel with checksums of their blocks."""
+        """Spans travel with checksums of their blocks if `sums` is given."""
         self._sums = sums
         self._peers = peers
         self._lease_s = lease_s

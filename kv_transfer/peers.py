@@ -1,9 +1,9 @@
 """The processes this node moves blocks to or from: their channels and their readable ranks.
 
-Held by the connector only. A peer is a process, so it is named by node id and epoch. Both sides
+Only the connector holds it. A peer is a process, so its name is a node id and an epoch. Both sides
 introduce themselves with `PeerHello`; a peer that differs in version, model or block layout, or
-whose degree does not fit, is refused with a typed failure. Which rank reads which of a peer's ranks
-is decided by `edges`; they are connected on need, in the background.
+whose degree does not fit, is refused with a typed failure. `edges` decides which rank reads which
+rank of a peer; ranks are connected when they are needed, in the background.
 """
 
 from collections.abc import Callable
@@ -157,7 +157,7 @@ class PeerTable:
     # --- channels ------------------------------------------------------------------------------
 
     def refusal_of(self, peer: Peer) -> Failure | None:
-        """Return why blocks cannot be exchanged with it, as far as is known."""
+        """Return why blocks cannot be exchanged with it; None as long as no reason is known."""
         if peer.refusal is not None or peer.info is None:
             return peer.refusal
         theirs = (peer.info.model, peer.info.layout.fingerprint)
@@ -207,8 +207,7 @@ class PeerTable:
     def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
         """Begin to connect every link that is not up or connecting.
 
-        The peer is not refused. Raises `TransferError` if one never can be: no transport serves
-        both sides.
+        The peer must not be refused. Raises `TransferError` if no transport serves both sides.
         """
         info = peer.info
         if info is None:
@@ -277,7 +276,7 @@ class PeerTable:
         return None
 
     def _problem(self, info: NodeInfo) -> Failure | None:
-        """Refuse a peer whose blocks, or whose reads, can never arrive."""
+        """Return why no block could ever travel between this node and that peer."""
         own, pair = self._node, (info, self._node)
         prefill, decode = pair if own.role == "decode" else pair[::-1]
         if (problem := degree_problem(prefill, decode)) is not None:

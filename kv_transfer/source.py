@@ -55,7 +55,7 @@ SourceEvent = (
 
 
 class SourceHandoff:
-    """Sends Offered when made. `deadline_s` is the end of the lease in every state."""
+    """Making one sends Offered. `deadline_s` is the end of the lease in every state."""
 
     def __init__(
         self, now_s: float, offer: Offer, peer: PeerName, lease_s: float, out: Effects

@@ -1,7 +1,8 @@
 """The memory of handoffs that have ended, and of messages that came before their request.
 
-Held by the connector only. Everything is bounded: the oldest tombstone goes first (its key is then
-parked and refused like an unknown one), and a message that cannot be parked is refused at once.
+Only the connector holds them. Everything is bounded: the oldest tombstone goes first (its key is
+then parked and refused like an unknown one), and a message that cannot be parked is refused at
+once.
 """
 
 from dataclasses import dataclass, field

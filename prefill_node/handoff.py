@@ -1,6 +1,6 @@
 """One prompt on its way from a router's request to blocks that decode has read.
 
-Held by the prefill scheduler only. `is_offered` holds from the offer until the connector reports
+Only the prefill scheduler holds it. `is_offered` is true from the offer until the connector reports
 `Released`; during that time a reader may need the blocks.
 """
 

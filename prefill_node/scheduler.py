@@ -1,9 +1,9 @@
 """Which prompt tokens the next step computes, and when blocks are announced and given back.
 
-Pure; only the engine loop calls it. First come, first served: the oldest prompt takes the whole
-token budget of a step, the next ones what is left. All blocks of a prompt are reserved before its
-first chunk, so a prompt that has started needs nothing but time. When the pool cannot take the
-oldest waiting prompt, nothing passes it.
+Pure; only the engine loop calls it. Prompts are served in order of arrival: the oldest prompt takes
+as much of a step's token budget as it needs, and the next ones share the rest. All blocks of a
+prompt are reserved before its first chunk, so a prompt that has started needs nothing but time.
+When the pool cannot take the oldest waiting prompt, no other prompt passes it.
 """
 
 from baton.engine.block_pool import BlockPool
@@ -56,7 +56,7 @@ class PrefillScheduler:
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
             if lower.origin != origin and lower.sequence.key.attempt < message.key.attempt:
-                # Another router loses all of the request, and would not hear of it otherwise.
+                # The other router loses the whole request and would not hear of it otherwise.
                 self.outputs.say(lower.origin, Failed(lower.sequence.key, taken_over()))
                 self._end(lower, taken_over())
             elif lower.choices.supersede(handoff.choices):
@@ -76,7 +76,7 @@ class PrefillScheduler:
         self.outputs.say(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
-        # For the router, which decode may still reach, this is a lost node and not a cancel.
+        # Decode may still reach the router, which must see a lost node and not a cancel.
         lost = NodeError("the prefill node lost the channel to its router").to_failure()
         # A client may have the first token of a computed prompt, so decode must get its blocks.
         for handoff in [*self._waiting.values(), *self._computing.values()]:
@@ -84,7 +84,7 @@ class PrefillScheduler:
                 self._end(handoff, lost)
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
-        # Its requests end with their router: decode has the tokens to begin them again.
+        # Requests here end with their router. Decode has the tokens to begin them again.
         self.outputs.say(origin, NotAttached(message.request_id))
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 BlockHash = bytes
 HASH_BYTES = 16
-# The first bytes of a hash, as a number. Two prompts share one by chance once in 2**64 pairs.
+# The first bytes of a hash, as a number. One pair of blocks in 2**64 has equal keys by chance.
 BlockKey = int
 KEY_BYTES = 8
 ROOT_HASH: BlockHash = hashlib.blake2b(digest_size=HASH_BYTES).digest()  # before the first block
@@ -68,7 +68,7 @@ def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
 
 
 def unpack_keys(data: bytes) -> tuple[BlockKey, ...]:
-    """Return keys that were packed; bytes behind the last whole key are left out."""
+    """Return packed keys; bytes behind the last whole key are ignored."""
     num_keys = len(data) // KEY_BYTES
     return struct.unpack_from(f">{num_keys}Q", data)
 

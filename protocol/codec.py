@@ -1,7 +1,8 @@
 """Bytes to messages and back, one typed decoder per channel and direction.
 
 Sizes are bounded before anything is allocated. A reader counts malformed messages, drops them and
-logs some; they never end a process. A node answers a malformed request whose key can be read.
+logs some of them; they never end a process. A node answers a malformed request if it can read the
+key.
 """
 
 from typing import Generic, Literal, TypeVar
@@ -32,7 +33,7 @@ class Codec(Generic[T]):
         return self._encoder.encode(message)
 
     def decode(self, data: bytes | memoryview) -> T:
-        """Raises `MalformedMessage` on anything but one whole message of the union."""
+        """Return the message; raises `MalformedMessage` unless it is one of the union, whole."""
         if len(data) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
         try:
@@ -42,21 +43,21 @@ class Codec(Generic[T]):
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """A `Prefill` or `Decode` that is malformed, except for its key. It never travels itself."""
+    """A malformed `Prefill` or `Decode` whose key could be read. It never travels."""
 
     key: Key
     failure: Failure
 
 
 class _Keyed(msgspec.Struct):
-    """The part of a `Prefill` or `Decode` by which it can be refused."""
+    """The part of a `Prefill` or `Decode` that is needed to refuse it."""
 
     type: Literal["Prefill", "Decode"]
     key: Key
 
 
 class NodeInbox(Codec[ToNode | Unreadable]):
-    """Decodes what a node hears of its routers: no request may be left without an answer."""
+    """Decodes the messages of routers to a node, which must leave no request without an answer."""
 
     def __init__(self) -> None:
         super().__init__(ToNode)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
     BatonError(code, retryable, http_status)
     ├── RequestError       4xx: the request is at fault; `param` names the field
-    ├── Overloaded         429/503/504: try again later, here or elsewhere
+    ├── Overloaded         429/503/504: the client may try again later, here or elsewhere
     ├── TransferError      KV blocks could not be moved
     ├── NodeError          an engine process is gone, broken or unreachable
     ├── Cancelled          the client or a newer attempt ended it

@@ -1,7 +1,7 @@
-"""Names of requests, nodes and process lifetimes.
+"""The names of requests, nodes and process lifetimes.
 
-Every message about a sequence has its `Key`. A router mints the request id, so two clients that
-choose the same name cannot meet in a node's tables.
+Every message about a sequence carries its `Key`. The router makes the request id, so two clients
+that choose the same name cannot collide in a node's tables.
 """
 
 from typing import NewType
@@ -14,8 +14,8 @@ RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
 # Random per process start. The same node id with another epoch is another process.
 Epoch = NewType("Epoch", str)
-# A router that takes a request over counts its attempts from the next multiple of this, so all
-# attempts of the routers that had the request before are lower.
+# A router that takes a request over counts its attempts from the next multiple of this number, so
+# the attempts of all earlier routers of the request are lower.
 ATTEMPTS_PER_ROUTER = 1 << 16
 
 

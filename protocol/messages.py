@@ -1,8 +1,8 @@
 """Messages between routers and nodes, and between prefill and decode nodes.
 
-One tagged union per channel and direction, each with one typed decoder (`codec`). New fields have
-defaults. No absolute foreign clocks: deadlines travel as seconds that remain. A position is the
-absolute index of a token in its sequence, prompt included.
+Each channel and direction has one tagged union with one typed decoder (`codec`). New fields have
+defaults. No message carries the time of another host's clock: deadlines travel as the seconds that
+remain. A position is the absolute index of a token in its sequence, prompt included.
 """
 
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
-NOT_CACHED = "not_cached"  # the code of a node that would have to compute more than it was told
+NOT_CACHED = "not_cached"  # code of a node that would have to compute more than its router expected
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -45,30 +45,30 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     block_size: Count  # tokens
-    block_bytes: NumBytes  # of one rank, so nodes of other degrees have other numbers
+    block_bytes: NumBytes  # on one rank, so it depends on the number of ranks
     fingerprint: str  # covers everything that two pools must share
-    kv_heads: Count = 0  # of the model, over all ranks; 0: not known
+    kv_heads: Count = 0  # of the model, on all ranks together; 0: not known
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """How one rank's pool can be read: transport name -> opaque metadata made by it."""
+    """How one rank's pool can be read: each transport's name and its opaque metadata."""
 
     metadata: dict[str, bytes]
 
 
 class StepLimits(msgspec.Struct, frozen=True, array_like=True):
-    """The work of one step, by which a router knows how much to give at once. 0: not known."""
+    """The most that one step takes, so a router knows how much to give at once. 0: not known."""
 
     num_seats: Count = 0  # sequences
     num_tokens: Count = 0  # of prompts
 
 
 class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node computes with, for people, metrics, and how much a router gives it at once."""
+    """What a node computes with, for people and metrics, and how much one of its steps takes."""
 
     dtype: str = ""  # of weights and KV blocks
     device: str = ""
-    features: tuple[str, ...] = ()  # that are switched on
+    features: tuple[str, ...] = ()  # those that are switched on
     model_name: str = ""
     step: StepLimits = StepLimits()
 
@@ -89,16 +89,16 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     eos_token_ids: tuple[Count, ...] = ()
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
-    # Ways in which the pool can be read; equal texts mean a common way (`pairs`). Empty: not known.
+    # The ways to read the pool; two nodes with an equal text share that way. Empty: not known.
     reaches: tuple[str, ...] = ()
     facts: NodeFacts = NodeFacts()
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What another router needs to go on with a request. A node keeps it and does not read it."""
+    """What another router needs to continue a request. A node keeps it and does not read it."""
 
-    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # of the answer that its client gets
-    owner: Annotated[bytes, Meta(max_length=64)]  # whose request it is; only they may attach
+    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # the form of the client's answer
+    owner: Annotated[bytes, Meta(max_length=64)]  # the client, who alone may take the request up
     num_choices: Count  # of the whole request
 
 
@@ -128,10 +128,10 @@ class Prefill(Message, frozen=True):
 
 
 class Decode(Message, frozen=True):
-    """Generate from where `Prefill` of the same key ends.
+    """Generate from where the `Prefill` of the same key ends.
 
-    With no `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
-    of it are not cached, the node refuses with `NOT_CACHED`.
+    Without a `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
+    of the prompt are not cached, the node refuses with `NOT_CACHED`.
     """
 
     key: Key
@@ -140,8 +140,8 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     prefill_node: NodeId | None = None
-    kept: Kept | None = None  # of a stream that its client can take up again
-    max_uncached_tokens: Count | None = None  # None: as many as there are
+    kept: Kept | None = None  # set for a stream that its client can take up again
+    max_uncached_tokens: Count | None = None  # None: there is no limit
 
 
 class Cancel(Message, frozen=True):
@@ -176,12 +176,12 @@ class Attach(Message, frozen=True):
 
 
 class DrainState(Message, frozen=True):
-    """The answer to `DrainNode`, for the operator who asked."""
+    """The answer to `DrainNode`, for the operator's command."""
 
     node_id: NodeId
     is_known: bool = False  # the node is connected to this router
     num_running: Count = 0  # sequences that it has yet to finish
-    problem: str = ""  # why nothing is drained
+    problem: str = ""  # why the node is not drained
 
 
 ToNode = (
@@ -214,7 +214,7 @@ class Ready(Message, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """A node's work in hand and blocks, for routing and for the stats line."""
+    """The work and the blocks of a node, for routing and for the stats line."""
 
     num_running: Count = 0
     num_waiting: Count = 0
@@ -239,7 +239,7 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     read_bytes: Total = 0
     reads_s: float = 0.0  # from post to end, added up
     failed_reads: Total = 0
-    corrupt_reads: Total = 0  # of which a block had other bytes than were sent
+    corrupt_reads: Total = 0  # reads in which a block had other bytes than were sent
 
 
 class Beat(Message, frozen=True):
@@ -261,8 +261,8 @@ PackedKeys = Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]
 class CacheChanges(Message, frozen=True):
     """The blocks that the prefix cache has taken in and given up, by their keys (`blocks`).
 
-    Number 0 begins anew: the router forgets what it knew of this node. The messages that follow
-    count on. A router that misses one asks for everything with another `WatchCache`.
+    Number 0 starts over: the router forgets what it knew of this node. Later messages have the next
+    numbers. A router that misses one asks for everything with another `WatchCache`.
     """
 
     number: Count
@@ -336,9 +336,9 @@ class CancelDone(Message, frozen=True):
 
 
 class Crashed(Message, frozen=True):
-    """This process ends by an error of its own, in a step of these sequences.
+    """This process ends because of an error of its own, in a step of these sequences.
 
-    A router answers with a `Cancel` of them, so that the process knows that it was heard.
+    A router cancels them as its answer, so the process knows that the router has heard it.
     """
 
     keys: tuple[Key, ...]
@@ -355,7 +355,7 @@ class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attached(Message, frozen=True):
-    """What this node holds of a request, which belongs to the router that asked from now on.
+    """What this node holds of a request. From now on the request belongs to the router that asked.
 
     A choice that neither runs nor has a finish reason can be continued from its tokens.
     """
@@ -366,13 +366,13 @@ class Attached(Message, frozen=True):
     prompt_token_ids: list[Count]
     sampling: Sampling
     choices: tuple[HeldChoice, ...]
-    first_attempt: Count = 0  # of the router that asked; the node refuses lower ones from now on
-    # Choices whose prompt is on its way from prefill: their client may have their next token.
+    first_attempt: Count = 0  # the first that the new router may make; the node refuses lower ones
+    # Choices whose prompt is on its way from prefill; their client may already have the next token.
     landing: tuple[Count, ...] = ()
 
 
 class NotAttached(Message, frozen=True):
-    """This node holds nothing of that request for its owner, or another router has it."""
+    """This node holds nothing of that request for this owner, or another router has it."""
 
     request_id: RequestId
     is_in_use: bool = False
@@ -425,8 +425,8 @@ class Span(Message, frozen=True):
     first_block: BlockCount
     block_ids: tuple[BlockId, ...]
     generations: tuple[Generation, ...]
-    # Where `transfer.verify_kv` is on: a row for each piece in which decode reads a block, by rank
-    # of prefill and then by heads. Each row has a checksum for each block.
+    # If `transfer.verify_kv` is on, this has a row for each piece in which decode reads a block, by
+    # rank of prefill and then by heads. Each row has a checksum for each block.
     checksums: tuple[tuple[Checksum, ...], ...] = ()
 
 
@@ -438,7 +438,7 @@ class End(Message, frozen=True):
 
 
 class Withdrawn(Message, frozen=True):
-    """Prefill gives this handoff up; reads of it must stop."""
+    """Prefill gives this handoff up, so reads of it must stop."""
 
     key: Key
     failure: Failure

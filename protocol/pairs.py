@@ -1,7 +1,7 @@
-"""Whether blocks can travel from one node to another, as far as both have said. Pure.
+"""Decides whether blocks can travel from one node to another, by what both have published. Pure.
 
-Routers ask before they choose a pair, and nodes before they connect. An older node does not say in
-which ways its pool can be read; then the two may try.
+Routers ask before they choose a pair, and nodes before they connect. An older node does not say how
+its pool can be read; then the two may try.
 """
 
 from baton.protocol.messages import NodeInfo
@@ -13,7 +13,7 @@ def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    """Return why no rank of `decode` could tell which part of whose blocks to read."""
+    """Return why the ranks of `decode` cannot divide the blocks of `prefill` among themselves."""
     num_prefill, num_decode = len(prefill.ranks), len(decode.ranks)
     if problem := degrees_problem(num_prefill, num_decode):
         return problem
@@ -35,7 +35,7 @@ def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def degrees_problem(num_prefill: int, num_decode: int) -> str | None:
-    """Return why these numbers of ranks do not fit; a description of a cluster has no more."""
+    """Return why these numbers of ranks do not fit, before more is known of the nodes."""
     fewer, more = sorted((num_prefill, num_decode))
     if fewer == more or (fewer and more % fewer == 0):
         return None
@@ -56,7 +56,7 @@ def transport_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def _can_share(node: NodeInfo, kv_heads: int) -> bool:
-    """Return whether the node's ranks can hold that many KV heads evenly, as it says they do."""
+    """Return whether the node says that it has that many KV heads, and its ranks can share them."""
     num_ranks = len(node.ranks)
     if node.layout.kv_heads != kv_heads or not kv_heads:
         return False  # an older node does not say

@@ -24,9 +24,9 @@ SEED_BITS = 63
 
 
 class RequestOutputKind(StrEnum):
-    """What each output of a request holds: all of it so far, only what is new, or all at the end.
+    """What each output of a request holds: all text so far, only the new text, or all at the end.
 
-    Wherever one of these is expected, its plain text does as well.
+    The plain text of a kind is accepted wherever a kind is.
     """
 
     CUMULATIVE = "cumulative"

@@ -1,7 +1,7 @@
-"""What the annotation of a setting says of it: its help, its unit and its bounds.
+"""The annotation of a setting: its help, its unit and its bounds.
 
-The structs of settings use it, here and in the benchmark. `runtime.fields` reads it back, and makes
-flags, help and docs/config.md of it.
+The structs of settings use it, here and in the benchmark. `runtime.fields` reads it to make flags,
+help texts and docs/config.md.
 """
 
 from typing import Literal
@@ -20,7 +20,8 @@ def about(
 ) -> Meta:
     """Return the annotation of one setting.
 
-    `path` is for a file or a folder, `repeated` for a list whose flag is given once per entry.
+    The kind `path` is for a file or a folder, `repeated` for a list whose flag is given once per
+    entry.
     """
     extra: dict[str, object] = {"unit": unit} if unit else {}
     if kind:

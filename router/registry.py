@@ -1,9 +1,9 @@
 """The nodes that have dialled in: their state and the work that this router charged to each.
 
-Pure: `core` tells it what nodes say and when time has passed, and acts on the changes that it
-returns. It never picks a node (`policy` does) and never sends to one. A node that is silent or
-stuck is out of service but stays known: its next good beat brings it back. `pairs` is what is known
-of handoffs between them, `caches` what is known of their prefix caches.
+Pure: `core` passes on the messages of nodes and the time, and acts on the changes that it returns.
+It never picks a node (`policy` does) and never sends to one. A node that is silent or stuck is out
+of service but stays known: its next good beat brings it back. `pairs` records the handoffs between
+nodes, `caches` the contents of their prefix caches.
 """
 
 from dataclasses import dataclass, field
@@ -37,13 +37,13 @@ from baton.runtime.node_health import LostNode, NodeState
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
-# What a node is given beyond its seats and blocks, so that the next prompts are computed and moved
-# while the sequences before them end.
+# A node gets so many times the work for which it has seats and blocks. The next prompts are then
+# computed and moved while the sequences before them end.
 SURPLUS = 1.25
 # The steps of work that a prefill node is given at once.
 BACKLOG_STEPS = 2
-MAX_REFUSED = 256  # nodes of which the router remembers what it told them
-# How long a node that was lost is shown as lost, and how many are.
+MAX_REFUSED = 256  # nodes whose last refusal the router remembers
+# How long a lost node is shown, and how many lost nodes are.
 LOST_KEPT_S = 3600.0
 MAX_LOST = 256
 NO_LOAD = Load()
@@ -54,7 +54,7 @@ class Charge(msgspec.Struct, frozen=True):
     num_tokens: int
     num_sequences: int
     is_suspect: bool = False
-    num_blocks: int = 0  # that its sequences will probably take
+    num_blocks: int = 0  # the blocks that its sequences will probably take
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class Node:
     num_suspects: int = 0
     num_blocks: int = 0
     num_foreign: int = 0  # sequences that other routers gave it, as of its last beat
-    # Why it cannot work with a node of the other role, for those of which this is certain.
+    # The nodes of the other role with which it certainly cannot work, each with the reason.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
     @property
@@ -87,9 +87,9 @@ class Node:
         return self.node_id, self.epoch
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return whether the node could begin work soon that takes so many blocks on decode.
+        """Return whether the node could soon begin work that takes so many blocks on decode.
 
-        A node that has nothing to do takes whatever its pool can hold.
+        A node that has nothing to do takes any work that its pool can hold.
         """
         info = self.info
         if info is None or not info.facts.step.num_seats or not self.charges:
@@ -195,12 +195,12 @@ class Registry:
         return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
 
     def hears_cache(self, peer: NodeId, changes: CacheChanges) -> bool:
-        """Note what a node has cached. False: some of it was missed, so the node must be asked."""
+        """Note what a node has cached. False: changes were missed, so the node must be asked."""
         node = self._nodes.get(peer)
         return node is None or node.info is None or self.caches.hear(peer, changes)
 
     def drains(self, peer: NodeId) -> None:
-        """Give a node no more work. What it has goes on, so it does not count as gone."""
+        """Give a node no more work. The work that it has goes on, so it does not count as gone."""
         node = self._nodes.get(peer)
         if node is not None and node.state == "ready":
             node.state = "draining"
@@ -249,7 +249,7 @@ class Registry:
         return found
 
     def hosts(self) -> Hosts:
-        """Return which nodes in service need no network between them, as far as they say."""
+        """Return the sets of nodes in service that say they need no network between them."""
         if self._hosts is None:
             nodes = [*self.in_service("prefill"), *self.in_service("decode")]
             found: dict[str, set[NodeId]] = {}
@@ -303,7 +303,7 @@ class Registry:
         return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
-        """Return whether the two could exchange KV blocks, as far as both have announced."""
+        """Return whether the two could exchange KV blocks, by what both have published."""
         return decode.node_id not in prefill.obstacles
 
     # --- load -----------------------------------------------------------------------------------

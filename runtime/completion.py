@@ -61,7 +61,7 @@ def _cases(commands: Mapping[str, FlagParser]) -> Iterator[str]:
 
 
 def _begun(commands: Mapping[str, FlagParser]) -> dict[str, list[str]]:
-    """Return the words that go on with a command whose name is not complete yet."""
+    """Return the words that may follow each incomplete name of a command."""
     begun: dict[str, list[str]] = {}
     for name in commands:
         words = name.split()
@@ -73,7 +73,7 @@ def _begun(commands: Mapping[str, FlagParser]) -> dict[str, list[str]]:
 
 
 def _value(argument: Argument) -> str:
-    """Return what bash does behind a flag. A flag that is a switch may stand without its value."""
+    """Return what bash does after a flag. A switch may stand without its value."""
     if argument.words:
         return f"[[ $cur == -* ]] || {{ {_reply(argument)}; return; }}"
     return f"{_reply(argument)}; return" if argument.is_path else "return"

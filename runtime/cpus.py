@@ -1,8 +1,8 @@
 """How many threads compute a rank: the CPUs that this process may use, divided fairly.
 
-The launcher divides them among the nodes that it starts on this host, a node among its ranks. A
-number in the settings is taken as it is. Nothing is bound to a CPU. `spin_briefly` is for the
-threads that torch keeps.
+The launcher divides them among the nodes that it starts on this host, and a node divides its part
+among its ranks. A number in the settings is taken as it is. No thread is bound to a CPU.
+`spin_briefly` is for the threads that torch keeps.
 """
 
 import contextlib
@@ -34,8 +34,9 @@ def thread_counts(engine: EngineConfig) -> tuple[int, ...]:
 def spin_briefly() -> None:
     """Let the idle threads of GNU OpenMP give up their CPUs soon; call it before torch is imported.
 
-    By default they look for the next product of matrices for some milliseconds, on CPUs that the
-    other kernels of a step and the other processes of this host want. What a user has set stays.
+    By default these threads look for the next product of matrices for some milliseconds, on CPUs
+    that the other kernels of a step and the other processes of this host need. A variable that the
+    user has set stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))

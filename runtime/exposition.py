@@ -68,7 +68,7 @@ Key = TypeVar("Key", bound=Labels)
 
 
 class Page(Collector):
-    """The families of one process with their values, and what the system says of the process.
+    """The families of one process with their values, and the system's figures of the process.
 
     Every family gets the labels of `constant` as well.
     """

@@ -121,7 +121,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        """Return the help for argparse, to which a percent sign has a meaning."""
+        """Return the help for argparse, which gives a meaning to percent signs."""
         text = self.meta.description or ""
         if self.default not in ("", ()):
             is_float = isinstance(self.default, float)
@@ -157,7 +157,7 @@ class Field(msgspec.Struct, frozen=True):
 
 
 def _in_words(error: str) -> str:
-    """Return msgspec's message in words for people who do not know Python's types."""
+    """Return msgspec's message without the names of Python's types."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
     for kind, word in words.items():
         error = error.replace(f", got `{kind}`", "").replace(f"`{kind}`", word)

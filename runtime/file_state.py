@@ -1,7 +1,7 @@
-"""What changes when a file is written or replaced, for processes that read files again as they run.
+"""The state of a file, which changes when the file is written or replaced.
 
-Channels ask for the file of the cluster's key, the router for its files of API keys and
-certificates. Nothing here reads the content of a file.
+Processes ask whether they must read a file again: channels for the file of the cluster's key, the
+router for its files of API keys and certificates. Nothing here reads the content of a file.
 """
 
 from pathlib import Path

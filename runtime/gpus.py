@@ -1,8 +1,8 @@
-"""The GPUs of this host and which node takes which, without importing torch.
+"""The GPUs of this host and which node takes which of them, without importing torch.
 
-The launcher of local nodes gives each its own GPU, or one for each rank, round robin; a node does
-the same with its ranks. Each sees the other GPUs too, after its own: transfers between GPUs of one
-host need to.
+The launcher of local nodes gives each node its own GPU, or one for each of its ranks, round robin;
+a node does the same with its ranks. Each process also sees the other GPUs, after its own, because
+transfers between GPUs of one host need them.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Treat the first Ctrl-C or SIGTERM as a request to stop, the second one as an order.
 
 Every main uses it: a plain loop waits on it or asks `requested`, an asyncio loop watches its
-descriptor. SIGTERM leaves time to drain; Ctrl-C, SIGINT, comes from somebody who waits.
+descriptor. SIGTERM leaves time to drain; Ctrl-C (SIGINT) means that a person waits for the end.
 """
 
 import os
@@ -20,8 +20,8 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 def end_by_signal() -> None:
     """Let SIGTERM end this process, until `Interrupts` takes over.
 
-    The kernel drops it otherwise where the process is the first one of a container, and a model
-    that is fetched there would have to be waited for.
+    Otherwise the kernel drops it if the process is the first one of a container, and the container
+    would end only after its model has been fetched.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))

@@ -1,9 +1,9 @@
 """Structured log lines: for people by default, one JSON object a line on request.
 
 The main of each process calls `own_process` once; all other modules ask `logger` for a `Log` and
-pass fields by name. In a process of ours other libraries, warnings and uncaught errors use the same
-form; in the process of somebody who uses the library, they are left alone. Prompts are never logged
-unless `log.prompts` asks for it, and then only through `clip`.
+pass fields by name. In baton's own processes, other libraries, warnings and uncaught errors use the
+same form; in a process that only imports baton they are left alone. Prompts are never logged unless
+`log.prompts` asks for it, and then only through `clip`.
 """
 
 import json
@@ -58,7 +58,7 @@ def clip(text: str) -> str:
 
 
 def own_process(config: LogConfig, name: str) -> None:
-    """Send all that this process, named `name`, has to say to stderr in one form."""
+    """Send all log lines of this process, which is called `name`, to stderr in one form."""
     setup(config, name)
     everything = logging.getLogger()
     everything.handlers[:] = logging.getLogger(ROOT).handlers

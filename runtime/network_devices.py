@@ -1,9 +1,9 @@
 """The network devices that UCX may use when no setting names one.
 
-`engine/rank` asks when it makes a rank's transports. A node whose cluster is on this host alone
-keeps to loopback. Any other node takes the interface by which it reaches its cluster, and the RDMA
-ports of this host, which UCX prefers. UCX listens on what is named here without asking who
-connects, so other interfaces stay closed.
+`engine/node` asks when a node starts. A node whose cluster is on this host alone keeps to loopback.
+Any other node takes the interface that leads to its cluster, and the RDMA ports of this host, which
+UCX prefers. UCX lets every process connect to the devices that are named here, so the other
+interfaces stay closed.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""What is known of one node: on a router's /health and metrics, and on a node's own metrics.
+"""The state of one node, as a router's /health and metrics and a node's own metrics show it.
 
-A router fills a `NodeHealth` in from what the node has said of itself, a node that serves HTTP from
-its own counts. Both are data only.
+A router fills in a `NodeHealth` from the messages of the node, a node that serves HTTP from its own
+counts. Both structs are data only.
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ class NodeHealth(msgspec.Struct, frozen=True):
     node_id: NodeId
     role: Role
     state: NodeState
-    phase: str = ""  # of start-up, of which `done` of `total` is complete
+    phase: str = ""  # of the start, with `done` of `total` complete
     done: int = 0
     total: int = 0
     load: Load = Load()  # as of the last beat

@@ -30,7 +30,7 @@ DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
 TAIL_LINES = 20
 GRACE_S = 3.5
 POLL_S = 0.02
-# In place of an exit code: the system refused to start the process.
+# Stands in place of an exit code if the system refused to start the process.
 NOT_STARTED = 127
 _PR_SET_PDEATHSIG = 1
 
@@ -282,7 +282,7 @@ class Supervisor:
 
 
 class _Post:
-    """A place that a child is to fill."""
+    """The place of one supervised child, which may be empty for a while."""
 
     def __init__(self, command: Command) -> None:
         self.command = command

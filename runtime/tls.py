@@ -1,7 +1,7 @@
 """TLS by files: a server's certificate, which may be replaced under load, and a client's trust.
 
 The router makes one `ServerCertificate`, and the command line makes one before anything is started,
-so that a wrong file is one line. `chat`, `bench` and those who wait for a router connect with
+so that a wrong file is one line. `chat`, `bench` and commands that wait for a router connect with
 `client_context`. Private keys stay in OpenSSL: nothing here holds or logs them.
 """
 
@@ -90,7 +90,10 @@ def certificate_of(router: RouterConfig) -> ServerCertificate | None:
 
 
 def client_context(ca_file: str = "") -> ssl.SSLContext:
-    """Return what a client trusts: `ca_file`, or what this machine does; raises `ConfigError`."""
+    """Return a client's context, which trusts `ca_file`, else what this machine trusts.
+
+    Raises `ConfigError`.
+    """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:

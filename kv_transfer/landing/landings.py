@@ -1,8 +1,8 @@
 """All landings of this node: finds the machine of a key, parks early messages, or answers them.
 
-Held by the connector, which tells it about channels, ranks and time. Leases of all landings that
-read from one peer are renewed together. When prefill still speaks of a key that has ended, it is
-told once more that decode is done, or why decode declined.
+The connector holds it and tells it about channels, ranks and time. It renews the leases of all
+landings that read from one peer together. If prefill still speaks of a key that has ended, it says
+once more that decode is done, or why decode declined.
 """
 
 import itertools
@@ -223,7 +223,7 @@ class Landings:
         return [landing for landing in self._landings.values() if landing.peer == peer]
 
     def _make_readable(self, now_s: float, landing: LandingHandoff, out: Effects) -> None:
-        """Connect to the ranks that will be read, as soon as it is known whose they are."""
+        """Connect to the ranks that will be read, as soon as their process is known."""
         if landing.state is LandingState.DRAINING:
             return
         if landing.peer is None:

@@ -1,8 +1,8 @@
-"""Until when a reader may rely on what it reads, on its own clock.
+"""How long a reader may rely on what it reads, on its own clock.
 
-Held by a landing. A renewal counts from when it was *sent*, and only once the source has confirmed
-it: an unconfirmed one may have come after the blocks were given away. Confirmations come in the
-order of the renewals (channels are FIFO), so they need no number.
+Each landing holds a lease. A renewal counts from when it was *sent*, and only once the source has
+confirmed it: an unconfirmed renewal may have come after the blocks were given away. Confirmations
+come in the order of the renewals, because channels are FIFO, so they need no number.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ class ReaderLease:
     def __init__(self, now_s: float, lease_s: float) -> None:
         self.lease_s = lease_s
         self.until_s: float | None = None  # proven by a confirmation
-        # Nothing is proven yet; a source that confirms nothing within a lease is as good as gone.
+        # Nothing is proven yet. A source that confirms nothing within a lease counts as gone.
         self._patience_s = now_s + lease_s
         self._interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
         self._unconfirmed: deque[float] = deque()

@@ -1,8 +1,8 @@
-"""The reads of one landing: which blocks of which span go where, and how each read ended.
+"""The reads of one landing: which blocks of a span go where, and how each read ended.
 
-Held by a landing machine, which decides when to post. Only blocks that decode lacks are read, once
-over every edge. A local block is free again when its reads have ended quiet, and quarantined when
-that is not certain of one of them.
+A landing machine holds it and decides when to post. Only blocks that decode lacks are read, once
+over every edge. A local block is free again when all of its reads have ended quiet. If that is not
+certain of one of them, the block is quarantined.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class SpanReads:
     first_block: int
     block_ids: tuple[int, ...]
     num_posted: list[int] = field(default_factory=list)  # empty until the edges are known
-    # By ticket: our rank and its blocks.
+    # Our rank and its blocks, by ticket.
     outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     quarantined: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by ticket
     posted_s: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ class SpanReads:
     ) -> Read | None:
         """Return the read of the blocks of `span` that are missing here; None when none are.
 
-        `number` is that of the edge among those of the peer.
+        `number` is the place of the edge among the edges of the peer.
         """
         self.num_posted[number] += 1
         skip = max(0, self.first_block - span.first_block)

@@ -1,4 +1,4 @@
-"""Which transports a rank has, and by which of them one rank reads another.
+"""Which transports a rank has, and which of them one rank takes to read another.
 
 `agent` asks for a rank's transports, the connector chooses for each pair of ranks that meets. The
 choice is a plain rule over what both have published: GPUs of one host that see each other take
@@ -68,7 +68,7 @@ def make_transports(
 
 
 def _of_a_gpu(pool: DevicePool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
-    """Return cuda_ipc and nixl, or what of them works here. Each that `auto` lacks is one line."""
+    """Return which of cuda_ipc and nixl work here; `auto` logs a line for each that does not."""
     if config.transport == SHM:
         raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to auto")
     transports: list[Transport] = []
@@ -96,9 +96,9 @@ def _of_a_gpu(pool: DevicePool, epoch: Epoch, config: TransferConfig) -> list[Tr
 
 
 def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[str, ...]:
-    """Return the ways in which the pools of a node can be read, as `NodeInfo` publishes them.
+    """Return the ways to read the pools of a node, as `NodeInfo` publishes them.
 
-    Two nodes with an equal text have that transport in common where they run.
+    Two nodes with an equal text can use that transport with each other.
     """
     names = set.intersection(*({*rank.metadata} for rank in ranks))
     try:

@@ -1,9 +1,9 @@
 """A fence between the copy of a peer's blocks and the reading of their generations.
 
-Only `shm` uses it. x86 keeps loads in order and stores in order, so nothing is needed there. Other
-CPUs do not: a copy could see bytes of a block's next owner and still the generation before. There
-the kernel's membarrier orders both ends: it runs a full barrier on each CPU that runs a thread of a
-registered process, so the owner's stores need no barrier of their own.
+`shm` and `cuda_ipc` use it. x86 keeps loads in order and stores in order, so nothing is needed
+there. On other CPUs a copy could see bytes of a block's next owner and then still read the old
+generation. There the kernel's membarrier orders both ends: it runs a full barrier on each CPU that
+runs a thread of a registered process, so the owner's stores need no barrier of their own.
 """
 
 import ctypes

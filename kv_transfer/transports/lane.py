@@ -1,8 +1,8 @@
-"""Whether a timed read between two GPUs went the way that it should have gone.
+"""Judges by the time of a read between two GPUs whether it took a fast lane. Pure.
 
-UCX takes the fastest lane that it can use and does not say which. Where NVLink or PCIe peer access
-cannot be used, it stages GPU memory through the host or sends it by TCP: everything works, many
-times slower. `nixl` times one read of each pair of GPUs and asks here. Pure.
+UCX takes the fastest lane that it can use and does not say which. If it can use neither NVLink nor
+PCIe peer access, it stages GPU memory through the host or sends it by TCP: everything works, but
+many times slower. `nixl` times one read of each pair of GPUs and asks here.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ LEAST_BYTES_PER_S = 10e9  # PCIe 4.0 brings 20, NVLink hundreds, TCP on one host
 
 
 class TimedRead(msgspec.Struct, frozen=True):
-    """A read that has begun: from which device into which, and how much."""
+    """A read that has begun: its two devices and its size."""
 
     owner: str
     reader: str

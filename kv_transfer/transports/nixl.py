@@ -4,7 +4,7 @@ Only an agent's thread calls it. A warm-up read connects each pair; between GPUs
 block of the pool, because UCX would read GPU memory into host memory by TCP and so prove nothing,
 and a timed read follows, which tells NVLink from TCP (`lane`). CPU pools are not timed: between
 hosts 64 MiB would take the network from others, and on one host CMA is the only fast lane.
-Of each peer one descriptor list is prepared, with the piece of every block that is read there, and
+For each peer it prepares one descriptor list, with the piece of every block that is read there, and
 reads name blocks in it by index. Giving up a read that is in flight does not stop it: measured, all
 of its bytes landed after its handle was released and its peer removed. So only a read that has
 ended, or that failed because its connection broke, counts as quiet. A read of a frozen peer never
@@ -41,7 +41,7 @@ log = logger("transfer")
 
 MAX_PARKED = 8
 WARM_UP_S = 600.0  # then a warm-up that has not ended is given up, connection and all
-PROGRESS_S = 0.001  # a peer's read ends only when its owner's UCX gets on
+PROGRESS_S = 0.001  # a peer's read ends only if the UCX of the pool's owner makes progress
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
 
@@ -50,9 +50,9 @@ class NixlTransport:
     """Lends the pool at `memory` to other processes and reads the pools of peers.
 
     `memory` must stay until `close`; one on a GPU has a spare block. `network_device` is UCX's name
-    for the device, such as `mlx5_0:1`; empty stays on loopback. `has_thread` says whether NIXL gets
-    on by a thread of its own; without, as on GPUs, where that thread crashes (NIXL's issue 2102),
-    `service` is what gets it on. Raises `ConfigError` when NIXL is missing or cannot start.
+    for the device, such as `mlx5_0:1`; empty stays on loopback. With `has_thread`, a thread of
+    NIXL's own makes progress. Without it `service` must: on GPUs that thread crashes (NIXL's issue
+    2102). Raises `ConfigError` when NIXL is missing or cannot start.
     """
 
     name = "nixl"

@@ -73,9 +73,9 @@ def make_agent(
 ) -> tuple[NixlAgent, NixlErrors]:
     """Make an agent with the UCX backend that notices dead peers. Raises `ConfigError`.
 
-    `network_device` (empty: loopback) goes into the environment, where UCX reads it, so it is one
-    for the whole process. `is_on_gpu` says where the agent's pool lies. Without `has_thread` the
-    agent's owner calls `get_new_notifs` now and then: also a peer's reads get on by it.
+    `network_device` (empty: loopback) goes into the environment, where UCX reads it, so the whole
+    process has one. `is_on_gpu` says where the agent's pool lies. Without `has_thread` the agent's
+    owner calls `get_new_notifs` now and then, which makes the reads of peers progress too.
     """
     os.environ["UCX_NET_DEVICES"] = network_device or "lo"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")

@@ -108,7 +108,7 @@ class ShmTransport:
 
 
 class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where the descriptor of a rank's pool can be had, and on which host."""
+    """Where to get the descriptor of a rank's pool, and on which host."""
 
     host: str  # boot id of the kernel
     socket: str  # name in the abstract namespace

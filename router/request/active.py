@@ -1,6 +1,6 @@
-"""One request in the router's hands: its lifecycle, its caller's stream and the record of its way.
+"""One request of the router: its lifecycle, its caller's stream and the record of its attempts.
 
-`active_requests` holds it; every attempt at it is reported here.
+`active_requests` holds it and reports every attempt here.
 """
 
 from dataclasses import dataclass

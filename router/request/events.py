@@ -40,14 +40,14 @@ class Begun(RequestMessage, frozen=True):
 
 
 class AdoptedChoice(msgspec.Struct, frozen=True):
-    """A choice with its output so far, of which the caller has `num_received` tokens already.
+    """A choice with its output so far. The caller already has `num_received` of these tokens.
 
-    With a process it runs there. Otherwise it has ended, or it must be continued.
+    If `process` is set, the choice runs there. Otherwise it has ended, or it must be continued.
     """
 
     key: Key
     token_ids: list[int]
-    num_received: int = 0  # one more, if the node has yet to get the first token from prefill
+    num_received: int = 0  # one more if the node has not got the first token from prefill yet
     has_ended: bool = False  # the caller has its end too
     finish_reason: FinishReason | None = None
     process: NodeProcess | None = None
@@ -57,7 +57,7 @@ class Adopted(RequestMessage, frozen=True):
     """Another router began this request. This is its first event here, in place of `Begun`."""
 
     choices: tuple[AdoptedChoice, ...]
-    first_attempt: int = 0  # that this router may make
+    first_attempt: int = 0  # the first that this router may make
 
 
 class Placed(RequestMessage, frozen=True):

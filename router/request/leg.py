@@ -26,7 +26,7 @@ from baton.router.request.events import NodeProcess, Place, Release, Send
 
 # How long a request stays away from a process that failed it, if there is another one.
 AVOID_S = 30.0
-DRAINING = "draining"  # the code with which a node that is to end sends a leg elsewhere
+DRAINING = "draining"  # code of a node that drains and sends a leg elsewhere
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Loss:
         return cls(NodeError(message, code="stream_broken").to_failure(), frozenset(blamed))
 
     def is_free(self, num_new_tokens: int) -> bool:
-        """Return whether an attempt that brought so many tokens uses up no attempt.
+        """Return whether losing an attempt that brought so many tokens uses up no attempt.
 
         The first token of an attempt is computed with its prompt. A sequence that kills every
         node in its first decode step gets one token per attempt, so a death needs two.
@@ -161,7 +161,7 @@ class Leg:
         return works and not set(keys).isdisjoint(self.keys)
 
     def loss_of(self, node: NodeId, failure: Failure) -> Loss:
-        """Return what follows from a failure that `node` reports while this leg is wanted."""
+        """Return the loss that follows if `node` reports a failure while this leg is wanted."""
         if failure.code == Cancelled.code:
             # This router cancelled nothing: that node or its peer has lost its channel to it.
             text = f"{node} gave the request up, because a channel to this router broke"
@@ -245,7 +245,7 @@ class Choice:
     attempt: int = 0
     num_losses: int = 0  # in a row, each without progress
     output: list[int] = field(default_factory=list)  # all tokens that the caller was given
-    num_received: int = 0  # of these, from another router; one of them may have yet to come here
+    num_received: int = 0  # how many of them came from another router; one may be yet to come here
 
 
 def kills_nodes(num_nodes: int) -> Failure:

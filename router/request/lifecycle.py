@@ -66,7 +66,7 @@ SILENCE_DEADLINE_S = 600.0
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
 
-# Of a choice that no node kept for a client who came back.
+# The failure of a choice that no node kept for a client that came back.
 NOT_KEPT = NodeError("no node has this choice any more").to_failure()
 
 
@@ -334,7 +334,7 @@ class Lifecycle:
             num_new = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
         if any(len(choice.output) < choice.num_received for choice in lost):
-            self._conclude(gone())  # the first token that its client has is known to no node
+            self._conclude(gone())  # no node knows the first token, which its client has
             return
         exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
         if exhausted or not loss.failure.retryable:

@@ -1,8 +1,8 @@
 """The search for a request that another router began: which decode nodes hold its choices.
 
 Pure: `router.reattaching` asks the nodes, tells it their answers, and acts on the verdict. A router
-that has just started knows few of its nodes, so what no node holds counts as gone only after the
-nodes have had time to dial in.
+that has just started knows few of its nodes, so a choice that no node holds counts as gone only
+after the nodes have had time to dial in.
 """
 
 from collections.abc import Collection
@@ -116,7 +116,7 @@ class Search:
         """
         choice = entry.key.choice
         found = self._choices.get(choice)
-        # A lower attempt than that of the client must not pass for it when it has caught up.
+        # An attempt below the client's must not be taken for it once it has caught up.
         if found is None or self._first is None or not self._has_enough(choice):
             return
         held = found.held
@@ -137,7 +137,7 @@ class Search:
         self._choices = {i: found for i, found in self._choices.items() if found.node != node}
 
     def verdict(self, now_s: float) -> FoundRequest | Failure | None:
-        """Return what was found, or why it is not, or None as long as that is not known."""
+        """Return the request, or why it cannot be found, or None as long as that is not known."""
         if self._in_use:
             return in_use().to_failure() if now_s >= self._in_use_until_s else None
         wanted: list[int] = []

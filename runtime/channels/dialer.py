@@ -67,7 +67,7 @@ class Dialer(Generic[Out, In]):
         self._retry_s: float | None = None
         self._keys = keys
         self._pair: KeyPair | None = None  # of the connection
-        self._num_tried = 0  # keys, since the last connection, with which the handshake failed
+        self._num_tried = 0  # keys whose handshake has failed since the last connection
         self._name = name
         with contextlib.ExitStack() as undo:
             try:
@@ -172,8 +172,8 @@ class Dialer(Generic[Out, In]):
         self.connected = change == "up"
 
     def _restart(self, reason: str) -> Disconnected:
-        # Taking the connection away drops whatever was queued for or from the old session; the
-        # socket, and so the descriptor that others watch, stays.
+        # Disconnecting drops what was queued for or from the old session. The socket stays, and
+        # with it the descriptor that the owner watches.
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self.endpoint)
         self._lost = self._retry_s = None

@@ -1,6 +1,6 @@
-"""Who may connect to a listener: those who have proved that they hold the cluster's first key.
+"""Lets a process connect to a listener only if it proves that it has the cluster's first key.
 
-Used by `wire` only. ZMQ asks by its authentication protocol (ZAP, RFC 27) over a socket inside the
+Only `wire` uses it. ZMQ asks by its authentication protocol (ZAP, RFC 27) over a socket inside the
 process, once per handshake, and waits for the answer. The listener answers on its own thread, so
 there is nothing to start or to join, and no socket of its context is without an answer.
 """
@@ -27,11 +27,11 @@ class Gate:
         self.socket.bind(ZAP_ENDPOINT)
 
     def allow(self, pair: KeyPair) -> None:
-        """Let in those who hold this key, and no others."""
+        """Let in only the processes that hold this key."""
         self._allowed = z85.decode(pair.public)
 
     def answer(self) -> None:
-        """Answer one question that is there."""
+        """Answer one question that has arrived."""
         version, number, domain, _address, _identity, mechanism, *credentials = (
             self.socket.recv_multipart(zmq.NOBLOCK)
         )
@@ -42,6 +42,6 @@ class Gate:
         self.socket.send_multipart((ZAP_VERSION, number, *verdict, b"", b""), zmq.NOBLOCK)
 
     def close(self) -> None:
-        # At once, so that the context's next listener can have its gate there.
+        # Unbind at once, so that the context's next listener can bind its gate there.
         self.socket.unbind(ZAP_ENDPOINT)
         self.socket.close(0)

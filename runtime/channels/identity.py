@@ -1,4 +1,4 @@
-"""What a dialer calls itself: a name, and a nonce for each of its lives.
+"""The identity of a dialer: its name, and a nonce for each of its lives.
 
 A dialer connects under a new identity every time, so a listener never takes one connection for
 another. The listener's owner reads the name.
@@ -7,7 +7,7 @@ another. The listener's owner reads the name.
 import secrets
 
 SEPARATOR = b"/"
-# The name of a dialer that is no node: a person's command. A node's id has no spaces.
+# The name of a command that a person runs. No node has this name, because node ids have no spaces.
 OPERATOR = b"an operator"
 NONCE_BYTES = 8
 

@@ -1,10 +1,10 @@
-"""The keys of a cluster: who has the first one may talk to its routers and nodes.
+"""The keys of a cluster: a process that has the first one may talk to its routers and nodes.
 
 One file, made by `baton keygen` and copied to each host, serves every process. Listeners prove that
-they have its first key and let in those who have that key too; dialers try one key after the other.
-The file is read again when it changes, so that keys can be exchanged while a cluster runs. Without
-a key, channels stay on this host, unless the settings say that the network is private. A key is
-never sent anywhere.
+they have its first key and let in processes that have it too; dialers try one key after the other.
+The file is read again when it changes, so keys can be exchanged while a cluster runs. Without a
+key, channels stay on this host, unless the settings say that the network is private. A key is never
+sent anywhere.
 """
 
 import os

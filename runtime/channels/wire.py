@@ -4,9 +4,9 @@ Used by `listener` and `dialer` only. A monitor socket reports connections that 
 epoll instance joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an
 asyncio loop or a poller has a single thing to watch.
 
-The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process when a connection dies whose
-input it has stopped. Each sender is bounded, by `QUEUED_MESSAGES`. The queue of connection events
-has no bound either: when it is full, libzmq's thread waits for its reader, and every peer with it.
+The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process if a connection dies after its
+input was stopped. Each sender is bounded by `QUEUED_MESSAGES`. The queue of connection events has
+no bound either: when it is full, libzmq's thread waits for its reader, and every peer with it.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from baton.runtime.log import logger
 
 log = logger("channel")
 
-# A silent peer is noticed after interval + timeout = 3.2 s, while a pause of 2 s ejects nobody:
-# the timeout alone is longer than that.
+# A silent peer is noticed after interval + timeout = 3.2 s. A pause of 2 s ends no connection,
+# because the timeout alone is longer than that.
 HEARTBEAT_INTERVAL_MS = 700
 HEARTBEAT_TIMEOUT_MS = 2500
 QUEUED_MESSAGES = 4096

@@ -1,6 +1,6 @@
 """`python -m baton` and the script `baton`: the command line, and the answer to Ctrl-C.
 
-`main` itself imports `command_line`, so that Ctrl-C prints its one line during that import too.
+`main` imports `command_line` itself, so Ctrl-C prints one line during that import too.
 """
 
 import sys

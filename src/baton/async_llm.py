@@ -120,8 +120,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, in the form of `output_kind`. Leaving early aborts.
 
-        Without `sampling_params`, those of `get_default_sampling_params` count. `request_id` is the
-        caller's own name for the request and must not be the name of another one that is live.
+        `get_default_sampling_params` replaces missing `sampling_params`. `request_id` is the
+        caller's own name for the request and must not be the name of another live request.
         Raises `RequestError`, `Overloaded` or the error that ended the request.
         """
         self._num_requests += 1

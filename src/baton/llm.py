@@ -70,8 +70,8 @@ class LLM:
         """Return one output per prompt, in the order of the prompts.
 
         A list of ints is one prompt of token ids. A list of `sampling_params` has one for each
-        prompt; without any, those of `get_default_sampling_params` count. The first error of any
-        prompt ends the others and is raised. `use_tqdm` shows a progress bar.
+        prompt; `get_default_sampling_params` replaces missing ones. The first error of any prompt
+        ends the others and is raised. `use_tqdm` shows a progress bar.
         """
         many = as_list(prompts)
         params = self._params_of(many, sampling_params)

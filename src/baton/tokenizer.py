@@ -1,8 +1,8 @@
 """`ModelTokenizer`, the tokenizer that `get_tokenizer` returns: it has no coroutine.
 
-Its methods are named like those of the tokenizers of `transformers`, which is not loaded. It works
-on the tokenizer and the chat template that the router uses, so text that was encoded here reads
-the same to the model.
+Its methods have the names of those of `transformers`' tokenizers; that package is not loaded. It
+uses the router's tokenizer and chat template, so the model reads text that was encoded here in the
+same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ class ModelTokenizer:
 
 
 def _plain(index: int, message: Message) -> dict[str, object]:
-    """Return a message whose content is text, also if it came as OpenAI's list of parts."""
+    """Return a message whose content is text, even if it came as OpenAI's list of parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         text = f"message {index} must be a dict with a role and a content"
         raise RequestError(text, param="messages")
