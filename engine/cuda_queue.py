@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton.engine.step_queue import Work
+from baton.engine.step_queue import StepWork
 
 
 class CudaQueue:
@@ -29,7 +29,7 @@ class CudaQueue:
         # The allocator reuses pinned memory only after the copies from it have run.
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: StepWork) -> None:
         torch.cuda.set_device(self.device)  # each thread has its own
         if not self._has_begun:
             self._wait_for_others()
@@ -48,7 +48,7 @@ class CudaQueue:
         ids: list[int] = on_host.tolist()
         return ids
 
-    def capture(self, work: Work) -> Callable[[], Tensor]:
+    def capture(self, work: StepWork) -> Callable[[], Tensor]:
         torch.cuda.set_device(self.device)
         self._wait_for_others()
         graph = torch.cuda.CUDAGraph()

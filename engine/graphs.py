@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.packing import PackedStep, StepInputs
-from baton.engine.step_queue import Work
+from baton.engine.step_queue import StepWork
 
 SPARE_WORDS = 1 << 16  # for changes of block tables; a step with more is run eagerly
 
@@ -30,12 +30,12 @@ class DecodeGraphs:
     def __init__(self, largest: PackedStep, device: torch.device) -> None:
         num_words = len(largest.inputs.words) + SPARE_WORDS
         self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._replays: dict[int, Work] = {}
+        self._replays: dict[int, StepWork] = {}
 
     def capture(
         self,
         step: PackedStep,
-        capture: Callable[[Work], Work],
+        capture: Callable[[StepWork], StepWork],
         forward: Callable[[PackedStep, StepInputs], Tensor],
     ) -> None:
         """Capture the bucket of `step`, which is padding alone."""

@@ -13,13 +13,13 @@ from msgspec import UNSET, Meta, UnsetType
 
 from baton.protocol.errors import ConfigError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeScaling = Literal["default", "linear", "llama3"]
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 T = TypeVar("T")
 
-ARCHITECTURES: dict[str, Family] = {
+ARCHITECTURES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -50,7 +50,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     before it. `dtype` is the checkpoint's (float16 is widened); a setting may overrule it.
     """
 
-    family: Family
+    family: ModelFamily
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -179,12 +179,12 @@ def _decode(file: Path, kind: type[T]) -> T:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _family(file: Path, kind: _Kind) -> Family:
+def _family(file: Path, kind: _Kind) -> ModelFamily:
     named = kind.architectures or ()
     for name in named:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    by_type: dict[str, Family] = {family: family for family in ARCHITECTURES.values()}
+    by_type: dict[str, ModelFamily] = {family: family for family in ARCHITECTURES.values()}
     if not named and kind.model_type in by_type:
         return by_type[kind.model_type]
     found = ", ".join(named) or kind.model_type or "nothing"
@@ -202,7 +202,7 @@ def _refuse_unknown_compute(file: Path, raw: _RawConfig) -> None:
         )
 
 
-def _head_dim(family: Family, raw: _RawConfig) -> int:
+def _head_dim(family: ModelFamily, raw: _RawConfig) -> int:
     if raw.head_dim is not None:
         return raw.head_dim
     if family == "qwen3":
@@ -238,7 +238,7 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
             )
 
 
-def _sliding_window(file: Path, family: Family, raw: _RawConfig) -> int | None:
+def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
     """Return the window that all layers have, or None. One as long as the model does not count."""
     if family == "llama":
         return None

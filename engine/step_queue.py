@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-Work = Callable[[], Tensor]  # returns the sampled ids, [num_draws] int64, on the device
+StepWork = Callable[[], Tensor]  # returns the sampled ids, [num_draws] int64, on the device
 
 
 class StepQueue(Protocol):
@@ -29,7 +29,7 @@ class StepQueue(Protocol):
         """Return int64 memory on the host from which the device copies without a wait."""
         ...
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: StepWork) -> None:
         """Take the work of a step in; only its Python code may have run on return."""
         ...
 
@@ -42,7 +42,7 @@ class StepQueue(Protocol):
 class GraphQueue(StepQueue, Protocol):
     """The queue of a device that can repeat work without Python."""
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: StepWork) -> StepWork:
         """Return what repeats the work on the same memory, without running its Python code.
 
         Runs the work itself first. Called where `launch` is called.
@@ -57,12 +57,12 @@ class HostQueue:
     overlaps = False
 
     def __init__(self) -> None:
-        self._work: deque[Work] = deque()
+        self._work: deque[StepWork] = deque()
 
     def allocate(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int64)
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: StepWork) -> None:
         self._work.append(work)
 
     def collect(self) -> list[int]:

@@ -24,7 +24,7 @@ from baton.runtime.clock import monotonic
 REPORT_S = 0.5  # progress is reported at least once a second
 
 Hear = Callable[[StepResult | NodeError], None]
-Load = Callable[[Progress], LoadedRank]
+MakeRank = Callable[[Progress], LoadedRank]
 Report = tuple[str, int, int]
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class StepThreads:
         self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def start(self, load: Load, progress: Progress) -> LoadedRank:
+    def start(self, load: MakeRank, progress: Progress) -> LoadedRank:
         """Load on the thread that will launch; `progress` is called by the caller's thread."""
         self._begin("launch", self._load_and_launch, load)
         last: Report = ("start", 0, 1)
@@ -74,7 +74,7 @@ class StepThreads:
         self._threads.append(thread)
         thread.start()
 
-    def _load_and_launch(self, load: Load) -> None:
+    def _load_and_launch(self, load: MakeRank) -> None:
         torch.set_num_threads(self._cpus.share)  # each thread of a process has its own
         try:
             rank = load(lambda *report: self._loading.put(report))

@@ -31,7 +31,7 @@ SOURCES = (
 )  # fmt: skip
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
 
-Progress = Callable[[int, int], None]
+CompileProgress = Callable[[int, int], None]
 Kernel = Callable[..., int]
 
 
@@ -65,7 +65,9 @@ class CpuLibrary:
         return partial(function, result, result + 8)
 
 
-def load_library(*, is_bf16: bool, progress: Progress, in_pairs: bool | None = None) -> CpuLibrary:
+def load_library(
+    *, is_bf16: bool, progress: CompileProgress, in_pairs: bool | None = None
+) -> CpuLibrary:
     """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all).
 
     `in_pairs`, see `CpuLibrary`, is what the CPU and the dtype allow unless it is given.

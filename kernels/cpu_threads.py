@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 Arguments = tuple[float, ...]
-Slice = tuple[Callable[..., object], Arguments]
+ThreadWork = tuple[Callable[..., object], Arguments]
 
 
 class CpuThreads:
     """Starts a thread when it is first needed; they end with this object."""
 
     def __init__(self) -> None:
-        self._inboxes: list[SimpleQueue[Slice | None]] = []
+        self._inboxes: list[SimpleQueue[ThreadWork | None]] = []
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, function: Callable[..., object], slices: Sequence[Arguments]) -> None:
@@ -44,14 +44,14 @@ class CpuThreads:
                 raise error
 
     def _start(self) -> None:
-        inbox: SimpleQueue[Slice | None] = SimpleQueue()
+        inbox: SimpleQueue[ThreadWork | None] = SimpleQueue()
         name = f"kernels-{len(self._inboxes) + 1}"
         threading.Thread(target=_work, args=(inbox, self._done), name=name, daemon=True).start()
         weakref.finalize(self, inbox.put, None)
         self._inboxes.append(inbox)
 
 
-def _work(inbox: SimpleQueue[Slice | None], done: SimpleQueue[BaseException | None]) -> None:
+def _work(inbox: SimpleQueue[ThreadWork | None], done: SimpleQueue[BaseException | None]) -> None:
     while (work := inbox.get()) is not None:
         function, arguments = work
         try:

@@ -18,25 +18,25 @@ MAX_PARKED_KEYS = 512
 MAX_PARKED_MESSAGES = 8192
 PARKED_S = 5.0
 
-Reply = TypeVar("Reply")
+Answered = TypeVar("Answered")
 EarlyMessage = Offered | Span | End
 
 
-class Tombstones(Generic[Reply]):
+class Tombstones(Generic[Answered]):
     """Keys that have ended, each with the answer to late messages, and the newest attempts."""
 
     def __init__(self, max_keys: int = MAX_TOMBSTONES) -> None:
         self._max_keys = max_keys
-        self._answers: dict[Key, Reply] = {}
+        self._answers: dict[Key, Answered] = {}
         self._newest: dict[tuple[RequestId, int], int] = {}
 
-    def bury(self, key: Key, answer: Reply) -> None:
+    def bury(self, key: Key, answer: Answered) -> None:
         self._answers.pop(key, None)
         self._answers[key] = answer
         if len(self._answers) > self._max_keys:
             del self._answers[next(iter(self._answers))]
 
-    def answer(self, key: Key) -> Reply | None:
+    def answer(self, key: Key) -> Answered | None:
         return self._answers.get(key)
 
     def note_attempt(self, key: Key) -> None:

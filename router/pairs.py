@@ -50,7 +50,7 @@ class _Trouble:
 
 
 @dataclass(slots=True)
-class _Count:
+class _HandoffCount:
     num_handoffs: int = 0
     num_failures: int = 0
     num_bytes: int = 0
@@ -61,7 +61,7 @@ class Pairs:
     def __init__(self) -> None:
         self._trouble: dict[tuple[NodeProcess, NodeProcess], _Trouble] = {}
         self._probes: dict[Key, tuple[NodeProcess, NodeProcess]] = {}
-        self._counts: dict[tuple[NodeId, NodeId], _Count] = {}
+        self._counts: dict[tuple[NodeId, NodeId], _HandoffCount] = {}
 
     def failed(
         self, now_s: float, prefill: NodeProcess, decode: NodeProcess, failure: Failure
@@ -144,10 +144,10 @@ class Pairs:
         """How many handoffs of each pair of node ids have failed since the router started."""
         return {pair: one.num_failures for pair, one in self._counts.items() if one.num_failures}
 
-    def _count(self, prefill: NodeId, decode: NodeId) -> _Count:
+    def _count(self, prefill: NodeId, decode: NodeId) -> _HandoffCount:
         found = self._counts.get((prefill, decode))
         if found is None:
-            found = self._counts[prefill, decode] = _Count()
+            found = self._counts[prefill, decode] = _HandoffCount()
             if len(self._counts) > MAX_COUNTED:
                 del self._counts[next(iter(self._counts))]
         return found

@@ -31,7 +31,7 @@ MAX_SEARCHES = 1_024
 # at most one per sequence, so what is more comes from a node that is broken.
 MAX_EARLY = 1_000
 
-Ask = Callable[[NodeId, Attach | Cancel], object]
+AskNode = Callable[[NodeId, Attach | Cancel], object]
 # Makes the stream of a request that was found; raises `BatonError` if that cannot be done.
 Accept = Callable[[FoundRequest], RequestStream]
 Early = list[tuple[NodeId, NodeMessage]]
@@ -66,7 +66,7 @@ class Searching:
 
 
 class Reattaching:
-    def __init__(self, now_s: float, ask: Ask, adopt: Adopt) -> None:
+    def __init__(self, now_s: float, ask: AskNode, adopt: Adopt) -> None:
         self._settled_s = now_s + REJOIN_S
         self._ask = ask
         self._adopt = adopt

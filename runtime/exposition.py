@@ -64,7 +64,7 @@ class Histogram:
 
 
 Values = Sequence[tuple[Labels, float | Histogram]]
-Key = TypeVar("Key", bound=Labels)
+AnyLabels = TypeVar("AnyLabels", bound=Labels)
 
 
 class Page(Collector):
@@ -77,7 +77,9 @@ class Page(Collector):
         self._names, self._texts = tuple(constant), tuple(constant.values())
         self._families: list[tuple[Family, Values]] = []
 
-    def add(self, family: Family, values: Mapping[Key, float] | Mapping[Key, Histogram]) -> None:
+    def add(
+        self, family: Family, values: Mapping[AnyLabels, float] | Mapping[AnyLabels, Histogram]
+    ) -> None:
         """Add the values of a family by its labels."""
         self._families.append((family, list(values.items())))
 

@@ -14,7 +14,7 @@ EXIT_INTERRUPTED = 130
 
 EXIT_TERMINATED = 143
 
-Handler = Callable[[int, FrameType | None], object] | int | None
+SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
 def end_by_signal() -> None:
@@ -39,7 +39,7 @@ class Interrupts:
         self.requested = False
         self.is_hurried = False  # the stop was requested by SIGINT
         self._on_first, self._on_second = on_first, on_second
-        self._previous: list[tuple[signal.Signals, Handler]] = []
+        self._previous: list[tuple[signal.Signals, SignalHandler]] = []
         self._read_end, self._write_end = -1, -1
 
     def __enter__(self) -> "Interrupts":

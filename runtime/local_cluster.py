@@ -21,7 +21,7 @@ from baton.runtime.clock import monotonic
 from baton.runtime.cpus import threads_per_rank
 from baton.runtime.gpus import VARIABLE, gpus_of, nodes_on_gpu
 from baton.runtime.log import logger
-from baton.runtime.process import Command, Exit, Relay, Supervisor, to_stderr
+from baton.runtime.process import Command, Exit, RelayLine, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
 
 # Nodes end within this time, by themselves or by force, so a Ctrl-C is over in five seconds.
@@ -39,7 +39,7 @@ class LocalCluster:
         self,
         config: ClusterConfig,
         control_endpoint: str,
-        relay: Relay = to_stderr,
+        relay: RelayLine = to_stderr,
         more_endpoints: tuple[str, ...] = (),
     ) -> None:
         """Start nothing yet. Reader threads call `relay` with every line that a node prints.

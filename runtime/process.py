@@ -35,7 +35,7 @@ NOT_STARTED = 127
 _PR_SET_PDEATHSIG = 1
 
 # Called with (child name, line) from a reader thread.
-Relay = Callable[[str, str], None]
+RelayLine = Callable[[str, str], None]
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ def to_stderr(name: str, line: str) -> None:
 class Child:
     """One spawned process. Use it from one thread; another thread reads the output."""
 
-    def __init__(self, command: Command, relay: Relay = to_stderr) -> None:
+    def __init__(self, command: Command, relay: RelayLine = to_stderr) -> None:
         """Spawn the process at once; raises `NodeError` when the system refuses."""
         self.name = command.name
         self.exit_code: int | None = None
@@ -173,7 +173,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _read(self, output: IO[bytes], relay: Relay) -> None:
+    def _read(self, output: IO[bytes], relay: RelayLine) -> None:
         with output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\n")
@@ -225,7 +225,7 @@ class Supervisor:
         self,
         commands: tuple[Command, ...],
         clock: Clock = monotonic,
-        relay: Relay = to_stderr,
+        relay: RelayLine = to_stderr,
         *,
         may_leave: bool = False,
     ) -> None:
@@ -292,7 +292,7 @@ class _Post:
         self._started_s = 0.0
         self._backoff = Backoff()
 
-    def spawn(self, now_s: float, relay: Relay) -> None:
+    def spawn(self, now_s: float, relay: RelayLine) -> None:
         self.child = Child(self.command, relay)
         self._started_s = now_s
 

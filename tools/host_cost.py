@@ -22,7 +22,7 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
-from baton.engine.step_queue import Work
+from baton.engine.step_queue import StepWork
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
@@ -47,14 +47,14 @@ class HollowQueue:
     def allocate(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int64)
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: StepWork) -> None:
         with torch.inference_mode():
             self._num_ids.append(len(work()))
 
     def collect(self) -> list[int]:
         return [0] * self._num_ids.popleft()
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: StepWork) -> StepWork:
         with torch.inference_mode():
             ids = work()
         return lambda: ids

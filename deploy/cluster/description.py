@@ -22,7 +22,7 @@ Name = Annotated[
 ]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 PortOrFree = Annotated[int, Meta(ge=0, le=65535)]
-Count = Annotated[int, Meta(ge=0, le=10_000)]
+MachineCount = Annotated[int, Meta(ge=0, le=10_000)]
 Replicas = Annotated[int, Meta(ge=1, le=10_000)]
 Gpus = Annotated[int, Meta(ge=0, le=64)]
 SystemdScope = Literal["system", "user"]
@@ -53,7 +53,7 @@ class Pool(msgspec.Struct, frozen=True):
     hosts: tuple[str, ...] = ()
     peer_port: PortOrFree = 0
     http_port: PortOrFree = 0
-    cpus: Count = 0  # of each node; 0 sets no limit
+    cpus: MachineCount = 0  # of each node; 0 sets no limit
     memory_mib: Annotated[int, Meta(ge=0)] = 0  # of each node; 0 sets no limit
     node_selector: dict[str, str] = {}  # labels or features that a node's machine must have
     resources: dict[str, str] = {}  # further ones of the platform, such as rdma/hca: "1"
@@ -95,7 +95,7 @@ class Description(msgspec.Struct, frozen=True):
     model: str = ""  # folder, or name on the Hugging Face hub; empty is the demo model
     key: str = ""  # file of `baton keygen`
     logs: str = ""  # folder for what the processes print; empty keeps it in the state folder
-    gpus_per_host: Count = 0  # 0 is not known, and not checked
+    gpus_per_host: MachineCount = 0  # 0 is not known, and not checked
     routers: tuple[RouterPlace, ...] = (RouterPlace(),)
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes

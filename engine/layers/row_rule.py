@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]  # [num_rows, inputs] -> [num_rows, outputs]
+RowProduct = Callable[[Tensor], Tensor]  # [num_rows, inputs] -> [num_rows, outputs]
 
 TILES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256, 512)
 FEW_TILES = (1, 16, 64, 256)
@@ -56,14 +56,14 @@ class RowRule:
         whole, rest = divmod(num_rows, self.tiles[-1])
         return (self.tiles[-1],) * whole + self._pieces[rest]
 
-    def compute(self, product: Product, x: Tensor) -> Tensor:
+    def compute(self, product: RowProduct, x: Tensor) -> Tensor:
         """`product(x)` for at least one row, a piece at a time."""
         if not self.is_single_threaded:
             return self._compute(product, x)
         with num_threads(1):
             return self._compute(product, x)
 
-    def _compute(self, product: Product, x: Tensor) -> Tensor:
+    def _compute(self, product: RowProduct, x: Tensor) -> Tensor:
         num_rows = x.shape[0]
         *whole, last = self.pieces(num_rows)
         if last == num_rows:
@@ -80,7 +80,7 @@ class RowRule:
 
 
 def find_rule(
-    product: Product, pool: Tensor, tiles: Sequence[int], thread_counts: Sequence[int] = ()
+    product: RowProduct, pool: Tensor, tiles: Sequence[int], thread_counts: Sequence[int] = ()
 ) -> RowRule | None:
     """Return the rule for `product`, tried with the rows of `pool`; None if there is none.
 
@@ -151,13 +151,13 @@ def _num_products(tile: int, pool_size: int, passes: int) -> int:
 
 
 def _try_tiles(
-    product: Product, pool: Tensor, tiles: Sequence[int], passes: int
+    product: RowProduct, pool: Tensor, tiles: Sequence[int], passes: int
 ) -> tuple[Trial, ...]:
     trials = (_try_tile(product, pool, arrangement(len(pool), tile, passes)) for tile in tiles)
     return tuple(trial for trial in trials if trial is not None)
 
 
-def _try_tile(product: Product, pool: Tensor, arranged: Tensor) -> Trial | None:
+def _try_tile(product: RowProduct, pool: Tensor, arranged: Tensor) -> Trial | None:
     """None if a row of the pool got other bits at another place or beside other rows."""
     rows, found, tile = [], [], arranged.shape[1]
     # Pieces start at any row of a larger tensor, so at any multiple of a row's bytes.

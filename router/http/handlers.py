@@ -32,7 +32,7 @@ from baton.router.http.places import HEADER, ReaderPlace, place_of, start_of
 from baton.router.http.prepare import Job, check_ids, check_name, parsed, rendered, unpacked
 from baton.router.http.relay import Relay
 from baton.router.http.request_log import RUNNING, Running
-from baton.router.http.schema import Ask, Chat, Prompt
+from baton.router.http.schema import Ask, BodyPrompt, Chat
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattaching import Claim
@@ -208,7 +208,7 @@ class Handlers:
             kept = kept_of(Form(answer, ask.sampling, name), owner, ask.params.n)
         return Work(ask, ask.params, answer, prompts, echoes, name, kept)
 
-    async def _ids_of(self, prompt: Prompt, ask: Ask, model: ServedModel) -> str | list[int]:
+    async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:
         """Return a prompt as the engine takes it: what only it can check is left to it."""
         max_tokens = model.max_model_len - 1
         text = self._engine.get_tokenizer()

@@ -11,7 +11,7 @@ import msgspec
 from baton.protocol.errors import RequestError
 from baton.router.admission import Limits, check_prompt
 from baton.router.health import ServedModel
-from baton.router.http.schema import Ask, Chat, Prompt, parse_chat, parse_completion
+from baton.router.http.schema import Ask, BodyPrompt, Chat, parse_chat, parse_completion
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
 from baton.runtime.log import clip
@@ -83,7 +83,7 @@ def unpacked(data: bytes) -> list[int]:
 
 
 def _ids_of(
-    prompt: Prompt, model: ServedModel, text: Text, template: ChatTemplate | None
+    prompt: BodyPrompt, model: ServedModel, text: Text, template: ChatTemplate | None
 ) -> list[int]:
     max_tokens = model.max_model_len - 1
     if isinstance(prompt, str):

@@ -160,7 +160,7 @@ class Chat(msgspec.Struct, frozen=True):
     options: dict[str, object] | None
 
 
-Prompt = str | list[int] | Chat
+BodyPrompt = str | list[int] | Chat
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -168,7 +168,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     is_chat: bool
     model: str | None
-    prompts: Sequence[Prompt]  # at least one, none of them empty
+    prompts: Sequence[BodyPrompt]  # at least one, none of them empty
     sampling: dict[str, object]  # the given fields of `params`, which can travel
     is_streamed: bool
     include_usage: bool
@@ -222,7 +222,7 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
 def _ask(
     body: GenerationBody,
     defaults: Mapping[str, object],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BodyPrompt],
     *,
     echo: bool = False,
     generates: bool = True,

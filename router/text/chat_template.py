@@ -48,7 +48,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -104,7 +104,7 @@ class ChatTemplate:
             raise RequestError(text, param="messages") from error
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}`: marks, for training, what an assistant said; here it changes nothing."""
 
     tags = {"generation"}

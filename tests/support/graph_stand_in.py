@@ -22,7 +22,7 @@ from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import Rope
 from baton.engine.runner import Runner
 from baton.engine.sampler import POSITION, SEED, TEMPERATURE, Sampler
-from baton.engine.step_queue import Work
+from baton.engine.step_queue import StepWork
 from baton.engine.tensor_parallel import Ranks
 from baton.kernels import reference
 from baton.runtime.clock import monotonic
@@ -84,7 +84,7 @@ class RecordingQueue:
     def allocate(self, num_words: int) -> Tensor:
         return torch.full((num_words,), -7)  # not zeros: what is not laid must not be read
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: StepWork) -> None:
         with torch.inference_mode():
             ids = work()
         self._ids.append([0] * len(ids) if ids.is_meta else ids.tolist())
@@ -92,7 +92,7 @@ class RecordingQueue:
     def collect(self) -> list[int]:
         return self._ids.popleft()
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: StepWork) -> StepWork:
         with torch.inference_mode():
             work()
             with Recorder() as recorder:

@@ -26,7 +26,7 @@ from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
-from baton.engine.step_queue import HostQueue, StepQueue, Work
+from baton.engine.step_queue import HostQueue, StepQueue, StepWork
 from baton.engine.tensor_parallel import SingleRank
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
@@ -232,7 +232,7 @@ def make_runner(
 class RepeatingQueue(HostQueue):
     """A CPU that repeats captured work by calling it again, for tests of this section."""
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: StepWork) -> StepWork:
         with torch.inference_mode():
             work()
         return work

@@ -28,7 +28,7 @@ from baton.protocol.errors import BatonError
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from baton.runtime.local_cluster import LocalCluster
-from baton.runtime.process import Relay
+from baton.runtime.process import RelayLine
 from tools.gpu.cases import HANDOVER_PROMPTS, handover_key
 from tools.gpu.floors import Shape, Work
 from tools.gpu.rows import Check, Measured, Note
@@ -98,7 +98,7 @@ def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: 
     return arm
 
 
-def serve(plan: SplitPlan, config: ClusterConfig, relay: Relay) -> Arm:
+def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
     """Serve the prompts one after the other; `relay` gets the lines that the nodes print."""
 
     def launch(config: ClusterConfig, control: str) -> LocalCluster:
