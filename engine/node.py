@@ -221,18 +221,7 @@ class EngineNode:
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
         info = _with_facts(self._start(executor, sockets), self.config)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
-        node = NodeInfo(
-            node_id=self.node_id,
-            epoch=self.epoch,
-            role=self.role,
-            control_endpoint=endpoint,
-            reaches=reaches_of(info.ranks, self.config.transfer),
-            **{
-                name: getattr(info, name)
-                for name in info.__struct_fields__
-                if name in NodeInfo.__struct_fields__
-            },
-        )
+        node = self._published(info, endpoint)
         pool = BlockPool(
             info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
         )
@@ -268,6 +257,26 @@ class EngineNode:
                 file=str(path),
             )
             raise
+
+    def _published(self, info: ExecutorInfo, endpoint: str) -> NodeInfo:
+        """Return what the routers and peers are told about this node."""
+        return NodeInfo(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            control_endpoint=endpoint,
+            num_blocks=info.num_blocks,
+            layout=info.layout,
+            ranks=info.ranks,
+            model=info.model,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+            reaches=reaches_of(info.ranks, self.config.transfer),
+            facts=info.facts,
+        )
 
     def _say_ready(self, info: ExecutorInfo) -> None:
         kv_tokens = info.num_blocks * info.layout.block_size
