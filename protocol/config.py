@@ -41,7 +41,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "none"],
         about(
             "sampling defaults of HTTP requests: auto takes those of the model's "
-            "generation_config.json, none those of the API"
+            "generation_config.json, none takes those of the API"
         ),
     ] = "auto"
     dtype: Annotated[Dtype, about("type of weights and KV blocks; auto takes the checkpoint's")] = (
@@ -72,16 +72,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_by: Annotated[
         int,
         about(
-            "number of nodes on this host, which share its memory for their pools; nodes that are "
-            "started together are told",
+            "number of nodes on this host that share its memory for their pools; `serve` and "
+            "`up` set it for the nodes that they start",
             ge=1,
         ),
     ] = 1
     gpu_shared_by: Annotated[
         int,
         about(
-            "number of nodes that share this node's GPU and its memory; nodes that are started "
-            "together are told",
+            "number of nodes that share this node's GPU and its memory; `serve` and `up` set "
+            "it for the nodes that they start",
             ge=1,
         ),
     ] = 1
@@ -102,32 +102,36 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_cpus: Annotated[
         str,
         about(
-            "file in which nodes of one host say when they compute; a node takes the CPUs of idle "
-            "ones, and `serve` names the file to its nodes",
+            "file in which the nodes of one host note when they compute, so that a node can "
+            "take the CPUs of idle ones; `serve` sets it for its nodes",
             kind="path",
         ),
     ] = ""
     threads: Annotated[
         int,
         about(
-            "number of CPU threads that compute one rank; 0 divides the CPUs that may be used here "
-            "among the nodes that are started together and their ranks",
+            "number of CPU threads that compute one rank; 0 divides the CPUs of this process "
+            "among the nodes that one command starts and their ranks",
             ge=0,
         ),
     ] = 0
     kernels: Annotated[
         KernelChoice,
-        about("kernels on CPUs: compiled ones, plain torch, or auto: compiled where they can be"),
+        about(
+            "kernels on CPUs: compiled kernels, plain torch, or auto, which compiles them "
+            "where it can"
+        ),
     ] = "auto"
     deterministic: Annotated[
         bool,
         about(
-            "on GPUs, give a token the same bits in every batch, which is slower; CPUs do so anyway"
+            "on GPUs, compute the same bits for a token in every batch, which is slower; CPUs "
+            "always do"
         ),
     ] = False
     graphs: Annotated[
         bool,
-        about("replay decode steps as CUDA graphs; they take some memory, and CPUs have none"),
+        about("replay decode steps as CUDA graphs, which take some memory; CPUs have none"),
     ] = True
     max_num_seqs: Annotated[
         int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
@@ -154,8 +158,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     own_port: Annotated[
         int,
         about(
-            "another port of this router alone, for metrics where routers share a port; 0 is none; "
-            "of several routers that serve starts, each takes the next one",
+            "another port for this router alone, for metrics where several routers share a "
+            "port; 0 opens none; `serve` gives each of its routers the next port",
             ge=0,
             le=65535,
         ),
@@ -185,21 +189,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routing: Annotated[
         Routing,
         about(
-            "how nodes are chosen: by what their prefix caches hold and by their load, or by their "
-            "load alone"
+            "how nodes are chosen: by their load and by what their prefix caches hold, or by "
+            "their load alone"
         ),
     ] = "cache-aware"
     local_prefill: Annotated[
         LocalPrefill,
         about(
-            "which prompts decode nodes compute themselves: those with few new tokens, none, all"
+            "which prompts decode nodes compute themselves: those with few new tokens, none, or all"
         ),
     ] = "auto"
     local_prefill_tokens: Annotated[
         int,
         about(
-            "most tokens of a prompt that a decode node has not cached and that auto lets it "
-            "compute",
+            "most tokens of a prompt that a decode node computes itself under auto, because it "
+            "has not cached them",
             "tokens",
             ge=0,
         ),
@@ -209,19 +213,24 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("longest time in which a router that gets SIGTERM finishes its requests", "s", ge=0),
     ] = 30.0
     max_attempts: Annotated[
-        int, about("most attempts in a row that bring a request no token", ge=1)
+        int, about("most attempts in a row that bring a request no token; then it fails", ge=1)
     ] = 3
     max_body_mib: Annotated[
         int,
         about(
-            "largest body of an HTTP request; less where the model's longest prompt needs less",
+            "largest body of an HTTP request; the limit is lower if the model's longest prompt "
+            "needs less",
             "MiB",
             ge=1,
         ),
     ] = 16
     max_connections: Annotated[
         int,
-        about("most open connections of clients; fewer where the limit of open files is low", ge=1),
+        about(
+            "most open connections of clients; the limit is lower if the process may open few "
+            "files",
+            ge=1,
+        ),
     ] = 16384
     idle_s: Annotated[
         float,
@@ -233,8 +242,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_keys: Annotated[
         tuple[str, ...],
         about(
-            "keys of which clients must send one; none lets everybody in; for a key with a comma, "
-            "use the flag",
+            "keys, one of which a client must send; without keys every client is let in; use "
+            "the flag for a key with a comma",
             kind="repeated",
         ),
     ] = ()
@@ -249,8 +258,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_cert: Annotated[
         str,
         about(
-            "PEM file with the certificate chain of the router, which then speaks https only; it "
-            "is read again when it changes; empty speaks http",
+            "PEM file with the router's certificate chain, which is read again when it "
+            "changes; the router then speaks only https; empty speaks http",
             kind="path",
         ),
     ] = ""
@@ -264,25 +273,32 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     page: Annotated[
         bool,
-        about("serve a status page at / and its data at /status.json; the data needs a key if any"),
+        about(
+            "serve a status page at / and its data at /status.json; the data needs a key if "
+            "the router has keys"
+        ),
     ] = True
     otlp_traces: Annotated[
         str,
         about(
-            "URL to which traces of requests are sent, such as http://host:4318/v1/traces; empty "
-            "sends none; needs the extra otel"
+            "URL to which traces of requests are sent, such as http://host:4318/v1/traces; "
+            "empty sends none; it needs the extra otel"
         ),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
         about(
             "origins of web pages that may call this router from a browser (CORS), such as "
-            "https://chat.example.com, or * for all; none lets no page of another origin in"
+            "https://chat.example.com, or * for all; without any, only the router's own pages "
+            "may"
         ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
-        about("host names that requests may name in the header Host; none allows all"),
+        about(
+            "host names that requests may name in the header Host; without any, all names are "
+            "allowed"
+        ),
     ] = ()
 
     @property
@@ -320,15 +336,16 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http: Annotated[
         str,
         about(
-            "host:port on which the node serves /live, /ready and /metrics, port 0 is a free one; "
-            "empty serves none; nodes that are started together count up from the port"
+            "host:port on which the node serves /live, /ready and /metrics; port 0 picks a "
+            "free one, and empty serves none; nodes that are started together count up from "
+            "the port"
         ),
     ] = ""
     detached_s: Annotated[
         float,
         about(
-            "how long a stream whose router is gone is kept for a client that comes back; 0 keeps "
-            "none",
+            "how long a stream whose router is gone is kept for a client that comes back; 0 "
+            "keeps no stream",
             "s",
             ge=0,
         ),
@@ -350,13 +367,16 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, about("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
     ] = 30.0
     verify_kv: Annotated[
-        bool, about("check a checksum of every KV block that was read; set it alike on all nodes")
+        bool,
+        about(
+            "check a checksum of every KV block that is read; set it to the same value on all nodes"
+        ),
     ] = False
     device: Annotated[
         str,
         about(
-            "network devices that nixl uses, such as mlx5_0:1,eth0; empty takes the RDMA ports and "
-            "the interface of node.bind or of the way to the routers"
+            "network devices that nixl uses, such as mlx5_0:1,eth0; empty takes the RDMA ports "
+            "and the interface that leads to the other nodes or the routers"
         ),
     ] = ""
 
@@ -380,12 +400,15 @@ class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
         str,
         about(
-            "file with the cluster's key, the same on all hosts, from `baton keygen FILE`; it is "
-            "read again when it changes, and may hold several keys, of which the first one counts"
+            "file with the cluster's key, the same on all hosts, made by `baton keygen FILE`; "
+            "it is read again when it changes; of several keys in it, the first one counts"
         ),
     ] = ""
     insecure: Annotated[
-        bool, about("talk to other hosts without a key; only where the control network is private")
+        bool,
+        about(
+            "talk to other hosts without a key; use it only where the control network is private"
+        ),
     ] = False
 
 
