@@ -72,15 +72,15 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_by: Annotated[
         int,
         about(
-            "number of nodes on this host that share its memory for their pools; `serve` and "
-            "`up` set it for the nodes that they start",
+            "number of nodes on this host that share its memory for their pools; `serve` "
+            "sets it for the nodes that they start",
             ge=1,
         ),
     ] = 1
     gpu_shared_by: Annotated[
         int,
         about(
-            "number of nodes that share this node's GPU and its memory; `serve` and `up` set "
+            "number of nodes that share this node's GPU and its memory; `serve` sets "
             "it for the nodes that they start",
             ge=1,
         ),
