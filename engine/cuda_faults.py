@@ -46,7 +46,7 @@ MEANINGS = (
 
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
-    """The bytes of a GPU: those in use by no one, all, and those of this process."""
+    """The bytes of a GPU: those that are free, all of them, and those of this process."""
 
     free: int
     total: int

@@ -1,7 +1,7 @@
 """The work of a GPU's steps: one stream, pinned memory for ids, an event for each step.
 
-Made by the rank's loader where a rank computes on CUDA. Everything is launched by one thread, which
-has the library handles and captures the graphs; the thread that collects only waits for events.
+The rank's loader makes it if the rank computes on CUDA. One thread launches everything, has the
+library handles and captures the graphs; the thread that collects only waits for events.
 """
 
 from collections import deque

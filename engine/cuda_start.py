@@ -1,7 +1,7 @@
-"""What a rank on a GPU does before its first plan: look for reasons not to, size, warm up, capture.
+"""The start of a rank on a GPU: check that the GPU works, size the pool, warm up and capture.
 
-Only the rank's loader calls it, on the thread that will launch. A GPU that cannot be used is one
-line that says what to do.
+Only the rank's loader calls it, on the thread that will launch. If the GPU cannot be used, it gives
+one line that says what to do.
 """
 
 from collections.abc import Iterator
@@ -105,8 +105,8 @@ def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graph
 def warm_up(runner: Runner) -> None:
     """Compute a prompt of two tokens, its last one again, and one of a context as long as any.
 
-    So every kernel is compiled, that which merges the parts of long contexts too. Stores into block
-    0 alone: nobody owns it yet, and its owner stores before reading.
+    This compiles every kernel, including the one that merges the parts of long contexts. All stores
+    go to block 0: it has no owner yet, and its first owner stores before it reads.
     """
     key = Key(RequestId("warm-up"))
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)

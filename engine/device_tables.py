@@ -16,7 +16,7 @@ IDLE_ROW = 0  # no sequence has it: padding reads it
 
 
 class DeviceTables:
-    """`blocks` is `[1 + num_sequences, num_blocks]` int32; what a sequence has not is undefined."""
+    """`blocks` is `[1 + num_sequences, num_blocks]` int32, undefined behind a sequence's blocks."""
 
     def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
         self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)

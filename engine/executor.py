@@ -1,7 +1,8 @@
 """The contract between a node's loop and what computes its steps.
 
-Two implementations under one contract suite: `InProcessExecutor` (one rank, a compute thread) and
-`WorkerExecutor` (one process per rank, typed messages over sockets). The loop never learns which.
+It has two implementations under one contract suite: `InProcessExecutor` (one rank, threads of this
+process) and `WorkerExecutor` (one process per rank, typed messages over sockets). The loop never
+learns which one it drives.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,9 @@ Progress = Callable[[str, int, int], None]
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """What is known once weights are loaded and the pool is allocated.
+    """The facts of an executor that has loaded its weights and allocated its pool.
 
-    `NodeInfo` publishes some of these fields under the same names.
+    `NodeInfo` publishes most of these fields under the same names.
     """
 
     num_blocks: int
@@ -35,8 +36,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
-    chunk_tokens: int = 512  # the most of one step
-    max_num_seqs: int = 64  # of one step
+    chunk_tokens: int = 512  # the most that one step computes
+    max_num_seqs: int = 64  # the most sequences in one step
 
 
 class Executor(Protocol):

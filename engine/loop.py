@@ -1,7 +1,7 @@
 """The loop of an engine process: listen, settle, connect, plan, launch, speak.
 
-Plain code on non-blocking parts. Executors compute, so the loop renews leases and answers cancels
-while a step runs. It never asks which node it is in.
+The loop is plain code on non-blocking parts. Executors compute, so it renews leases and answers
+cancels while a step runs. It never asks which node it is in.
 """
 
 import math
@@ -52,7 +52,7 @@ COLD_STEP_S = 15.0
 DRAINING = Failure(
     "draining", "this node takes no more requests: it ends", retryable=True, http_status=503
 )
-FORECAST_WEIGHT = 0.1  # of the newest step, where it was quicker than was known
+FORECAST_WEIGHT = 0.1  # of the newest step, if it was quicker than predicted
 
 
 class LoopObserver(Protocol):

@@ -66,7 +66,7 @@ class HostPool:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.shape = PoolShape(num_blocks, block_bytes)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        # Linux answers a memfd larger than memory not with an error but with the OOM killer.
+        # Linux gives no error for a memfd larger than memory: its OOM killer ends the process.
         if self.shape.file_bytes > available_bytes():
             raise ConfigError(
                 f"a KV pool of {self.shape.file_bytes >> 20} MiB does not fit the "
@@ -123,7 +123,7 @@ class HostPool:
 
 
 def _populate(descriptor: int, file: mmap.mmap) -> None:
-    """Take every page now: a page that cannot be had later is SIGBUS in the middle of a step.
+    """Take every page now: a page that is missing later would be SIGBUS in the middle of a step.
 
     Mapping them too keeps page faults, which take five times as long as the copy, out of steps and
     reads. ctypes releases the GIL, which `mmap.madvise` does not.

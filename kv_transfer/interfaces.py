@@ -243,7 +243,7 @@ class Transport(Protocol):
 
 
 class ConnectorMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of what goes into and comes out of a `Connector`; recordable, so replayable."""
+    """Root of what goes into and comes out of a `Connector`. It can be recorded and replayed."""
 
 
 class PeersChanged(ConnectorMessage, frozen=True):
@@ -387,7 +387,7 @@ class ConnectorStep(msgspec.Struct, frozen=True):
 
 
 class Connector(Protocol):
-    """One per node, for both roles. Pure: no clock, no I/O, ties broken by key.
+    """One per node, for both roles. It is pure: it has no clock and no I/O, and keys break ties.
 
     Exactly one Released follows each Offer, and exactly one Landed or LandingEnded each Expect.
     Every state that is not final has a deadline. Messages of keys that have ended are answered from

@@ -73,7 +73,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         about(
             "number of nodes on this host that share its memory for their pools; `serve` "
-            "sets it for the nodes that they start",
+            "sets it for the nodes that it starts",
             ge=1,
         ),
     ] = 1
@@ -81,7 +81,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         about(
             "number of nodes that share this node's GPU and its memory; `serve` sets "
-            "it for the nodes that they start",
+            "it for the nodes that it starts",
             ge=1,
         ),
     ] = 1

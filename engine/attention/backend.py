@@ -1,8 +1,8 @@
 """What a decoder asks of the device it runs on, and the batch of one step.
 
 The decoder is the same on every device; a backend brings attention over the paged pool and the few
-operations that are fused differently. Called by `engine.models` and built by the runner. A backend
-never sees requests, keys or plans, and never decides which token is computed.
+operations that are fused differently. The rank's loader makes it and `engine.models` calls it. A
+backend never sees requests, keys or plans, and never decides which token is computed.
 """
 
 from dataclasses import dataclass
@@ -93,9 +93,9 @@ class Backend(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The RMS norm of `x + residual`, and that sum, both `[num_rows, hidden]`."""
+        """Return the RMS norm of `x + residual`, and that sum, both `[num_rows, hidden]`."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+        """Return `silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
         ...

@@ -1,8 +1,8 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, from one configuration.
 
-Called by the runner with a packed batch. All positions run through the layers at once; logits are
-computed only where a token is drawn. What differs between devices is the backend's, what lies in
-the pool is the KV cache's; this file knows neither blocks nor requests.
+The runner calls it with a packed batch. All positions run through the layers at once; logits are
+computed only where a token is drawn. The backend has what differs between devices, and the KV cache
+has what lies in the pool; this file knows neither blocks nor requests.
 """
 
 from collections.abc import Iterator

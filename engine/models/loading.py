@@ -1,7 +1,7 @@
 """From a Hugging Face folder to one rank's `Decoder`: names, slices, dtype and device.
 
-Called once per rank, at load. Reads of each tensor only what the rank keeps. A dimension that the
-ranks cannot share evenly is a `ConfigError` here, before any weight is read.
+The rank's loader calls it once. It reads only the part of each tensor that the rank keeps. If the
+ranks cannot share a dimension evenly, it raises `ConfigError` before it reads any weight.
 """
 
 from typing import NamedTuple, Protocol

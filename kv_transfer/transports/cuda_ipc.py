@@ -176,7 +176,7 @@ class CudaIpcTransport:
 
 
 class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank's table of generations and GPU memory can be had.
+    """Where to get a rank's table of generations and its GPU memory.
 
     The handle opens the memory to any process of this user that sees the GPU, so addresses may only
     travel between authenticated peers.
@@ -198,7 +198,7 @@ class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
         return decode_address(data, cls, "cuda_ipc")
 
     def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
-        """Compare what both say: one host, one driver's handles, and a GPU that the reader sees."""
+        """Return whether both are on one host, share handles, and the reader sees the GPU."""
         is_near = self.table.shares_host(reader.table) and self.processes == reader.processes
         return is_near and self.gpu in reader.visible
 

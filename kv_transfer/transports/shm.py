@@ -137,7 +137,7 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError("the address is not that peer's")
 
     def shares_host(self, other: "ShmAddress") -> bool:
-        """Compare what both say; the proof is the nonce that the reader finds in its mapping."""
+        """Return whether both name one host. The proof is the nonce in the reader's mapping."""
         is_one_network = "" in (self.network, other.network) or self.network == other.network
         return self.host == other.host and is_one_network
 
