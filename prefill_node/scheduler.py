@@ -56,8 +56,10 @@ class PrefillScheduler:
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
             if lower.origin != origin and lower.sequence.key.attempt < message.key.attempt:
-                # The other router loses the whole request and would not hear of it otherwise.
-                self.outputs.say(lower.origin, Failed(lower.sequence.key, taken_over()))
+                # The other router loses the whole request and would not hear of it otherwise. If it
+                # has the first tokens, decode tells it.
+                if lower.sequence.key not in self._holding:
+                    self.outputs.say(lower.origin, Failed(lower.sequence.key, taken_over()))
                 self._end(lower, taken_over())
             elif lower.choices.supersede(handoff.choices):
                 self._end(lower, Cancelled("a newer attempt took its place").to_failure())

@@ -122,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A router gets a request at another node, of which this one hears nothing yet."""
         latest = max((n for (_, of), n in self.attempts.items() if of == name), default=None)
         if latest is not None:
+            latest += 1  # the first attempt of a router that has taken it over may be yet to come
             next_first = latest - latest % ATTEMPTS_PER_ROUTER + ATTEMPTS_PER_ROUTER
             self.attempts[origin, name] = next_first - 1
 
