@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from baton.protocol.messages import Load
+from baton.protocol.ids import NodeId
+from baton.protocol.messages import Load, Role
 from baton.runtime.exposition import Family, Page
 from baton.runtime.node_health import LostNode, NodeHealth
 
@@ -149,7 +150,7 @@ def add_nodes(
     page: Page,
     nodes: Sequence[NodeHealth],
     lost: Iterable[LostNode] = (),
-    in_service: Mapping[tuple[str, str, str], bool] = {},
+    in_service: Mapping[tuple[NodeId, Role, str], bool] = {},
 ) -> None:
     """Add the families of all these nodes to a page.
 
