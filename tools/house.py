@@ -74,7 +74,7 @@ def _modules(tree: ast.Module) -> set[str]:
 
 
 def _settings(tree: ast.Module) -> int:
-    """Count the annotated fields with a help text: `says(...)` or `Meta(description=...)`."""
+    """Count the annotated fields with a help text: `about(...)` or `Meta(description=...)`."""
     fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
     return sum(any(map(_is_meaning, ast.walk(field.annotation))) for field in fields)
 
@@ -83,7 +83,7 @@ def _is_meaning(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return False
     has_description = any(keyword.arg == "description" for keyword in node.keywords)
-    return node.func.id == "says" or (node.func.id == "Meta" and has_description)
+    return node.func.id == "about" or (node.func.id == "Meta" and has_description)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,14 @@ from baton.router.http.recent import MAX_REQUESTS
 from baton.router.http.status import PAGE, StatusDocument
 from baton.router.stream import RequestStream
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, served, well
-from tests.support.router_process import WAIT_S, StartRouter, post, wait_until_ready, with_toy_nodes
+from tests.support.router_process import (
+    NUM_BLOCKS,
+    WAIT_S,
+    StartRouter,
+    post,
+    wait_until_ready,
+    with_toy_nodes,
+)
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("secret",)))
@@ -70,7 +77,7 @@ def test_the_document_tells_of_nodes_pairs_and_requests(
     ]  # fmt: skip
     load = told.nodes[0]["load"]
     assert isinstance(load, dict)
-    assert load["free_blocks"] == 64
+    assert load["free_blocks"] == NUM_BLOCKS
     (pair,) = told.pairs
     assert (pair.prefill_node, pair.decode_node) == ("p0", "d0")
     assert (pair.num_handoffs, pair.num_failures, pair.reason) == (1, 0, "")
