@@ -87,7 +87,7 @@ class CpuKernels:
         return items
 
     def _cuts(self, items: NDArray[np.int64]) -> tuple[int, ...]:
-        """Where the items of all KV heads are cut between threads."""
+        """Return where the items of all KV heads are cut between threads."""
         num_units = len(items) * self.kv_heads
         if torch.get_num_threads() == 1:
             return (0, num_units)

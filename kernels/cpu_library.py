@@ -110,7 +110,7 @@ def load_library(
 
 
 def has_bf16_products() -> bool:
-    """Whether this CPU multiplies bf16 numbers itself, with AVX512-BF16."""
+    """Return whether this CPU multiplies bf16 numbers itself, with AVX512-BF16."""
     return _has("avx512bf16")
 
 
@@ -161,7 +161,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _fingerprint() -> str:
-    """What object code depends on. Raises `KernelsUnavailable`."""
+    """Return what object code depends on. Raises `KernelsUnavailable`."""
     try:
         import llvmlite.binding as llvm
 
@@ -183,7 +183,7 @@ def _fingerprint() -> str:
 
 
 def _folder() -> Path:
-    """Where this user's programs keep what they can make again. `RuntimeError`: nowhere."""
+    """Return where this user's programs keep what they can make again. `RuntimeError`: nowhere."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification: a relative path is ignored.
     cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()

@@ -239,7 +239,7 @@ def as_float(context: object, value: types.Type) -> object:
 
 @intrinsic
 def reaches(context: object, lanes: types.Type, value: types.Type) -> object:
-    """Whether a lane is `value` or more."""
+    """Return whether a lane is `value` or more."""
 
     def emit(builder: ir.IRBuilder, lanes: ir.Value, value: ir.Value) -> ir.Value:
         flags = builder.fcmp_ordered(">=", lanes, spread(builder, value, FLOATS))

@@ -60,7 +60,7 @@ class LanesModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def instruction(signature: types.Type, emit: Emit) -> object:
-    """What an `intrinsic` function returns: its types, and the code that `emit` writes."""
+    """Return what an `intrinsic` function returns: its types, and the code that `emit` writes."""
     return signature, lambda context, builder, _, args: emit(builder, *args)
 
 
@@ -315,6 +315,6 @@ def prefetch(context: object, pointer: types.Type, index: types.Type) -> object:
 
 @intrinsic
 def per_line(context: object, pointer: types.Type) -> object:
-    """How many numbers a cache line of 64 bytes holds."""
+    """Return how many numbers a cache line of 64 bytes holds."""
     count = INT64(16 if element_of(pointer) is FLOAT else 32)
     return instruction(types.int64(pointer), lambda builder, address: count)

@@ -141,12 +141,12 @@ class TextRouter:
 
     @property
     def errored(self) -> bool:
-        """Whether the router has ended for another reason than `close`."""
+        """Return whether the router has ended for another reason than `close`."""
         return self._core.has_failed and not self._is_closed
 
     @property
     def was_ever_ready(self) -> bool:
-        """Whether any node has been ready since the start."""
+        """Return whether any node has been ready since the start."""
         return self._core.registry.model is not None
 
     def get_tokenizer(self) -> Text:

@@ -36,7 +36,7 @@ class Words(msgspec.Struct, frozen=True):
 
     @property
     def stays(self) -> bool:
-        """Whether `up` stays in front, and the cluster ends with it."""
+        """Return whether `up` stays in front, and the cluster ends with it."""
         return self.platform == LOCAL and not self.detach and not self.keep
 
 

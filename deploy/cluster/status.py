@@ -80,12 +80,12 @@ class ClusterView:
 
     @property
     def is_down(self) -> bool:
-        """Whether `baton down` has ended the deployment."""
+        """Return whether `baton down` has ended the deployment."""
         return self._folder is not None and read_deployment(self._folder) is None
 
     @property
     def is_well(self) -> bool:
-        """Whether every process runs; without a deployment, whether every router answers."""
+        """Return whether every process runs; without a deployment, whether every router answers."""
         if self._deployment is None:
             return not self.problems
         return all(one.state == "running" for one in self.statuses)

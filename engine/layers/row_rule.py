@@ -125,7 +125,7 @@ def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def arrangement(pool_size: int, tile: int, passes: int) -> Tensor:
-    """Which row of the pool stands at each place of each product: `[num_products, tile]`."""
+    """Return which row of the pool stands at each place of each product: `[num_products, tile]`."""
     num_products = _num_products(tile, pool_size, passes)
     generator = torch.Generator().manual_seed(tile)
     num_orders = -(-num_products * tile // pool_size)

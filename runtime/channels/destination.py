@@ -38,7 +38,7 @@ class Destination:
 
     @property
     def look_in_s(self) -> float | None:
-        """How long the address stays as it is at least; None is for ever."""
+        """Return how long the address stays as it is at least; None is for ever."""
         return max(0.0, self._look_at_s - self._clock()) if self._file else None
 
     def has_moved(self) -> bool:

@@ -171,7 +171,7 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether the router has ended for another reason than `shutdown`."""
+        """Return whether the router has ended for another reason than `shutdown`."""
         return self._router.errored
 
     def get_tokenizer(self) -> ModelTokenizer:
