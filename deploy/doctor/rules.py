@@ -16,7 +16,6 @@ OLDEST_PYTHON = (3, 11)
 FEW_FILES, MANY_FILES = 1024, 16384 + 1024
 FEW_TASKS = 512
 SMALL_SHM_MIB = 64
-MIB_PER_GIB = 1024
 NIXL_HINT = "run `pip install -e '.[nixl]'` in baton's folder"
 
 

@@ -12,6 +12,8 @@ from tools.demo_model.text import END_OF_TEXT, TURN_END
 from tools.demo_model.tokenizer import END_OF_TEXT_ID, TURN_END_ID, VOCAB_SIZE
 
 MAX_POSITIONS = 8192
+# Of a chat that sets no limit: text that the model was not taught may never come to an end.
+MAX_ANSWER_TOKENS = 256
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -58,7 +60,10 @@ def write(folder: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
         "dtype": "float32",
     }
     _write_json(folder / "config.json", described)
-    _write_json(folder / "generation_config.json", {"eos_token_id": [TURN_END_ID, END_OF_TEXT_ID]})
+    _write_json(
+        folder / "generation_config.json",
+        {"eos_token_id": [TURN_END_ID, END_OF_TEXT_ID], "max_new_tokens": MAX_ANSWER_TOKENS},
+    )
     _write_json(
         folder / "tokenizer_config.json",
         {
