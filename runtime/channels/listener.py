@@ -182,14 +182,14 @@ class Listener(Generic[Out, In]):
 
     def _look_around(self) -> bool:
         """Answer handshakes and try connections that may be gone; return whether there were any."""
+        if self._probes_at_s and self._probes_at_s[0] <= monotonic():  # before a hint puts it off
+            self._probes_at_s.popleft()
+            self._probe()
+            return True
         if changes := self._wire.changes():
             self.refusals += changes.count("refused")
             if "lost" in changes:
                 self._expect_losses()
-            return True
-        if self._probes_at_s and self._probes_at_s[0] <= monotonic():
-            self._probes_at_s.popleft()
-            self._probe()
             return True
         if self._keys.first != self._pair or not self._is_bound:
             return self._change_key()
