@@ -7,6 +7,7 @@ Each delta goes straight to the caller's sink, so a token costs no task switch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from copy import copy
 
 from baton.protocol.errors import BatonError
 from baton.protocol.messages import FinishReason
@@ -56,6 +57,7 @@ class RequestStream:
         self._early: list[CompletionOutput] = []
         self._sink: Sink = self._early.append
         self._has_changed = False
+        # A copy is raised: the frames that an exception has passed hold this stream.
         self._error: BatonError | None = None
         self._change: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
@@ -91,7 +93,7 @@ class RequestStream:
         """Wait until a delta has come since the last call; False at the end of the request."""
         while not self._has_changed:
             if self._error is not None:
-                raise self._error
+                raise copy(self._error)
             if self.finished:
                 return False
             self._change = asyncio.get_running_loop().create_future()
@@ -110,7 +112,7 @@ class RequestStream:
             await self._end
         self._has_changed = False
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
@@ -124,6 +126,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Give the request up if it is not finished. May be called at any time and again."""
+        self._sink = _dropped  # it may hold all that an answer consists of, and that this stream
         if not self.finished and self._on_close is not None:
             self._on_close()
 
@@ -182,9 +185,14 @@ class RequestStream:
             return
         self.finished = True
         self._error = error
+        self._on_close = None
         self.metrics.e2e_s = time.monotonic() - self._arrival_s
         _wake(self._change)
         _wake(self._end)
+
+
+def _dropped(delta: CompletionOutput) -> None:
+    """Take a delta that has come too late for a caller who left."""
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

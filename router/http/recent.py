@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import Failure
 from baton.router.http.request_log import RUNNING, Running
 from baton.router.outputs import Path, RequestMetrics
 from baton.router.waterfall import StageSpan, waterfall
@@ -87,8 +87,8 @@ class RecentRequests:
                     name, now, status, took_s, running.outcome, len(running.streams), metrics
                 )
             )
-        if running.error is not None:
-            self._failed(now, running.error, running, name)
+        if running.failure is not None:
+            self._failed(now, running.failure, running, name)
         for one in metrics:
             if one.num_retries or one.num_resumes:
                 self._faults.extend(_losses(one, now, name))
@@ -101,12 +101,12 @@ class RecentRequests:
         """Return the last faults, the newest first."""
         return list(reversed(self._faults))
 
-    def _failed(self, now: float, error: BatonError, running: Running, name: str) -> None:
-        if error.http_status < 422:
+    def _failed(self, now: float, failure: Failure, running: Running, name: str) -> None:
+        if failure.http_status < 422:
             return  # the client's own mistake
         last = self._faults[-1] if self._faults else None
         attempts = [one for s in running.streams[:MAX_PROMPTS] for one in s.metrics.attempts[-1:]]
-        fault = FaultRecord(now, error.code, error.message[:MAX_MESSAGE_CHARS], name)
+        fault = FaultRecord(now, failure.code, failure.message[:MAX_MESSAGE_CHARS], name)
         if attempts:
             nodes = attempts[-1].prefill_node, attempts[-1].decode_node
             fault = msgspec.structs.replace(fault, prefill_node=nodes[0], decode_node=nodes[1])

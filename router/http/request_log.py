@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from baton.protocol.config import LogConfig
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, Failure
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.router.stream import RequestStream
@@ -29,11 +29,11 @@ class Running:
 
     streams: list[RequestStream] = field(default_factory=list)
     outcome: str = BatonError.code  # as long as nothing better is known
-    error: BatonError | None = None
+    failure: Failure | None = None  # no exception: its frames hold this, a cycle of garbage
     request_id: str = ""  # empty until the body has been read
 
     def failed(self, error: BatonError) -> None:
-        self.outcome, self.error = error.code, error
+        self.outcome, self.failure = error.code, error.to_failure()
 
 
 RUNNING = web.RequestKey("running", Running)
@@ -59,26 +59,26 @@ class RequestLog:
             )  # fmt: skip
         if running is None:
             return
-        if running.error is not None:
-            self._failed(running.error, running, request_id)
+        if running.failure is not None:
+            self._failed(running.failure, running, request_id)
         elif any(one.metrics.num_resumes for one in running.streams):
             log.info("request resumed after a loss", request=request_id, **_told(running))
         elif any(one.metrics.num_retries for one in running.streams):
             log.info("request tried again after a loss", request=request_id, **_told(running))
 
-    def _failed(self, error: BatonError, running: Running, request_id: str) -> None:
+    def _failed(self, failure: Failure, running: Running, request_id: str) -> None:
         """Log a request that failed through no fault of its client's."""
-        if error.http_status < 422:
+        if failure.http_status < 422:
             return
         was_placed = any(one.metrics.num_attempts for one in running.streams)
-        if error.http_status in RETRY_STATUSES and not was_placed and not self._has_room():
+        if failure.http_status in RETRY_STATUSES and not was_placed and not self._has_room():
             return
         if self._num_unlogged:
             log.info("refusals were not logged one by one", number=self._num_unlogged)
             self._num_unlogged = 0
         log.warning(
-            "request failed", request=request_id, status=error.http_status, code=error.code,
-            reason=error.message, **_told(running),
+            "request failed", request=request_id, status=failure.http_status, code=failure.code,
+            reason=failure.message, **_told(running),
         )  # fmt: skip
 
     def _has_room(self) -> bool:

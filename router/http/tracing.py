@@ -92,8 +92,8 @@ class Tracer:
                 prepare.end(max(began_ns, first_ns))
             for stream in running.streams:
                 self._prompt(stream, within)
-            if running.error is not None:
-                span.set_attribute("error.type", running.error.code)
+            if running.failure is not None:
+                span.set_attribute("error.type", running.failure.code)
                 span.set_status(self._error)
         span.end(ended_ns)
 
