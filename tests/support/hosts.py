@@ -47,6 +47,9 @@ class Hosts:
         path.chmod(0o755)
         return f"{path} {{host}}"
 
+    def namespace(self, host: int) -> Path:
+        return Path(f"/run/netns/{self._prefix}{host}")
+
     def plug(self, host: int, *, is_in: bool) -> None:
         """Pull a host's cable at the switch, or put it in again."""
         state = "up" if is_in else "down"
@@ -75,7 +78,7 @@ class Hosts:
 
     def enter(self, host: int) -> None:
         """Let the sockets that this thread opens from now on be those of a host."""
-        with Path(f"/run/netns/{self._prefix}{host}").open("rb") as namespace:
+        with self.namespace(host).open("rb") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
 
