@@ -246,6 +246,8 @@ class Load:
     def _work(self, name: str) -> None:
         while not self._is_over:
             client = Client(self._cluster, {**ASKS[name], "max_tokens": 300}).persist()
+            if isinstance(client.usage, dict):
+                client.usage.pop("resumed", None)  # a slow machine cannot finish it in `drain_s`
             assert client.result() == self._expected[name]
             self.longest_gap_s = max(self.longest_gap_s, client.gap_s)
             self.num_answers += 1
