@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton.runtime.fields import fields_of, with_values
-from baton.runtime.flag_parser import FlagParser
+from baton.runtime.fields import fields_of
+from tools.settings_line import settings_from
 
 MIB = 1 << 20
 Pattern = Literal["run", "gather", "scattered"]
@@ -75,14 +75,5 @@ def command_line(settings: TransferSettings) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> TransferSettings:
-    parser = FlagParser(
-        "python -m tools.transfer", description="Measure the transports of KV blocks."
-    )
-    fields = fields_of(TransferSettings)
-    parser.add_settings(fields, group_of=lambda _: "settings")
-    given = vars(parser.parse_args(arguments))
-    return with_values(
-        TransferSettings(),
-        {field.name: field.from_text(given[field.name], field.flag)
-         for field in fields if given[field.name] is not None},
-    )  # fmt: skip
+    summary = "Measure the transports of KV blocks."
+    return settings_from(TransferSettings, "transfer", summary, arguments)
