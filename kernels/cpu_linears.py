@@ -15,14 +15,11 @@ from torch import Tensor
 
 from baton.kernels.cpu_library import CpuLibrary
 from baton.kernels.cpu_shapes import PANEL, SHEET
-from baton.kernels.cpu_threads import CpuThreads
+from baton.kernels.cpu_threads import MIN_SHARED_NS, CpuThreads
 
 # Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
 # bit changes.
 NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
-# A small product has one thread: two that wait for each other also wait for the router, which may
-# have the CPU of one of them.
-MIN_SHARED_NS = 300_000
 MIN_ROWS = 32  # of a thread; fewer rows are not divided, but the outputs are
 
 

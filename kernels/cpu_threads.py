@@ -14,6 +14,10 @@ from queue import SimpleQueue
 Arguments = tuple[float, ...]
 ThreadWork = tuple[Callable[..., object], Arguments]
 
+# A small product has one thread: two that wait for each other also wait for the router, which may
+# have the CPU of one of them.
+MIN_SHARED_NS = 300_000
+
 
 class CpuThreads:
     """Starts a thread when it is first needed; they end with this object."""

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from baton.engine.layers.product_rule import Product
 from baton.engine.layers.row_rule import RowRule, num_threads
+from baton.kernels.cpu_threads import MIN_SHARED_NS
 
 # Measured on a Zen 5 core in bf16, small weights in its cache. Elsewhere the number of threads of a
 # product may be a poor choice; no bit changes.
 NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0046
-# A small product has one thread: two that wait for each other also wait for the router, which may
-# have the CPU of one of them.
-MIN_SHARED_NS = 300_000
 
 PACKED_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
 
