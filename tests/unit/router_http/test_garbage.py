@@ -13,7 +13,7 @@ from tests.support.http_bench import HttpBench, ScriptedEngine, lost, well
 
 
 def count(kind: type) -> int:
-    return sum(isinstance(one, kind) for one in gc.get_objects())
+    return sum(type(one) is kind for one in gc.get_objects())
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
