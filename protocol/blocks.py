@@ -1,8 +1,9 @@
-"""KV blocks as numbers: how many a sequence needs, and a hash of what each one holds. Pure.
+"""Count the KV blocks that a sequence needs, and hash what each block holds.
 
-Routers and nodes ask here what fits a pool, so that a router never sends what a node refuses. The
-hashes form a chain: equal hashes mean equal prefixes, on every node. A node finds blocks by their
-hashes; a router, which only guesses where they are, knows them by keys, which are shorter.
+Routers and nodes both ask here what fits a pool, so that a router never sends what a node refuses.
+The hashes form a chain: equal hashes mean equal prefixes, on every node. A node finds blocks by
+their hashes. A router, which only guesses where blocks are, knows them by shorter keys. This file
+is pure.
 """
 
 import hashlib
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 BlockHash = bytes
 HASH_BYTES = 16
-# The first bytes of a hash, as a number. One pair of blocks in 2**64 has equal keys by chance.
+# A key is the first 8 bytes of a hash, as a number. Two different blocks have equal keys with a
+# probability of 2**-64.
 BlockKey = int
 KEY_BYTES = 8
 ROOT_HASH: BlockHash = hashlib.blake2b(digest_size=HASH_BYTES).digest()  # before the first block
@@ -36,7 +38,7 @@ def blocks_needed(block_size: int, num_tokens: int, num_final_tokens: int, num_c
 def tokens_held(num_blocks: int, block_size: int, num_tokens: int, num_choices: int) -> int:
     """Return how many tokens each choice can add to `num_tokens` in a pool of `num_blocks`.
 
-    The inverse of `blocks_needed`; 0 when not even the prompt fits.
+    This is the inverse of `blocks_needed`. It returns 0 when not even the prompt fits.
     """
     shared = num_tokens // block_size
     own = (num_blocks - shared) // num_choices
@@ -48,7 +50,7 @@ def block_hashes(
 ) -> list[BlockHash]:
     """Return one 16-byte hash per full block; each covers all tokens before it too.
 
-    `known` are the hashes of the first blocks, which are not computed again.
+    `known` holds the hashes of the first blocks, which are not computed again.
     """
     hashes = list(known)
     first = len(hashes) * block_size
@@ -63,12 +65,12 @@ def block_hashes(
 
 
 def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
-    """Return the keys of blocks with these hashes, as they travel."""
+    """Return the keys of the blocks with these hashes, packed for a message."""
     return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
 
 
 def unpack_keys(data: bytes) -> tuple[BlockKey, ...]:
-    """Return packed keys; bytes behind the last whole key are ignored."""
+    """Return the keys that `pack_keys` packed. Bytes after the last whole key are ignored."""
     num_keys = len(data) // KEY_BYTES
     return struct.unpack_from(f">{num_keys}Q", data)
 

@@ -1,7 +1,7 @@
-"""The ranges of the numbers that travel. Decoding refuses a message with a number outside them.
+"""The ranges of the numbers in messages. Decoding refuses a message with a number out of range.
 
-Every struct that another process can send takes its integer types from here, so no number can
-overflow an array, a clock or an allocation further in.
+Every struct that another process can send takes its integer types from here, so that no number from
+outside can overflow an array, a clock or an allocation.
 """
 
 from typing import Annotated

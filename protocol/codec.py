@@ -1,8 +1,8 @@
-"""Bytes to messages and back, one typed decoder per channel and direction.
+"""Encode and decode messages, with one typed decoder per channel and direction.
 
-Sizes are bounded before anything is allocated. A reader counts malformed messages, drops them and
+Sizes are checked before anything is allocated. A reader counts malformed messages, drops them and
 logs some of them; they never end a process. A node answers a malformed request if it can read the
-key.
+request's key.
 """
 
 from typing import Generic, Literal, TypeVar
@@ -33,7 +33,7 @@ class Codec(Generic[T]):
         return self._encoder.encode(message)
 
     def decode(self, data: bytes | memoryview) -> T:
-        """Return the message; raises `MalformedMessage` unless it is one of the union, whole."""
+        """Return the message. Raises `MalformedMessage` unless `data` is one of the union."""
         if len(data) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
         try:
@@ -50,14 +50,14 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 class _Keyed(msgspec.Struct):
-    """The part of a `Prefill` or `Decode` that is needed to refuse it."""
+    """The part of a `Prefill` or `Decode` that a node needs in order to refuse it."""
 
     type: Literal["Prefill", "Decode"]
     key: Key
 
 
 class NodeInbox(Codec[ToNode | Unreadable]):
-    """Decodes the messages of routers to a node, which must leave no request without an answer."""
+    """Decodes the messages from routers to a node, which must answer every request."""
 
     def __init__(self) -> None:
         super().__init__(ToNode)  # type: ignore[arg-type]

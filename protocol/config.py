@@ -22,33 +22,38 @@ LocalPrefill = Literal["auto", "never", "always"]
 Routing = Literal["cache-aware", "least-loaded"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and nodes dial
+DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and where nodes dial
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
         str,
         about(
-            "folder of the model, or its name on the Hugging Face hub; empty is the demo model",
+            "folder of the model, or its name on the Hugging Face hub; empty takes the demo model",
             kind="path",
         ),
     ] = ""
     name: Annotated[str, about("name of the model in the API; empty takes the folder's name")] = ""
     chat_template: Annotated[
-        str, about("file with a chat template that takes the place of the model's own", kind="path")
+        str, about("file with a chat template that replaces the model's own", kind="path")
     ] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
         about(
-            "sampling defaults of HTTP requests: auto takes those of the model's "
+            "sampling defaults of HTTP requests: auto takes them from the model's "
             "generation_config.json, none takes those of the API"
         ),
     ] = "auto"
-    dtype: Annotated[Dtype, about("type of weights and KV blocks; auto takes the checkpoint's")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        Dtype, about("number type of weights and KV blocks; auto takes the checkpoint's")
+    ] = "auto"
     max_len: Annotated[
-        int, about("longest sequence, prompt and output; 0 takes the model's limit", "tokens", ge=0)
+        int,
+        about(
+            "longest sequence, prompt and output together; 0 takes the model's limit",
+            "tokens",
+            ge=0,
+        ),
     ] = 0
 
     @property
@@ -62,9 +67,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_mib: Annotated[
         int,
         about(
-            "memory for the KV pool of one node, all ranks together; 0 takes a quarter of the free "
-            "memory of the host, at most what the sequences of one step can fill, or nine tenths "
-            "of what weights and steps leave of a GPU",
+            "memory for the KV pool of one node, all ranks together; 0 takes, on CPUs, a quarter "
+            "of the host's free memory, but no more than the sequences of one step can fill, and "
+            "on GPUs nine tenths of the memory that weights and steps leave",
             "MiB",
             ge=0,
         ),
@@ -87,7 +92,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1
     num_blocks: Annotated[
         int,
-        about("size of the KV pool; 0 takes what fits memory_mib", "blocks", ge=0, le=MAX_BLOCKS),
+        about(
+            "size of the KV pool; 0 takes as many blocks as fit memory_mib",
+            "blocks",
+            ge=0,
+            le=MAX_BLOCKS,
+        ),
     ] = 0
     prefix: Annotated[bool, about("keep finished blocks for prompts with the same prefix")] = True
 
@@ -102,8 +112,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_cpus: Annotated[
         str,
         about(
-            "file in which the nodes of one host note when they compute, so that a node can "
-            "take the CPUs of idle ones; `serve` sets it for its nodes",
+            "file in which the nodes of one host note when they compute, so that a node can use "
+            "the CPUs of idle nodes; `serve` sets it for its nodes",
             kind="path",
         ),
     ] = ""
@@ -118,28 +128,32 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels: Annotated[
         KernelChoice,
         about(
-            "kernels on CPUs: compiled kernels, plain torch, or auto, which compiles them "
-            "where it can"
+            "kernels on CPUs: compiled ones, plain torch, or auto, which compiles them where that "
+            "is possible"
         ),
     ] = "auto"
     deterministic: Annotated[
         bool,
         about(
-            "on GPUs, compute the same bits for a token in every batch, which is slower; CPUs "
-            "always do"
+            "on GPUs, compute the same bits for a token in every batch, which is slower; nodes on "
+            "CPUs always do this"
         ),
     ] = False
     graphs: Annotated[
         bool,
-        about("replay decode steps as CUDA graphs, which take some memory; CPUs have none"),
+        about(
+            "replay decode steps as CUDA graphs, which take some GPU memory; it has no effect on "
+            "CPUs"
+        ),
     ] = True
     max_num_seqs: Annotated[
-        int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
+        int,
+        about("largest number of sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0),
     ] = 0
     chunk_tokens: Annotated[
         int,
         about(
-            "most tokens that one step computes; 0 takes 512 on CPUs and 2048 on GPUs",
+            "largest number of tokens that one step computes; 0 takes 512 on CPUs and 2048 on GPUs",
             "tokens",
             ge=0,
         ),
@@ -147,19 +161,22 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: Annotated[str, about("address that the HTTP server binds")] = "127.0.0.1"
+    host: Annotated[str, about("address to which the HTTP server binds")] = "127.0.0.1"
     port: Annotated[int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = (
         8000
     )
     shares_port: Annotated[
         bool,
-        about("let other routers of this user listen on the port too; each gets some connections"),
+        about(
+            "let other routers of this user listen on the same port; the system gives each of "
+            "them some of the connections"
+        ),
     ] = False
     own_port: Annotated[
         int,
         about(
-            "another port for this router alone, for metrics where several routers share a "
-            "port; 0 opens none; `serve` gives each of its routers the next port",
+            "second port that belongs to this router alone, for metrics where several routers "
+            "share a port; 0 opens none; `serve` gives each of its routers the next port",
             ge=0,
             le=65535,
         ),
@@ -175,51 +192,58 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control: Annotated[
         str | None,
         about(
-            "endpoint that nodes dial, as tcp://host:port or ipc://path; unset is a private "
-            f"socket for nodes that are started here, else {DEFAULT_CONTROL}"
+            "endpoint that nodes dial, as tcp://host:port or ipc://path; unset takes a private "
+            f"socket where the same command starts the nodes, else {DEFAULT_CONTROL}"
         ),
     ] = None
     max_queued: Annotated[
-        int, about("most requests that wait for a node; further ones get 429", ge=0)
+        int,
+        about(
+            "largest number of requests that wait for a node; a further request gets status 429",
+            ge=0,
+        ),
     ] = 1024
     max_queued_s: Annotated[
-        float, about("longest wait of a request for a node; then it gets 503", "s", gt=0)
+        float, about("how long a request may wait for a node before it gets status 503", "s", gt=0)
     ] = 30.0
-    max_inflight: Annotated[int, about("most requests that the nodes work on at once", ge=1)] = 1024
+    max_inflight: Annotated[
+        int, about("largest number of requests that the nodes work on at once", ge=1)
+    ] = 1024
     routing: Annotated[
         Routing,
         about(
-            "how nodes are chosen: by their load and by what their prefix caches hold, or by "
-            "their load alone"
+            "how the router chooses nodes: by their load and by what their prefix caches hold, or "
+            "by their load alone"
         ),
     ] = "cache-aware"
     local_prefill: Annotated[
         LocalPrefill,
         about(
-            "which prompts decode nodes compute themselves: those with few new tokens, none, or all"
+            "which prompts decode nodes compute themselves: auto means those with few uncached "
+            "tokens"
         ),
     ] = "auto"
     local_prefill_tokens: Annotated[
         int,
         about(
-            "most tokens of a prompt that a decode node computes itself under auto, because it "
-            "has not cached them",
+            "under local_prefill=auto, a decode node computes a prompt itself if at most this "
+            "many tokens of it are not cached there",
             "tokens",
             ge=0,
         ),
     ] = 32
     drain_s: Annotated[
         float,
-        about("longest time in which a router that gets SIGTERM finishes its requests", "s", ge=0),
+        about("how long a router that gets SIGTERM may take to finish its requests", "s", ge=0),
     ] = 30.0
     max_attempts: Annotated[
-        int, about("most attempts in a row that bring a request no token; then it fails", ge=1)
+        int, about("a request fails after this many attempts in a row that brought no token", ge=1)
     ] = 3
     max_body_mib: Annotated[
         int,
         about(
-            "largest body of an HTTP request; the limit is lower if the model's longest prompt "
-            "needs less",
+            "largest body of an HTTP request; the router takes a lower limit if the model's "
+            "longest prompt needs less",
             "MiB",
             ge=1,
         ),
@@ -227,22 +251,27 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections: Annotated[
         int,
         about(
-            "most open connections of clients; the limit is lower if the process may open few "
-            "files",
+            "largest number of open client connections; the router takes a lower limit if the "
+            "process may open few files",
             ge=1,
         ),
     ] = 16384
     idle_s: Annotated[
         float,
-        about("how long a connection may stay open without a whole request on it", "s", gt=0),
+        about("how long a connection may stay open without a complete request", "s", gt=0),
     ] = 75.0
     unread_s: Annotated[
-        float, about("how long a client may leave its answer unread until it is cut off", "s", gt=0)
+        float,
+        about(
+            "how long a client may leave its answer unread before the router closes the connection",
+            "s",
+            gt=0,
+        ),
     ] = 30.0
     api_keys: Annotated[
         tuple[str, ...],
         about(
-            "keys, one of which a client must send; without keys every client is let in; use "
+            "API keys, one of which a client must send; without keys, every client is let in; use "
             "the flag for a key with a comma",
             kind="repeated",
         ),
@@ -274,30 +303,30 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page: Annotated[
         bool,
         about(
-            "serve a status page at / and its data at /status.json; the data needs a key if "
-            "the router has keys"
+            "serve a status page at / and its data at /status.json; clients need a key for the "
+            "data if the router has keys"
         ),
     ] = True
     otlp_traces: Annotated[
         str,
         about(
-            "URL to which traces of requests are sent, such as http://host:4318/v1/traces; "
-            "empty sends none; it needs the extra otel"
+            "URL to which the router sends traces of requests, such as "
+            "http://host:4318/v1/traces; empty sends none; it needs the extra otel"
         ),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
         about(
             "origins of web pages that may call this router from a browser (CORS), such as "
-            "https://chat.example.com, or * for all; without any, only the router's own pages "
-            "may"
+            "https://chat.example.com, or * for all; without this setting, only the router's own "
+            "pages may call it"
         ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
         about(
-            "host names that requests may name in the header Host; without any, all names are "
-            "allowed"
+            "host names that requests may name in the header Host; without this setting, all "
+            "names are allowed"
         ),
     ] = ()
 
@@ -314,9 +343,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[
         str,
         Meta(
-            max_length=128,  # with an epoch and a nonce it must fit the 255 bytes of an identity
-            pattern="^[!-.0-~]*$",  # ASCII without spaces and slashes: it names files too
-            description="id of the node; empty makes one from host, role and pid",
+            # With an epoch and a nonce, an id must fit the 255 bytes of a ZMQ identity.
+            max_length=128,
+            # An id is ASCII without spaces and slashes, because it also names files.
+            pattern="^[!-.0-~]*$",
+            description="id of the node; empty makes one from the host's name, the role and the "
+            "process id",
         ),
     ] = ""
     routers: Annotated[
@@ -331,27 +363,32 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "tcp://127.0.0.1"
     drain_s: Annotated[
         float,
-        about("longest time in which a node that is told to end finishes its sequences", "s", ge=0),
+        about("how long a node that is told to end may take to finish its sequences", "s", ge=0),
     ] = 30.0
     http: Annotated[
         str,
         about(
-            "host:port on which the node serves /live, /ready and /metrics; port 0 picks a "
-            "free one, and empty serves none; nodes that are started together count up from "
-            "the port"
+            "host:port on which the node serves /live, /ready and /metrics; port 0 picks a free "
+            "port, and empty serves none of them; nodes that one command starts take consecutive "
+            "ports from this one on"
         ),
     ] = ""
     detached_s: Annotated[
         float,
         about(
-            "how long a stream whose router is gone is kept for a client that comes back; 0 "
+            "how long a node keeps a stream whose router is gone, for a client that comes back; 0 "
             "keeps no stream",
             "s",
             ge=0,
         ),
     ] = 30.0
     start_timeout_s: Annotated[
-        float, about("longest time from start to ready; then the node exits", "s", gt=0)
+        float,
+        about(
+            "how long a node may take from its start until it is ready; after that it exits",
+            "s",
+            gt=0,
+        ),
     ] = 120.0
 
 
@@ -359,38 +396,48 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         TransportChoice,
         about(
-            "how blocks are read; auto takes shm on one host, cuda_ipc between GPUs of one host, "
-            "and nixl between hosts"
+            "how decode nodes read KV blocks; auto takes shm on one host, cuda_ipc between GPUs "
+            "of one host, and nixl between hosts"
         ),
     ] = "auto"
     lease_s: Annotated[
-        float, about("how long prefill holds unread blocks when decode does not renew", "s", gt=0)
+        float,
+        about(
+            "how long a prefill node holds blocks for a decode node that does not renew its lease",
+            "s",
+            gt=0,
+        ),
     ] = 30.0
     verify_kv: Annotated[
         bool,
         about(
-            "check a checksum of every KV block that is read; set it to the same value on all nodes"
+            "verify a checksum of every KV block that is read; set it to the same value on all "
+            "nodes"
         ),
     ] = False
     device: Annotated[
         str,
         about(
             "network devices that nixl uses, such as mlx5_0:1,eth0; empty takes the RDMA ports "
-            "and the interface that leads to the other nodes or the routers"
+            "and the network interface that leads to the other nodes or the routers"
         ),
     ] = ""
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    level: Annotated[LogLevel, about("least severe level that is logged")] = "info"
+    level: Annotated[LogLevel, about("least severe level of messages that are logged")] = "info"
     json: Annotated[bool, about("log one JSON object per line")] = False
-    access: Annotated[bool, about("log a line for every HTTP request that was answered")] = False
-    stats_s: Annotated[float, about("interval of the stats line; 0 turns it off", "s", ge=0)] = 10.0
-    prompts: Annotated[bool, about("log prompts, cut to 200 characters")] = False
+    access: Annotated[bool, about("log a line for every HTTP request once it is answered")] = False
+    stats_s: Annotated[
+        float,
+        about("interval between two lines of statistics in the log; 0 turns them off", "s", ge=0),
+    ] = 10.0
+    prompts: Annotated[bool, about("log prompts, each cut to 200 characters")] = False
     records: Annotated[
         str,
         about(
-            "folder for each node's records of steps and transfers; empty turns them off",
+            "folder to which each node writes its records of steps and transfers; empty turns "
+            "them off",
             kind="path",
         ),
     ] = ""
@@ -400,14 +447,14 @@ class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
         str,
         about(
-            "file with the cluster's key, the same on all hosts, made by `baton keygen FILE`; "
-            "it is read again when it changes; of several keys in it, the first one counts"
+            "file with the cluster's key, made by `baton keygen FILE` and the same on all hosts; "
+            "it is read again when it changes; the first of several keys is the one in use"
         ),
     ] = ""
     insecure: Annotated[
         bool,
         about(
-            "talk to other hosts without a key; use it only where the control network is private"
+            "talk to other hosts without a key; use this only where the control network is private"
         ),
     ] = False
 

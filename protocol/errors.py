@@ -1,4 +1,4 @@
-"""Every way a request or a process can fail, in one tree.
+"""Every way in which a request or a process can fail, in one tree.
 
     BatonError(code, retryable, http_status)
     ├── RequestError       4xx: the request is at fault; `param` names the field
@@ -9,8 +9,8 @@
     ├── ConfigError        a setting cannot work; the message says what to do
     └── InvariantBroken    a bug in baton: the process must end
 
-Inside a process these are raised; between processes they travel as `Failure`; at the HTTP edge
-they become OpenAI-shaped JSON.
+A process raises these, sends them to other processes as `Failure`, and turns them into
+OpenAI-shaped JSON at the HTTP edge.
 """
 
 import msgspec

@@ -12,15 +12,15 @@ from baton.protocol.bounds import Count
 
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
-# Random per process start. The same node id with another epoch is another process.
+# An epoch is random per process start. The same node id with another epoch is another process.
 Epoch = NewType("Epoch", str)
 # A router that takes a request over counts its attempts from the next multiple of this number, so
-# the attempts of all earlier routers of the request are lower.
+# the attempts of all earlier routers of the request have lower numbers.
 ATTEMPTS_PER_ROUTER = 1 << 16
 
 
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One try at one choice of one request.
+    """One attempt at one choice of one request.
 
     A leg that computes a prompt for several choices has the key of its lowest choice; the sequences
     forked from it have their own. A higher attempt cancels every lower one.
@@ -32,7 +32,7 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
 
     @property
     def nth_attempt(self) -> int:
-        """Return how many attempts the router of this one had counted before it."""
+        """Return how many attempts the router that made this one had counted before it."""
         return self.attempt % ATTEMPTS_PER_ROUTER
 
     def of_choice(self, choice: int) -> "Key":

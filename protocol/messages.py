@@ -30,15 +30,16 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
-NOT_CACHED = "not_cached"  # code of a node that would have to compute more than its router expected
+# The failure of a node that would have to compute more than its router expected.
+NOT_CACHED = "not_cached"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Root of everything that travels; the tag is the class name."""
+    """The root of all messages. A message's tag is its class name."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One KV block of one rank's pool: what two pools must agree on to exchange blocks.
+    """The layout of one KV block of one rank's pool. Two pools must agree on it to exchange blocks.
 
     A rank's pool is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, so a
     block is one contiguous region for all layers, and so is any range of its heads.
@@ -47,28 +48,28 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     block_size: Count  # tokens
     block_bytes: NumBytes  # on one rank, so it depends on the number of ranks
     fingerprint: str  # covers everything that two pools must share
-    kv_heads: Count = 0  # of the model, on all ranks together; 0: not known
+    kv_heads: Count = 0  # of the model, on all ranks together; 0 means unknown
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """How one rank's pool can be read: each transport's name and its opaque metadata."""
+    """How peers can read one rank's pool: each transport's name and its opaque metadata."""
 
     metadata: dict[str, bytes]
 
 
 class StepLimits(msgspec.Struct, frozen=True, array_like=True):
-    """The most that one step takes, so a router knows how much to give at once. 0: not known."""
+    """The most that one step takes, so a router knows how much to give at once. 0 means unknown."""
 
-    num_seats: Count = 0  # sequences
-    num_tokens: Count = 0  # of prompts
+    num_seats: Count = 0  # places for sequences
+    num_tokens: Count = 0  # prompt tokens
 
 
 class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node computes with, for people and metrics, and how much one of its steps takes."""
+    """What a node computes with, for people and metrics, and how much one of its steps takes in."""
 
     dtype: str = ""  # of weights and KV blocks
     device: str = ""
-    features: tuple[str, ...] = ()  # those that are switched on
+    features: tuple[str, ...] = ()  # the features that are switched on
     model_name: str = ""
     step: StepLimits = StepLimits()
 
@@ -89,7 +90,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     eos_token_ids: tuple[Count, ...] = ()
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
-    # The ways to read the pool; two nodes with an equal text share that way. Empty: not known.
+    # The ways to read the pool. Two nodes with an equal text share that way. Empty means unknown.
     reaches: tuple[str, ...] = ()
     facts: NodeFacts = NodeFacts()
 
@@ -98,7 +99,7 @@ class Kept(msgspec.Struct, frozen=True):
     """What another router needs to continue a request. A node keeps it and does not read it."""
 
     form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # the form of the client's answer
-    owner: Annotated[bytes, Meta(max_length=64)]  # the client, who alone may take the request up
+    owner: Annotated[bytes, Meta(max_length=64)]  # the client, which alone may resume the request
     num_choices: Count  # of the whole request
 
 
@@ -109,14 +110,15 @@ class Peers(Message, frozen=True):
     """All ready nodes of the other role, sent each time the set changes."""
 
     nodes: tuple[NodeInfo, ...]
-    out_of_service: str = ""  # why this router gives the receiver no work; empty: it does
+    out_of_service: str = ""  # why this router gives the receiver no work; empty if it does
 
 
 class Prefill(Message, frozen=True):
-    """Compute `token_ids` and sample the first token of each choice.
+    """Asks a node to compute `token_ids` and to sample the first token of each choice.
 
-    On a resume `token_ids` include the tokens already streamed, and `num_prompt_tokens` says where
-    the prompt ended. `decode_node` is None when no node takes the blocks (max_tokens = 1).
+    On a resume, `token_ids` include the tokens that were already streamed, and `num_prompt_tokens`
+    says where the prompt ended. `decode_node` is None when no node takes the blocks (max_tokens =
+    1).
     """
 
     key: Key
@@ -128,7 +130,7 @@ class Prefill(Message, frozen=True):
 
 
 class Decode(Message, frozen=True):
-    """Generate from where the `Prefill` of the same key ends.
+    """Asks a node to generate from where the `Prefill` of the same key ends.
 
     Without a `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
     of the prompt are not cached, the node refuses with `NOT_CACHED`.
@@ -140,36 +142,36 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     prefill_node: NodeId | None = None
-    kept: Kept | None = None  # set for a stream that its client can take up again
-    max_uncached_tokens: Count | None = None  # None: there is no limit
+    kept: Kept | None = None  # set for a stream that its client can resume
+    max_uncached_tokens: Count | None = None  # None means no limit
 
 
 class Cancel(Message, frozen=True):
-    """End these sequences. `CancelDone` answers for all of them, unknown keys included."""
+    """Asks a node to end these sequences. `CancelDone` answers for all, unknown keys included."""
 
     keys: tuple[Key, ...]
     reason: str = "client"
 
 
 class Refused(Message, frozen=True):
-    """This Hello or Ready cannot be accepted.
+    """Tells a node that its Hello or Ready cannot be accepted.
 
-    A node that is still starting exits non-zero with the message; one that is ready asks again.
+    A node that is still starting exits non-zero with the message; a node that is ready asks again.
     """
 
     failure: Failure
 
 
 class Drain(Message, frozen=True):
-    """Take no new legs, finish within `node.drain_s`, and end."""
+    """Asks a node to take no new legs, to finish within `node.drain_s`, and to end."""
 
 
 class WatchCache(Message, frozen=True):
-    """Tell this router which blocks the prefix cache holds: all of them, then every change."""
+    """Asks a node which blocks its prefix cache holds: all of them now, and then every change."""
 
 
 class Attach(Message, frozen=True):
-    """Give this router a request whose router is gone. `Attached` or `NotAttached` answers."""
+    """Asks a node for a request whose router is gone. `Attached` or `NotAttached` answers."""
 
     request_id: RequestId
     owner: bytes
@@ -180,7 +182,7 @@ class DrainState(Message, frozen=True):
 
     node_id: NodeId
     is_known: bool = False  # the node is connected to this router
-    num_running: Count = 0  # sequences that it has yet to finish
+    num_running: Count = 0  # sequences that the node has yet to finish
     problem: str = ""  # why the node is not drained
 
 
@@ -214,7 +216,7 @@ class Ready(Message, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """The work and the blocks of a node, for routing and for the stats line."""
+    """The work and the blocks of a node, for routing and for the line of statistics."""
 
     num_running: Count = 0
     num_waiting: Count = 0
@@ -227,30 +229,31 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class Totals(msgspec.Struct, frozen=True, array_like=True):
     """What a node has counted since it started, for the metrics."""
 
-    prompt_tokens: Total = 0  # computed here
-    output_tokens: Total = 0  # sampled here
+    prompt_tokens: Total = 0  # prompt tokens that the node computed
+    output_tokens: Total = 0  # tokens that the node sampled
     steps: Total = 0
     steps_s: float = 0.0
     prefix_queried_tokens: Total = 0
     prefix_hit_tokens: Total = 0
     preemptions: Total = 0
     leases_expired: Total = 0
-    reads: Total = 0  # of KV blocks
+    reads: Total = 0  # reads of KV blocks
     read_bytes: Total = 0
-    reads_s: float = 0.0  # from post to end, added up
+    reads_s: float = 0.0  # the sum over all reads, each from its post to its end
     failed_reads: Total = 0
     corrupt_reads: Total = 0  # reads in which a block had other bytes than were sent
 
 
 class Beat(Message, frozen=True):
-    """Sent every second by a thread with its own socket, however long a step takes."""
+    """A node's state. A thread of its own sends it every second, however long a step takes."""
 
     node_id: NodeId
     epoch: Epoch
     load: Load
     step_age_s: float = 0.0
     predicted_s: float = 0.0
-    loop_age_s: float = 0.0  # since the loop last had nothing left to do; it never computes
+    # Since the engine loop, which never computes, last had nothing left to do.
+    loop_age_s: float = 0.0
     is_draining: bool = False  # the node takes no new legs and ends when it has none
     totals: Totals = Totals()
 
@@ -259,10 +262,10 @@ PackedKeys = Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]
 
 
 class CacheChanges(Message, frozen=True):
-    """The blocks that the prefix cache has taken in and given up, by their keys (`blocks`).
+    """The blocks that the prefix cache has added and removed, as packed keys (`blocks`).
 
-    Number 0 starts over: the router forgets what it knew of this node. Later messages have the next
-    numbers. A router that misses one asks for everything with another `WatchCache`.
+    Number 0 starts over: the router forgets what it knew of this node. Later messages are numbered
+    consecutively. A router that misses one asks for everything with another `WatchCache`.
     """
 
     number: Count
@@ -278,7 +281,7 @@ class Accepted(Message, frozen=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The stages of one leg in seconds, each on the clock of the node that measured it."""
+    """The durations of the stages of one leg, each on the clock of the node that measured it."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -298,7 +301,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstTokens(Message, frozen=True):
-    """The first tokens of a prompt: entry i is choice `key.choice + i`, all at `position`."""
+    """The first tokens after a prompt, all at `position`. Entry i is of choice `key.choice + i`."""
 
     key: Key
     position: Count
@@ -307,13 +310,13 @@ class FirstTokens(Message, frozen=True):
 
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one sequence; the first of them stands at absolute `position`."""
+    """New tokens of one sequence. The first of them is at the absolute position `position`."""
 
     key: Key
     position: Count
     token_ids: list[Count]
     finish_reason: FinishReason | None = None
-    times: StageTimes | None = None  # with a sequence's first entry
+    times: StageTimes | None = None  # set in a sequence's first entry
 
 
 class Tokens(Message, frozen=True):
@@ -338,7 +341,7 @@ class CancelDone(Message, frozen=True):
 class Crashed(Message, frozen=True):
     """This process ends because of an error of its own, in a step of these sequences.
 
-    A router cancels them as its answer, so the process knows that the router has heard it.
+    A router answers by cancelling them, so that the process knows that the router has heard it.
     """
 
     keys: tuple[Key, ...]
@@ -346,12 +349,12 @@ class Crashed(Message, frozen=True):
 
 
 class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of a request and all of its output so far."""
+    """One choice of a request, and all of its output so far."""
 
     key: Key
     token_ids: list[Count]
     finish_reason: FinishReason | None = None
-    is_running: bool = False  # more tokens follow to the router that attached
+    is_running: bool = False  # more tokens follow, to the router that attached
 
 
 class Attached(Message, frozen=True):
@@ -379,7 +382,7 @@ class NotAttached(Message, frozen=True):
 
 
 class DrainNode(Message, frozen=True):
-    """Drain this node. An operator's command sends it, and sends it again until the node is gone.
+    """Asks a router to drain a node. An operator's command repeats it until the node is gone.
 
     A router ignores it from a node.
     """
@@ -431,14 +434,14 @@ class Span(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """Spans for all blocks were sent. Carries the first token of every choice."""
+    """Spans for all blocks were sent. This message carries the first token of every choice."""
 
     key: Key
     tokens: tuple[FirstToken, ...]
 
 
 class Withdrawn(Message, frozen=True):
-    """Prefill gives this handoff up, so reads of it must stop."""
+    """Prefill gives up this handoff, so decode must stop reading its blocks."""
 
     key: Key
     failure: Failure
@@ -463,7 +466,7 @@ class Done(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Extend the leases of these handoffs. Decode counts the extension from when it sent this."""
+    """Extends the leases of these handoffs. Decode counts the extension from when it sent this."""
 
     keys: tuple[Key, ...]
 

@@ -1,14 +1,14 @@
-"""Decides whether blocks can travel from one node to another, by what both have published. Pure.
+"""Decide whether blocks can travel from one node to another, by what both have published.
 
-Routers ask before they choose a pair, and nodes before they connect. An older node does not say how
-its pool can be read; then the two may try.
+Routers ask before they choose a pair, and nodes ask before they connect. An older node does not
+publish how its pool can be read; a pair with such a node may try. This file is pure.
 """
 
 from baton.protocol.messages import NodeInfo
 
 
 def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    """Return in a phrase why `decode` can never read from `prefill`; None if it may."""
+    """Return a phrase that says why `decode` can never read from `prefill`; None if it may try."""
     return degree_problem(prefill, decode) or transport_problem(prefill, decode)
 
 
@@ -35,7 +35,7 @@ def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def degrees_problem(num_prefill: int, num_decode: int) -> str | None:
-    """Return why these numbers of ranks do not fit, before more is known of the nodes."""
+    """Return why these numbers of ranks do not fit, before more is known about the nodes."""
     fewer, more = sorted((num_prefill, num_decode))
     if fewer == more or (fewer and more % fewer == 0):
         return None
@@ -56,7 +56,7 @@ def transport_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 def _can_share(node: NodeInfo, kv_heads: int) -> bool:
-    """Return whether the node says that it has that many KV heads, and its ranks can share them."""
+    """Return whether the node publishes that many KV heads and its ranks can divide them."""
     num_ranks = len(node.ranks)
     if node.layout.kv_heads != kv_heads or not kv_heads:
         return False  # an older node does not say

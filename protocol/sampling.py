@@ -1,4 +1,4 @@
-"""How tokens are chosen: the parameters of a user, and the part of them that an engine needs.
+"""The sampling parameters of a user, and the part of them that an engine needs.
 
 `SamplingParams` is the public type (`baton.SamplingParams`). `Sampling` travels to the engines,
 which never see text and therefore have no stop strings. A parameter that baton cannot honour is
@@ -35,7 +35,7 @@ class RequestOutputKind(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Filtering, noise and end of one sequence. The seed is always set."""
+    """How an engine samples and ends one sequence. The seed is always set."""
 
     seed: Int64
     max_tokens: Count
@@ -49,11 +49,11 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """What a user may ask for. Names, order and defaults are vLLM's.
+    """The parameters that a user may set. Names, order and defaults are vLLM's.
 
     `max_tokens=None` generates until the model's length is full. `stop` takes a string or a list.
-    The fields of `NEUTRAL` are not supported: they take only the values that ask for nothing.
-    Raises `RequestError` that names the first field of a wrong type or out of range.
+    The fields of `NEUTRAL` are not supported: they accept only the values that ask for nothing.
+    Raises a `RequestError` that names the first field with a wrong type or a value out of range.
     """
 
     n: int = 1
@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         _check_ranges(self)
 
     def clone(self, **changes: object) -> "SamplingParams":
-        """Return a copy with `changes`. An object never changes, so it may be shared as well."""
+        """Return a copy with `changes`. An object never changes, so it can also be shared."""
         return msgspec.structs.replace(self, **changes)
 
     @property
@@ -142,7 +142,7 @@ def _refuse_unsupported(params: SamplingParams) -> None:
 
 
 def _set_types(params: SamplingParams) -> None:
-    """Give every field its plain type, which alone can travel: numbers may come from numpy."""
+    """Convert every field to its plain type, which messages need: numbers may come from numpy."""
     for name in _INTEGERS:
         if type(value := getattr(params, name)) is not int:
             force_setattr(params, name, _integer(name, value))

@@ -1,7 +1,7 @@
 """The annotation of a setting: its help, its unit and its bounds.
 
-The structs of settings use it, here and in the benchmark. `runtime.fields` reads it to make flags,
-help texts and docs/config.md.
+The structs of settings use it, in this room and in the benchmark. `runtime.fields` reads it to make
+flags, help texts and docs/config.md.
 """
 
 from typing import Literal

@@ -1,5 +1,5 @@
 """What every process needs that is not a GPU: channels, clock, child processes, settings, log.
 
-Used by every room above it. It imports `baton.protocol`, pyzmq, msgspec and pyyaml, and never
-torch: a router and a benchmark client live on this room alone.
+Every room above it uses it. It imports `baton.protocol`, pyzmq, msgspec and pyyaml, and never
+torch: a router and a benchmark client need no other room below them.
 """

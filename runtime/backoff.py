@@ -1,11 +1,12 @@
-"""How long to wait before something that failed is tried again.
+"""The delays between attempts at something that failed.
 
-Supervisors ask before they start a child again, nodes before they ask a router again. Pure.
+Supervisors use it before they restart a child, and nodes before they ask a router again. This file
+is pure.
 """
 
 
 class Backoff:
-    """The delay before the next try: it doubles each time and starts anew after a good run."""
+    """The delay before the next attempt. It doubles each time, and starts anew after a good run."""
 
     def __init__(
         self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0

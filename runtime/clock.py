@@ -1,6 +1,6 @@
 """The clock that is passed in as a value, so that a test can set the time.
 
-Shells hand a `Clock` to the parts that need one; pure parts get `now_s` as an argument instead.
+Shells pass a `Clock` to the parts that need one; pure parts get `now_s` as an argument instead.
 Seconds are those of this host's clocks and mean nothing to another host.
 """
 
@@ -16,8 +16,8 @@ def monotonic() -> float:
 
 
 def boottime() -> float:
-    """Return the seconds since this host's boot, those in suspend included.
+    """Return the seconds since this host's boot, including the time in suspend.
 
-    Engine nodes count in these: a lease goes on while its reader is asleep.
+    Engine nodes use this clock, because a lease runs on while its reader is suspended.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,7 +1,8 @@
 """`baton completion SHELL`: a script that completes commands, flags and their values on TAB.
 
-The command line calls `script` with every command. The script is made of the parsers that print
-`--help`, so it knows each setting, its choices and whether it is a path. It runs no Python on TAB.
+The command line calls `script` with every command. The script is made from the parsers that print
+`--help`, so it knows each setting, its choices and whether it is a path. The shell runs no Python
+on TAB.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from baton.runtime.flag_parser import Argument, FlagParser
 
 SHELLS = ("bash", "zsh", "fish")
-MAX_HELP = 60  # characters that fish shows beside a flag
+MAX_HELP = 60  # the number of characters that fish shows beside a flag
 
 _BASH = """\
 # Completion of `baton` for {shell}, made by `baton completion {shell}`.
@@ -36,7 +37,7 @@ complete -F _baton baton
 
 
 def script(shell: str, commands: Mapping[str, FlagParser]) -> str:
-    """Return the script for one of `SHELLS`; the name of a command may be two words."""
+    """Return the script for one of `SHELLS`. The name of a command may have two words."""
     if shell == "fish":
         return "\n".join(_fish(commands)) + "\n"
     text = _BASH.format(shell=shell, cases="\n".join(_cases(commands)))
@@ -73,7 +74,7 @@ def _begun(commands: Mapping[str, FlagParser]) -> dict[str, list[str]]:
 
 
 def _value(argument: Argument) -> str:
-    """Return what bash does after a flag. A switch may stand without its value."""
+    """Return the bash code that completes a flag's value. A switch needs no value."""
     if argument.words:
         return f"[[ $cur == -* ]] || {{ {_reply(argument)}; return; }}"
     return f"{_reply(argument)}; return" if argument.is_path else "return"
@@ -118,5 +119,5 @@ def _short(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a word that shells take as it stands."""
+    """Return a word quoted for shells."""
     return "'" + text.replace("\\", "\\\\").replace("'", "'\\''") + "'"

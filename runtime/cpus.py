@@ -1,7 +1,7 @@
-"""How many threads compute a rank: the CPUs that this process may use, divided fairly.
+"""The number of threads that compute a rank: an equal share of the CPUs that this process may use.
 
 The launcher divides them among the nodes that it starts on this host, and a node divides its part
-among its ranks. A number in the settings is taken as it is. No thread is bound to a CPU.
+among its ranks. A number in the settings takes precedence. No thread is bound to a CPU.
 `spin_briefly` is for the threads that torch keeps.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.protocol.config import EngineConfig
 
-CGROUP = Path("/sys/fs/cgroup")  # in a container, its own
+CGROUP = Path("/sys/fs/cgroup")  # a container has its own limit
 # Rounds of a busy loop, about 0.1 ms: longer than the pause between the small operations of a step.
 SPINS = 5_000
 
@@ -32,11 +32,11 @@ def thread_counts(engine: EngineConfig) -> tuple[int, ...]:
 
 
 def spin_briefly() -> None:
-    """Let the idle threads of GNU OpenMP give up their CPUs soon; call it before torch is imported.
+    """Make idle threads of GNU OpenMP give up their CPUs soon. Call it before torch is imported.
 
-    By default these threads look for the next product of matrices for some milliseconds, on CPUs
-    that the other kernels of a step and the other processes of this host need. A variable that the
-    user has set stays.
+    By default these threads spin for some milliseconds until the next matrix product, on CPUs that
+    the other kernels of a step and the other processes of this host need. A value that the user has
+    set in the environment is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))

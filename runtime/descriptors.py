@@ -1,7 +1,7 @@
-"""Descriptors of a process: how many it may have, and what it says when there are none left.
+"""The descriptors of a process: how many it may open, and the warning when none is left.
 
-Routers and nodes use it. Every peer that reaches a port takes a descriptor of the process behind
-it, so a soft limit of 1,024 would be too easy to use up.
+Routers and nodes use it. Every connection to a port takes a descriptor of the process that listens
+there, so a soft limit of 1,024 would soon be used up.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Counting for Prometheus: the form of a family, cheap counts, and the page that is scraped.
+"""Metrics for Prometheus: the definition of a family, cheap counters, and the page to scrape.
 
 The router and the nodes describe their families in tables of `Family`, from which docs/metrics.md
-is made too. Counts are plain numbers without locks, because tokens are counted one by one on the
+is generated. Counts are plain numbers without locks, because tokens are counted one by one on the
 thread that owns them; they become samples only when the page is asked for.
 """
 
@@ -36,7 +36,7 @@ class Family(msgspec.Struct, frozen=True):
 
     @property
     def full_name(self) -> str:
-        """Return the name as the page and the documentation show it."""
+        """Return the name that the page and the documentation show."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 

@@ -1,7 +1,7 @@
 """The settings as a flat list: name, type, default, unit and help of each leaf of a config tree.
 
-`flag_parser` makes flags of the list, for the server as for the benchmark, `with_values` puts the
-given values back into the tree, and the generator of docs/config.md prints the list.
+`flag_parser` makes flags from the list, for the server and for the benchmark. `with_values` puts
+the given values back into the tree. The generator of docs/config.md prints the list.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Field(msgspec.Struct, frozen=True):
         """Return the type without its annotations."""
         is_annotated = get_origin(self.annotation) is Annotated
         plain = get_args(self.annotation)[0] if is_annotated else self.annotation
-        # A value given for an optional text is text.
+        # A value for an optional text is always text, never None.
         return str if plain == str | None else plain
 
     @property
@@ -57,7 +57,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the texts that a setting or an entry of a list may have; empty if any will do."""
+        """Return the only texts that a setting or a list's entry may have; empty if any may."""
         kind = get_args(self.plain_type)[0] if self.is_list else self.plain_type
         return tuple(get_args(kind)) if get_origin(kind) is Literal else ()
 
@@ -121,7 +121,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        """Return the help for argparse, which gives a meaning to percent signs."""
+        """Return the help for argparse, with percent signs escaped."""
         text = self.meta.description or ""
         if self.default not in ("", ()):
             is_float = isinstance(self.default, float)

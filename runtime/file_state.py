@@ -1,7 +1,7 @@
-"""The state of a file, which changes when the file is written or replaced.
+"""The state of a file, by which a process notices that the file was written or replaced.
 
-Processes ask whether they must read a file again: channels for the file of the cluster's key, the
-router for its files of API keys and certificates. Nothing here reads the content of a file.
+Channels use it for the file of the cluster's key, and the router for its files of API keys and
+certificates. Nothing here reads the content of a file.
 """
 
 from pathlib import Path

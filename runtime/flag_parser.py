@@ -1,7 +1,7 @@
-"""An argument parser that answers a mistake with a one-line `ConfigError` and the nearest flag.
+"""An argument parser that raises a one-line `ConfigError`, with the nearest flag, for a mistake.
 
-Every command line of baton uses it and gives it the settings of its Structs: each becomes one flag
-with its help. It knows nothing about any single flag, and prints and exits for `--help` only.
+Every command of baton uses it. Each setting of a command's Structs becomes one flag with its help.
+The parser knows no single flag, and prints and exits for `--help` only.
 """
 
 import argparse
@@ -14,13 +14,13 @@ import msgspec
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field
 
-# What stands in the help for a value that is a file or a folder, or may be one.
+# The placeholder in a flag's help for a value that is or may be a file or a folder.
 PATHS = ("PATH", "FILE", "FOLDER", "MODEL")
 _UNKNOWN = "unrecognized arguments: "
 
 
 class Argument(msgspec.Struct, frozen=True):
-    """A flag with all its names, or an operand, which has none, and the values that it may have."""
+    """A flag with all its names, or an operand, which has none, and its possible values."""
 
     names: tuple[str, ...]
     help: str
@@ -30,13 +30,13 @@ class Argument(msgspec.Struct, frozen=True):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser without abbreviated flags: a new flag would change the meaning of a short form.
+    """A parser without abbreviated flags: a new flag would change what an abbreviation means.
 
-    `words` holds the only values of an argument, where there are few, by its `dest`.
+    `words` holds, by an argument's `dest`, its only possible values if there are few.
     """
 
     def __init__(self, prog: str, *, instead: Mapping[str, str] = {}, **how: object) -> None:
-        """`instead` says what to use in place of flags that other programs have."""
+        """`instead` says, for flags of other programs, what to use in their place."""
         how.setdefault("formatter_class", _HelpFormatter)
         super().__init__(prog, allow_abbrev=False, **how)  # type: ignore[arg-type]
         self.words: dict[str, tuple[str, ...]] = {}
@@ -97,8 +97,8 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown `word`; empty if no name is near."""
-    # Leave the dashes out, because they make any two flags look alike.
+    """Return the end of a message about an unknown `word`; empty if no known name is similar."""
+    # Compare without the dashes, because they make any two flags look alike.
     bare = {name.lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=1)
     return f"; did you mean {bare[near[0]]}?" if near else ""

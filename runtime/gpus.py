@@ -1,8 +1,8 @@
-"""The GPUs of this host and which node takes which of them, without importing torch.
+"""The GPUs of this host, and which node takes which of them. Nothing here imports torch.
 
 The launcher of local nodes gives each node its own GPU, or one for each of its ranks, round robin;
-a node does the same with its ranks. Each process also sees the other GPUs, after its own, because
-transfers between GPUs of one host need them.
+a node divides its GPUs among its ranks in the same way. Each process also sees the other GPUs,
+after its own, because transfers between GPUs of one host need them.
 """
 
 import os
@@ -14,16 +14,16 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def num_gpus(devices: Path = DEVICES) -> int:
-    """Return how many GPUs of NVIDIA this process could open."""
+    """Return how many NVIDIA GPUs this process could open."""
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def gpus_of(
     number: int, devices: Path = DEVICES, environment: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the GPUs that are seen from GPU `number` of this process on, that one first.
+    """Return the GPUs of this process, beginning with GPU `number` and wrapping around.
 
-    There are none on a machine without GPUs.
+    The result is empty on a machine without GPUs.
     """
     given = (os.environ if environment is None else environment).get(VARIABLE)
     if given is None:
@@ -37,7 +37,7 @@ def gpus_of(
 
 
 def nodes_on_gpu(number: int, num_nodes: int, num_known: int, gpus_each: int = 1) -> int:
-    """Return how many of `num_nodes` nodes have a GPU of node `number`, itself included.
+    """Return how many of `num_nodes` nodes use a GPU of node `number`, that node included.
 
     Each node takes the next `gpus_each` GPUs, one for each of its ranks.
     """

@@ -1,6 +1,6 @@
-"""Treat the first Ctrl-C or SIGTERM as a request to stop, the second one as an order.
+"""Treat the first Ctrl-C or SIGTERM as a request to stop, and the second one as an order.
 
-Every main uses it: a plain loop waits on it or asks `requested`, an asyncio loop watches its
+Every main uses it: a plain loop waits on it or reads `requested`, and an asyncio loop watches its
 descriptor. SIGTERM leaves time to drain; Ctrl-C (SIGINT) means that a person waits for the end.
 """
 
@@ -18,10 +18,10 @@ SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
 def end_by_signal() -> None:
-    """Let SIGTERM end this process, until `Interrupts` takes over.
+    """Let SIGTERM end this process until `Interrupts` takes over.
 
-    Otherwise the kernel drops it if the process is the first one of a container, and the container
-    would end only after its model has been fetched.
+    Otherwise the kernel drops the signal if the process is the first one of a container, and the
+    container would end only after its model has been fetched.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))

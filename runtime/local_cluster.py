@@ -1,9 +1,10 @@
 """Start, supervise and end the engine processes of one host.
 
 `serve` and `AsyncLLM` call it. Nodes meet each other and their router over sockets in a folder that
-only this user can enter. A node that dies is started again, later each time, and one that was told
-to end (exit code 0) is not. The caller decides whether to go on while no node was ever ready. It
-never speaks to a node: the router that the nodes dial knows their state.
+only this user can enter. A node that dies is restarted, after a longer delay each time; a node that
+was told to end (exit code 0) is not. The caller decides whether to go on while no node has ever
+been ready. This file never sends a message to a node: the router that the nodes dial knows their
+state.
 """
 
 import shutil
@@ -42,11 +43,11 @@ class LocalCluster:
         relay: RelayLine = to_stderr,
         more_endpoints: tuple[str, ...] = (),
     ) -> None:
-        """Start nothing yet. Reader threads call `relay` with every line that a node prints.
+        """Start nothing yet. Reader threads will call `relay` with each line that a node prints.
 
         The nodes dial the router at `control_endpoint` and those at `more_endpoints`.
         """
-        # Only routers check the keys of clients, so no other process learns them.
+        # Only routers check the keys of clients, so no other process is given them.
         router = msgspec.structs.replace(config.router, api_keys=(), api_key_file="")
         self._config = msgspec.structs.replace(config, router=router)
         self._routers = (control_endpoint, *more_endpoints)
@@ -55,7 +56,7 @@ class LocalCluster:
         self._supervisor: Supervisor | None = None
 
     def start(self) -> None:
-        """Spawn all nodes and return; raises `NodeError` when the system refuses."""
+        """Spawn all nodes and return. Raises `NodeError` if the system cannot start one."""
         assert self._supervisor is None, "a LocalCluster starts once"
         self._folder = private_folder()
         self._supervisor = Supervisor(
@@ -72,9 +73,9 @@ class LocalCluster:
         return self._supervisor.poll() if self._supervisor is not None else ()
 
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
-        """End every node, by force after `grace_s`. Idempotent.
+        """End every node, by force after `grace_s`. A second call does nothing.
 
-        Their router has ended before, so they have nothing to drain.
+        The nodes' router has ended before, so they have nothing to drain.
         """
         if self._supervisor is not None:
             self._supervisor.stop(grace_s, is_hurried=True)
@@ -82,7 +83,7 @@ class LocalCluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """End every node by force, without waiting; safe in a signal handler."""
+        """End every node by force without waiting. A signal handler may call it."""
         if self._supervisor is not None:
             self._supervisor.kill()
         if self._folder is not None:
@@ -116,7 +117,8 @@ class LocalCluster:
         degree = engine.tensor_parallel
         gpus = () if engine.device == "cpu" else gpus_of(number * degree)
         on_gpu = nodes_on_gpu(number, num_nodes, len(gpus), degree) if gpus else 1
-        # A node that cannot use its GPU computes on the CPU, so all are told of the host too.
+        # A node that cannot use its GPU computes on the CPU, so it also needs its share of the
+        # host.
         cache = msgspec.structs.replace(
             self._config.cache, shared_by=num_nodes, gpu_shared_by=on_gpu
         )
@@ -124,7 +126,9 @@ class LocalCluster:
             to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine, cache=cache))
         )
         if on_gpu > 1:
-            log.info("this node shares its GPU", node=name, gpu=gpus[0], nodes=on_gpu)
+            log.info(
+                "this node shares its GPU with other nodes", node=name, gpu=gpus[0], nodes=on_gpu
+            )
         env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
         return Command(name, (role, "--config", str(settings)), env=env)
 

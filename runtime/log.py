@@ -1,4 +1,4 @@
-"""Structured log lines: for people by default, one JSON object a line on request.
+"""Structured log lines: text for people by default, or one JSON object per line.
 
 The main of each process calls `own_process` once; all other modules ask `logger` for a `Log` and
 pass fields by name. In baton's own processes, other libraries, warnings and uncaught errors use the
@@ -53,7 +53,7 @@ def logger(name: str) -> Log:
 
 
 def clip(text: str) -> str:
-    """Return a prompt or an answer, cut short enough to be logged."""
+    """Return a prompt or an answer, shortened for the log."""
     return text if len(text) <= MAX_PROMPT_CHARS else text[:MAX_PROMPT_CHARS] + "…"
 
 
@@ -70,7 +70,7 @@ def own_process(config: LogConfig, name: str) -> None:
 
 
 def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = "the process ends by an error of its own"
+    text = "an unexpected error ends the process"
     logging.getLogger(ROOT).critical(text, exc_info=(kind, error, trace))
 
 
@@ -78,7 +78,7 @@ def _log_broken_thread(uncaught: threading.ExceptHookArgs) -> None:
     error = uncaught.exc_value
     if error is not None and not isinstance(error, SystemExit):
         how = (type(error), error, uncaught.exc_traceback)
-        logging.getLogger(ROOT).critical("a thread ended by an error of its own", exc_info=how)
+        logging.getLogger(ROOT).critical("an unexpected error ended a thread", exc_info=how)
 
 
 def is_json() -> bool:
@@ -96,7 +96,7 @@ def tell_failure(message: str, code: str) -> None:
 
 
 def relayed(name: str, line: str) -> str:
-    """Return a line that the child `name` printed as this process shows it."""
+    """Return a line of the child `name` in the form in which this process prints it."""
     if line.startswith("{"):
         return line
     if is_json():
@@ -133,7 +133,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (unix seconds), level, process, message, then the fields."""
+    """One JSON object per line: time (unix seconds), level, process, message, then the fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    # Quoting also keeps text that a client sent from forging a line of its own.
+    # Quoting also prevents text from a client from forging a log line.
     plain = text and text.isprintable() and not any(char in ' "=' for char in text)
     return text if plain else json.dumps(text)
 

@@ -1,9 +1,9 @@
 """The network devices that UCX may use when no setting names one.
 
-`engine/node` asks when a node starts. A node whose cluster is on this host alone keeps to loopback.
+`engine/node` calls it when a node starts. A node whose cluster is on this host alone uses loopback.
 Any other node takes the interface that leads to its cluster, and the RDMA ports of this host, which
-UCX prefers. UCX lets every process connect to the devices that are named here, so the other
-interfaces stay closed.
+UCX prefers. Any process can connect to UCX over the devices that are named here, so no other
+interface is named.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def devices_for(node: NodeConfig, rdma_ports: Path = RDMA_PORTS) -> str:
 
 
 def reaches_out(node: NodeConfig) -> bool:
-    """Return whether a node binds or dials anything but this host's own sockets."""
+    """Return whether a node binds or dials an address beyond this host."""
     return bool(_outward(node))
 
 

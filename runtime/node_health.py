@@ -1,7 +1,7 @@
 """The state of one node, as a router's /health and metrics and a node's own metrics show it.
 
-A router fills in a `NodeHealth` from the messages of the node, a node that serves HTTP from its own
-counts. Both structs are data only.
+A router makes a `NodeHealth` from the node's messages, and a node that serves HTTP makes one from
+its own counts. Both structs are data only.
 """
 
 from typing import Literal
@@ -11,8 +11,8 @@ import msgspec
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, NodeInfo, Role, Totals
 
-# A `degraded` node is ready, but no node of the other role can work with it.
-# A `draining` one gets no new work and ends when it has none.
+# A `degraded` node is ready, but no node of the other role can work with it. A `draining` node gets
+# no new work and ends when it has none left.
 NodeState = Literal["starting", "ready", "degraded", "draining", "silent", "stuck"]
 
 
@@ -40,7 +40,7 @@ class NodeHealth(msgspec.Struct, frozen=True):
     num_known_blocks: int = 0  # of its prefix cache, as this router knows it
 
     def with_info(self, info: NodeInfo | None) -> "NodeHealth":
-        """Return the same with what the node published about itself, if it has been ready."""
+        """Return a copy with what the node has published about itself, if it has been ready."""
         if info is None:
             return self
         names = {name for rank in info.ranks for name in rank.metadata}
@@ -57,8 +57,8 @@ class NodeHealth(msgspec.Struct, frozen=True):
 
 
 class LostNode(msgspec.Struct, frozen=True):
-    """A node that was in service and is gone. It is remembered for an hour, or until it is back."""
+    """A node that was in service and is gone. The router remembers it for an hour at most."""
 
     node_id: NodeId
     role: Role
-    lost_s: float  # since it was last heard
+    lost_s: float  # since its last message

@@ -1,4 +1,7 @@
-"""The metrics of nodes, which are the same on a router's page and on a node's own page. Pure."""
+"""The metrics of nodes, which are the same on a router's page and on a node's own page.
+
+This file is pure.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -19,14 +22,15 @@ _TABLE: tuple[tuple[Family, _Value], ...] = (
     (
         Family(
             "baton_node_up", "gauge",
-            "1 while a node is heard and not stuck, 0 for a node that is silent, stuck or lost",
+            "1 while a node sends beats and is not stuck, 0 for a node that is silent, stuck or "
+            "lost",
             _NODE,
         ),
         lambda one: one.state not in ("silent", "stuck"),
     ),
     (
         Family("baton_node_running_requests", "gauge",
-               "Sequences (decode) or prompts (prefill) that the node computes", _NODE,
+               "Sequences (decode) or prompts (prefill) that the node is computing", _NODE,
                "vllm:num_requests_running"),
         lambda one: one.load.num_running,
     ),
@@ -52,7 +56,7 @@ _TABLE: tuple[tuple[Family, _Value], ...] = (
         lambda one: one.load.free_blocks,
     ),
     (
-        Family("baton_node_cached_blocks", "gauge", "KV blocks that the prefix cache knows", _NODE),
+        Family("baton_node_cached_blocks", "gauge", "KV blocks that the prefix cache holds", _NODE),
         lambda one: one.load.cached_blocks,
     ),
     (
@@ -142,7 +146,7 @@ _IN_SERVICE = Family(
     (*_NODE, "router"),
 )  # fmt: skip
 NODE_FAMILIES = (*(family for family, _ in _TABLE), _INFO, _IN_SERVICE)
-# A lost node works on nothing, so these are 0. Its last counts would only say that nothing moves.
+# A lost node works on nothing, so these are 0. Its last counts would suggest that work is stuck.
 _OF_LOST = ("baton_node_up", "baton_node_running_requests", "baton_node_waiting_requests")
 
 
@@ -154,7 +158,7 @@ def add_nodes(
 ) -> None:
     """Add the families of all these nodes to a page.
 
-    `in_service` says by node, role and router whether that router gives the node work.
+    `in_service` says, by node, role and router, whether that router gives the node work.
     """
     gone = {(one.node_id, one.role): 0.0 for one in lost}
     for family, value in _TABLE:

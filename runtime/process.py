@@ -2,7 +2,7 @@
 
 The launcher, `LocalCluster` and the worker executor use it. A child leads a process group of its
 own, so Ctrl-C reaches the parent alone, which then ends its children in order. Nothing here
-searches processes by name: only ids of children that are not yet reaped are ever signalled.
+searches for processes by name: signals go only to children that are not yet reaped.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
 TAIL_LINES = 20
 GRACE_S = 3.5
 POLL_S = 0.02
-# Stands in place of an exit code if the system refused to start the process.
+# Takes the place of an exit code if the system could not start the process.
 NOT_STARTED = 127
 _PR_SET_PDEATHSIG = 1
 
@@ -71,7 +71,7 @@ def _watch(descriptor: int) -> None:
 
 
 def to_stderr(name: str, line: str) -> None:
-    """Write a child's line to stderr; a line that does not name its process gets its name."""
+    """Write a child's line to stderr, with the child's name if the line does not show it."""
     sys.stderr.write(relayed(name, line) + "\n")
     sys.stderr.flush()
 
@@ -80,7 +80,7 @@ class Child:
     """One spawned process. Use it from one thread; another thread reads the output."""
 
     def __init__(self, command: Command, relay: RelayLine = to_stderr) -> None:
-        """Spawn the process at once; raises `NodeError` when the system refuses."""
+        """Spawn the process at once. Raises `NodeError` if the system cannot start it."""
         self.name = command.name
         self.exit_code: int | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -88,7 +88,8 @@ class Child:
             read_end, self._death_pipe = os.pipe()
         except OSError as error:
             raise NodeError(f"cannot start {command.name}: {error}") from error
-        # The child gets its settings from its arguments, which this process made of the variables.
+        # The child gets its settings from its arguments, into which this process has put the
+        # variables.
         env = {key: text for key, text in os.environ.items() if not key.startswith("BATON_")}
         env |= {**dict(command.env), DEATH_FD_VARIABLE: str(read_end), "PYTHONUNBUFFERED": "1"}
         # The signal comes when the spawning *thread* ends, so only the main one may ask for it.
@@ -115,7 +116,7 @@ class Child:
         )
         try:
             self._reader.start()
-        except RuntimeError as error:  # the system gives no further thread
+        except RuntimeError as error:  # the system cannot start another thread
             self._kill_group()
             self._process.wait()
             self._process.stdout.close()
@@ -134,7 +135,7 @@ class Child:
     def poll(self) -> int | None:
         """Return the exit code (negative: the signal that ended the child), None while it runs."""
         if self.exit_code is None:
-            # Looking without reaping keeps the id taken while its group is cleared of leftovers.
+            # WNOWAIT keeps the id taken while the rest of its group is killed.
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if os.waitid(os.P_PID, self.pid, options) is not None:
                 self._kill_group()
@@ -162,7 +163,7 @@ class Child:
         return True
 
     def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> int:
-        """Ask the child to end, wait, kill its group, return the exit code. Idempotent."""
+        """Ask the child to end, wait, kill its group, and return the exit code. Idempotent."""
         self.terminate(is_hurried=is_hurried)
         if not self.wait(monotonic() + grace_s):
             self.kill()
@@ -184,7 +185,7 @@ class Child:
 class Exit(msgspec.Struct, frozen=True):
     """A supervised child ended by itself, or could not be started again (`NOT_STARTED`).
 
-    It starts again in `restart_in_s`, if that is set.
+    The supervisor restarts it in `restart_in_s`, if that is set.
     """
 
     name: str
@@ -197,7 +198,7 @@ class Exit(msgspec.Struct, frozen=True):
 def log_exit(log: Log, ended: Exit) -> None:
     """Log that a supervised child has ended, and whether it starts again."""
     if ended.restart_in_s is None:
-        log.info("process was told to end and stays away", process=ended.name)
+        log.info("process was told to end and is not restarted", process=ended.name)
     elif ended.code == NOT_STARTED:
         log.error(
             "process could not be started and is tried again",
@@ -239,7 +240,7 @@ class Supervisor:
             post.spawn(self._clock(), self._relay)
 
     def poll(self) -> list[Exit]:
-        """Note exits, restart the children that are due, return the exits since the last call."""
+        """Restart the children that are due, and return the exits since the last call."""
         exits = []
         for post in self._posts:
             now_s = self._clock()
@@ -248,7 +249,8 @@ class Supervisor:
             elif post.child is None and now_s >= post.restart_at_s:
                 try:
                     post.spawn(now_s, self._relay)
-                except NodeError as error:  # memory or processes may be short for a while
+                # The system may be out of memory or processes for a while.
+                except NodeError as error:
                     exits.append(post.not_started(now_s, error))
         return exits
 
@@ -260,9 +262,9 @@ class Supervisor:
         return None
 
     def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> None:
-        """End all children at once, by force after `grace_s`. Idempotent.
+        """End all children at the same time, by force after `grace_s`. A second call does nothing.
 
-        Those that are hurried do not drain.
+        Children that are hurried do not drain.
         """
         children = [post.child for post in self._posts if post.child is not None]
         for child in children:
@@ -275,7 +277,7 @@ class Supervisor:
             child.wait(monotonic() + 1.0)
 
     def kill(self) -> None:
-        """End all children by force without waiting; safe in a signal handler."""
+        """End all children by force without waiting. A signal handler may call it."""
         for post in self._posts:
             if post.child is not None:
                 post.child.kill()

@@ -1,8 +1,8 @@
 """Settings of a command: defaults, a YAML file, the environment, flags, then `--set a.b=c`.
 
-The command line and docs/config.md are generated from `protocol.config`; of single settings, this
-file holds only the short flags of the common ones. `command_line` and the launcher use it. Every
-mistake is a `ConfigError` that names the setting and says what to do.
+The command line and docs/config.md are generated from `protocol.config`. The only thing that this
+file knows about single settings is the short flags of the common ones. `command_line` and the
+launcher use it. Every mistake is a `ConfigError` that names the setting and says what to do.
 """
 
 import os
@@ -17,7 +17,7 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, fields_of, with_values
 from baton.runtime.flag_parser import FlagParser, did_you_mean
 
-# Settings that have a short flag besides `--section-field`, or the name that vLLM gives the flag.
+# Settings with a flag besides `--section-field`: a short one, or the name that vLLM uses.
 SHORT_FLAGS = {
     "host": "router.host",
     "port": "router.port",
@@ -59,7 +59,7 @@ _NODES = "--prefill N and --decode N set how many nodes run, and --tensor-parall
 _FOLDER = "baton serves a model folder: put the files there and name it as the model"
 _ONE_DTYPE = "KV blocks and weights have the type that --dtype sets"
 _TOOLS = "baton does not parse tool calls"
-# Flags of vLLM that baton has not, and what to use instead.
+# Flags of vLLM that baton does not have, and what to use instead.
 INSTEAD = {
     "--gpu-memory-utilization": _MEMORY,
     "--kv-cache-memory-bytes": _MEMORY,
@@ -89,12 +89,12 @@ INSTEAD = {
     "--enable-lora": "baton serves no adapters",
 }
 VARIABLE_PREFIX = "BATON_"
-# Kubernetes sets the variable of this setting, to an address, for a service called baton-router.
+# Kubernetes sets the variable of this setting to an address if a service is called baton-router.
 _LINKED = ("router.port",)
 
 
 class Subcommand(msgspec.Struct, frozen=True):
-    """A subcommand: the settings of `sections` have flags, all others take `--set` or the file.
+    """A subcommand. Settings of `sections` have flags; `--set` or the file sets the others.
 
     The section "" holds the settings of the top level.
     """
@@ -133,12 +133,12 @@ def load(
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    """Return the text of a file that `--config` reads back as `config`."""
+    """Return the YAML text that `--config` reads back as `config`."""
     return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
 
 
 def checked(config: ClusterConfig) -> ClusterConfig:
-    """Return `config` if its settings can work together; raises `ConfigError` if not."""
+    """Return `config` if its settings can work together. Raises `ConfigError` if not."""
     if config.prefill == 0 and config.router.local_prefill == "never":
         raise ConfigError(
             "prefill is 0 and router.local_prefill is never, so no node could compute a prompt: "
@@ -169,7 +169,7 @@ def parser(command: Subcommand) -> FlagParser:
         action="append",
         default=[],
         metavar="A.B=C",
-        help="set any setting by its dotted name; overrides flags; may be repeated",
+        help="set any setting by its dotted name; this overrides flags and may be repeated",
     )
     fields = [field for field in fields_of(ClusterConfig) if field.section in command.sections]
     built.add_settings(fields, flags_of, lambda field: field.section or "cluster")
@@ -189,7 +189,7 @@ def variable_of(field: Field) -> str:
 
 
 def _of_file(path: Path) -> dict[str, object]:
-    """Return the settings of a YAML file, by their dotted names."""
+    """Return the settings in a YAML file by their dotted names."""
     try:
         content: object = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -200,16 +200,16 @@ def _of_file(path: Path) -> dict[str, object]:
 
 
 def values_of(content: object, where: str) -> dict[str, object]:
-    """Return the settings in a parsed file or in a part of one, by their dotted names.
+    """Return the settings in a parsed file, or in a part of one, by their dotted names.
 
-    `where` is named in the `ConfigError` for a name that is unknown.
+    The `ConfigError` for an unknown name says `where` it was found.
     """
     known = {field.name: field for field in fields_of(ClusterConfig)}
     return {name: known[name].from_yaml(value) for name, value in _leaves(content, known, where)}
 
 
 def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tuple[str, object]]:
-    """Return (dotted name, value) for each setting of a parsed file, every name checked."""
+    """Yield (dotted name, value) for each setting of a parsed file, after checking each name."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected settings as `name: value`, got {content!r}")
     sections = {field.section for field in known.values()} - {""}

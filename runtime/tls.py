@@ -1,8 +1,8 @@
 """TLS by files: a server's certificate, which may be replaced under load, and a client's trust.
 
-The router makes one `ServerCertificate`, and the command line makes one before anything is started,
-so that a wrong file is one line. `chat`, `bench` and commands that wait for a router connect with
-`client_context`. Private keys stay in OpenSSL: nothing here holds or logs them.
+The router makes one `ServerCertificate`. The command line makes one before it starts anything, so
+that a wrong file ends the command with one line. `chat`, `bench` and commands that wait for a
+router connect with `client_context`. Private keys stay in OpenSSL: nothing here holds or logs them.
 """
 
 import ssl
@@ -20,14 +20,14 @@ log = logger("router")
 
 
 class ServerCertificate:
-    """A certificate and its key. Serve with `context`, and call `look` every `LOOK_S` seconds.
+    """A certificate and its key. The owner serves with `context` and calls `look` every `LOOK_S`.
 
-    New connections get the latest certificate; those that are open keep theirs. Files that become
-    unreadable or wrong leave the last good certificate in use.
+    New connections get the latest certificate; open connections keep theirs. If the files become
+    unreadable or wrong, the last good certificate stays in use.
     """
 
     def __init__(self, cert: str, key: str) -> None:
-        """Read the files; an empty `key` is in the file `cert`. Raises `ConfigError`."""
+        """Read the files. If `key` is empty, `cert` holds the key. Raises `ConfigError`."""
         self._cert, self._key = Path(cert), Path(key or cert)
         self._seen = self._loaded = self._states()
         self._latest = self.context = self._read()
@@ -35,7 +35,7 @@ class ServerCertificate:
         self.context.sni_callback = self._give_latest
 
     def look(self) -> None:
-        """Read the files again once they have changed and have then rested for one look."""
+        """Read changed files again once they have stayed the same between two looks."""
         states = self._states()
         is_resting, self._seen = states == self._seen, states
         if is_resting and states != self._loaded:
@@ -85,12 +85,12 @@ class ServerCertificate:
 
 
 def certificate_of(router: RouterConfig) -> ServerCertificate | None:
-    """Return the certificate that a router serves with, None without; raises `ConfigError`."""
+    """Return the certificate that a router serves with, or None. Raises `ConfigError`."""
     return ServerCertificate(router.tls_cert, router.tls_key) if router.speaks_tls else None
 
 
 def client_context(ca_file: str = "") -> ssl.SSLContext:
-    """Return a client's context, which trusts `ca_file`, else what this machine trusts.
+    """Return a client's context that trusts `ca_file`, or if it is empty, what this machine trusts.
 
     Raises `ConfigError`.
     """
@@ -104,11 +104,13 @@ def client_context(ca_file: str = "") -> ssl.SSLContext:
 
 
 def trusting(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Let a client trust any certificate, and return its context."""
+    """Make a client's context trust any certificate, and return it."""
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
 
 
 def _refuse_password() -> str:
-    raise ValueError("the key is encrypted: give one without a password, readable by baton alone")
+    raise ValueError(
+        "the key is encrypted: name a key without a password that only baton's user can read"
+    )

@@ -1,7 +1,7 @@
 """A descriptor that becomes readable at a set time, for loops that watch descriptors only.
 
-Used by `wire`, whose owner may be an asyncio loop, a poller or a plain thread. Linux only, like the
-eventfd and epoll beside it; Python has these calls from 3.13 on.
+`wire` uses it; its owner may be an asyncio loop, a poller or a plain thread. It runs on Linux only,
+as eventfd and epoll do. Python itself has these calls from 3.13 on.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ class Alarm:
         return self._descriptor
 
     def set(self, seconds: float | None) -> None:
-        """Fire once after `seconds`; None stops the timer. Either replaces what was set before."""
+        """Fire once after `seconds`; None means never. A call replaces the one before it."""
         whole, part = divmod(max(seconds, SHORTEST_S), 1.0) if seconds is not None else (0, 0)
         wanted = _Interval((ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9)))
         self._libc.timerfd_settime(self._descriptor, 0, ctypes.byref(wanted), None)

@@ -1,8 +1,8 @@
-"""Where a dialer connects to: an address, or the address that a file holds now.
+"""The address that a dialer connects to: a fixed one, or the one that a file holds now.
 
-`dialer` asks. A file, written `file:///path`, is for listeners that may move to another host while
-their dialers run, as routers do under Ray. It is read again when it changes. Its writer replaces it
-as a whole. This file never opens a connection.
+`dialer` uses it. A file, written `file:///path`, serves listeners that may move to another host
+while their dialers run, as routers do under Ray. Its writer replaces it as a whole, and it is read
+again when it changes. This module never opens a connection.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from baton.runtime.file_state import state_of
 from baton.runtime.log import logger
 
 SCHEME = "file://"
-# The longest time until a changed file counts.
+# A changed file takes effect within this time.
 LOOK_AGAIN_S = 1.0
 MAX_FILE_BYTES = 4096
 
@@ -24,10 +24,10 @@ log = logger("channel")
 
 
 class Destination:
-    """The address of a listener. One thread uses it."""
+    """The address of a listener. Only one thread may use it."""
 
     def __init__(self, text: str, keys: Keys, clock: Callable[[], float] = monotonic) -> None:
-        """Raises `ConfigError` for what cannot be dialled, or must not without a key."""
+        """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
         self._text = text
         self._keys = keys
         self._clock = clock
@@ -38,11 +38,11 @@ class Destination:
 
     @property
     def look_in_s(self) -> float | None:
-        """Return how long the address stays as it is at least; None is for ever."""
+        """Return for how long the address cannot change; None means for ever."""
         return max(0.0, self._look_at_s - self._clock()) if self._file else None
 
     def has_moved(self) -> bool:
-        """Return whether `address` is another one since the last call, looking once a second."""
+        """Return whether `address` has changed since the last call, after looking once a second."""
         if self._file is None or self._clock() < self._look_at_s:
             return False
         self._look_at_s = self._clock() + LOOK_AGAIN_S
@@ -53,18 +53,18 @@ class Destination:
         try:
             self.address = self._read()
         except ConfigError as error:
-            log.warning(f"the address of {before} stays as it was", reason=error.message)
+            log.warning(f"the address {before} stays in use", reason=error.message)
         return self.address != before
 
     def _read(self) -> Endpoint:
         address = address_in(self._text)
         self._keys.check(address, "dialling")
-        _ = address.dial_endpoint  # raises for what only a listener could use
+        _ = address.dial_endpoint  # raises for an address that only a listener could use
         return address
 
 
 def address_in(text: str) -> Endpoint:
-    """Return the address that `text` is, or that its file holds; raises `ConfigError`."""
+    """Return the address `text`, or the one in the file that it names. Raises `ConfigError`."""
     if not text.startswith(SCHEME):
         return bindable(text)
     path = Path(text.removeprefix(SCHEME))
@@ -72,5 +72,5 @@ def address_in(text: str) -> Endpoint:
         with path.open() as file:
             return bindable(file.read(MAX_FILE_BYTES).strip())
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise ConfigError(f"cannot read the address of a router from {path}: {reason}") from error

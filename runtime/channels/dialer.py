@@ -1,6 +1,6 @@
 """The side of a channel that dials; see the room's docstring for what a channel promises.
 
-Used by nodes for their routers, by beat threads, and by prefill nodes for decode nodes. It never
+Nodes and their beat threads dial routers with it, and prefill nodes dial decode nodes. It never
 interprets a message.
 """
 
@@ -20,8 +20,8 @@ from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
 from baton.runtime.channels.wire import ConnectionChange, Wire, tell_malformed
 from baton.runtime.clock import monotonic
 
-# After a refused handshake ZMQ may never try again, so the dialer does: with its next key soon, and
-# once all keys were refused, no more often than this.
+# After a refused handshake ZMQ may never try again, so the dialer does: soon with its next key, and
+# no more often than this once all keys were refused.
 RETRY_S = 1.0
 NEXT_KEY_S = 0.05
 
@@ -30,17 +30,17 @@ In = TypeVar("In")
 
 
 class Disconnected(msgspec.Struct, frozen=True):
-    """The dialer's session is over and a new one has begun: introduce yourself again.
+    """The dialer's session is over. In the new one, its owner must introduce itself again.
 
-    What was sent before may or may not have arrived; what is sent from now on is queued until the
-    listener is there.
+    Earlier messages may or may not have arrived. Later messages are queued until the listener is
+    there.
     """
 
     reason: str
 
 
 class Dialer(Generic[Out, In]):
-    """The side that dials. It reconnects for ever, each time with a new session."""
+    """The side that dials. It reconnects until it is closed, each time with a new session."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Dialer(Generic[Out, In]):
         context: "zmq.Context[zmq.Socket[bytes]]",
         keys: Keys = NO_KEYS,
     ) -> None:
-        """Start to connect; the listener need not be there yet. Raises `ConfigError`.
+        """Begin to connect; the listener need not be there yet. Raises `ConfigError`.
 
         `endpoint` is an address, or `file:///path` with the address of a listener that may move.
         """
         self._destination = Destination(endpoint, keys)
         self.endpoint = self._destination.address.dial_endpoint
-        self.connected = False  # as of the last `receive`
+        self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
         self.num_malformed = 0
@@ -83,7 +83,7 @@ class Dialer(Generic[Out, In]):
         return self._wire.fileno()
 
     def send(self, message: Out) -> bool:
-        """Queue a message. False means that the queue was full: `receive` returns Disconnected."""
+        """Queue a message. Return False if the queue is full; Disconnected follows."""
         if self._lost is not None:
             return False  # this session has lost a message, so no later one may arrive
         frame = self._session.frame(self._encode(message))
@@ -98,7 +98,7 @@ class Dialer(Generic[Out, In]):
         return True
 
     def receive(self) -> In | Disconnected | None:
-        """Return the next message or the end of the session; None when nothing has come."""
+        """Return the next message or the end of the session; None if neither has arrived."""
         while True:
             if self._lost is not None:
                 return self._restart(self._lost)
@@ -121,8 +121,7 @@ class Dialer(Generic[Out, In]):
                 return None
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; its context ends only when what was sent has left, or `linger_ms`
-        later."""
+        """Close the socket. Its context ends once the queue is empty, or `linger_ms` later."""
         self._wire.close(linger_ms)
 
     def _next_look_in_s(self) -> float | None:
@@ -165,7 +164,7 @@ class Dialer(Generic[Out, In]):
         elif change == "lost" and self.connected:
             self._lost = "the connection was lost"
         elif self._retry_s is None:
-            # Restarting at once would be refused at once, as fast as both sides can.
+            # An immediate restart would be refused immediately, over and over.
             has_next = (self._num_tried + 1) % max(1, len(self._keys.pairs)) != 0
             self._retry_s = monotonic() + (NEXT_KEY_S if has_next else RETRY_S)
         self.refusals += change == "refused"

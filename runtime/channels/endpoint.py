@@ -1,6 +1,6 @@
 """Addresses of channels: `tcp://host[:port]` and `ipc://path`, checked before ZMQ sees them.
 
-Used by channels and by the settings. A tcp address without a port means any free port.
+Channels and the settings use it. A tcp address without a port means any free port.
 """
 
 import ipaddress
@@ -13,12 +13,12 @@ import zmq
 
 from baton.protocol.errors import ConfigError
 
-# sun_path holds 108 bytes with the closing zero.
+# The field sun_path holds 108 bytes, the closing zero included.
 MAX_IPC_PATH_BYTES = 107
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A parsed address. `host` and `port` are empty and 0 for ipc, `path` is empty for tcp."""
+    """A parsed address. For ipc, `host` is empty and `port` is 0; for tcp, `path` is empty."""
 
     host: str = ""
     port: int = 0
@@ -36,7 +36,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def is_ipv4(self) -> bool:
-        """Return whether it is written as an IPv4 address; a name may have addresses of both."""
+        """Return whether the host is a numeric IPv4 address; a name may have both kinds."""
         try:
             return ipaddress.ip_address(self.host).version == 4
         except ValueError:
@@ -48,11 +48,11 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def dial_endpoint(self) -> str:
-        """Return what a dialer connects to; raises `ConfigError` if it cannot be dialled."""
+        """Return the address for a dialer's socket. Raises `ConfigError` if there is none."""
         if self.path:
             return f"ipc://{self.path}"
         if self.port == 0 or self.is_wildcard:
-            raise ConfigError(f"cannot dial {self}: it needs a host and a port")
+            raise ConfigError(f"cannot dial {self}: the address needs a host and a port")
         return f"tcp://{_bracketed(self.host)}:{self.port}"
 
     def bind(self, socket: "zmq.Socket[bytes]") -> str:
@@ -61,7 +61,7 @@ class Endpoint(msgspec.Struct, frozen=True):
             wanted = f"ipc://{self.path}"
         else:
             host = self.host if self.is_wildcard else _numeric(self.host)
-            # A star is every address: libzmq takes IPv4 alone where the system has no IPv6.
+            # A star stands for every address: libzmq takes IPv4 alone where the system has no IPv6.
             socket.setsockopt(zmq.IPV6, int(":" in host or host == "*"))
             wanted = f"tcp://{_bracketed(host)}:{self.port or '*'}"
         try:
@@ -77,7 +77,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def bindable(text: str) -> Endpoint:
-    """Parse an address; raises a `ConfigError` that says what is wrong with it."""
+    """Return the parsed address. Raises a `ConfigError` that says what is wrong with it."""
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "ipc" and rest:
         if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
@@ -107,7 +107,7 @@ def _bracketed(host: str) -> str:
 
 
 def _numeric(host: str) -> str:
-    """Return the numeric address of a host, because ZMQ binds no names."""
+    """Return the numeric address of a host, because ZMQ cannot bind to names."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

@@ -1,8 +1,8 @@
-"""Sessions and sequence numbers: how a channel knows that nothing was lost. Pure.
+"""Sessions and sequence numbers, which show a channel that nothing was lost.
 
 Every frame is a 16-byte header (session, sequence number) and one encoded message. The dialer draws
-a session at random for each life of its connection and the listener answers within it, so frames
-of an earlier life are recognised in both directions.
+a session at random for each life of its connection and the listener answers within it, so frames of
+an earlier life are recognised in both directions. This file is pure.
 """
 
 import struct
@@ -11,14 +11,14 @@ from enum import Enum
 HEADER = struct.Struct("<QQ")
 HEADER_BYTES = HEADER.size
 SESSION_BITS = 64
-# These stand in place of a sequence number: the listener does not know this session (any more), or
-# it only wants to learn whether the connection still takes frames.
+# These take the place of a sequence number. The first says that the listener does not know this
+# session (any more). The second only tests whether the connection still takes frames.
 RESET = (1 << 64) - 1
 PROBE = (1 << 64) - 2
 
 
 class Verdict(Enum):
-    """What a frame means for the stream it claims to belong to."""
+    """What a frame means for the session that it names."""
 
     NEXT = "next"
     GAP = "gap"
@@ -46,7 +46,7 @@ class Session:
         self.next_out += 1
 
     def accept(self, session_id: int, sequence: int) -> Verdict:
-        """Judge a frame and, if it is the next one, count it."""
+        """Judge a frame, and count it if it is the next one."""
         if session_id != self.id:
             return Verdict.NEW_SESSION if sequence == 0 else Verdict.STALE
         if sequence == self.next_in:
@@ -64,5 +64,5 @@ def reset_frame(session_id: int) -> bytes:
 
 
 def probe_frame(session_id: int) -> bytes:
-    """Return a frame that dialers ignore: sending it shows whether the connection is there."""
+    """Return a frame that dialers ignore. Sending it shows whether the connection still exists."""
     return HEADER.pack(session_id, PROBE)

@@ -1,8 +1,8 @@
 """Lets a process connect to a listener only if it proves that it has the cluster's first key.
 
-Only `wire` uses it. ZMQ asks by its authentication protocol (ZAP, RFC 27) over a socket inside the
-process, once per handshake, and waits for the answer. The listener answers on its own thread, so
-there is nothing to start or to join, and no socket of its context is without an answer.
+Only `wire` uses it. ZMQ sends a request of its authentication protocol (ZAP, RFC 27) over a socket
+inside the process, once per handshake, and waits for the answer. The listener answers on its own
+thread, so there is no thread to start or to join.
 """
 
 import zmq
@@ -10,14 +10,14 @@ from zmq.utils import z85
 
 from baton.runtime.channels.keys import KeyPair
 
-# One per context, so a context has one listener with a key.
+# ZMQ allows one such address per context, so a context has one listener with a key.
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
 DOMAIN = b"baton"
 
 
 class Gate:
-    """Answers the questions of one listener."""
+    """Answers ZMQ's authentication requests for one listener."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Let in no dialer until `allow`."""
@@ -31,7 +31,7 @@ class Gate:
         self._allowed = z85.decode(pair.public)
 
     def answer(self) -> None:
-        """Answer one question that has arrived."""
+        """Answer one request that has arrived."""
         version, number, domain, _address, _identity, mechanism, *credentials = (
             self.socket.recv_multipart(zmq.NOBLOCK)
         )

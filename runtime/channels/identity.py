@@ -1,4 +1,4 @@
-"""The identity of a dialer: its name, and a nonce for each of its lives.
+"""The identity of a dialer: its name, and a nonce for each of its connections.
 
 A dialer connects under a new identity every time, so a listener never takes one connection for
 another. The listener's owner reads the name.
@@ -18,5 +18,5 @@ def new_identity(name: bytes) -> bytes:
 
 
 def name_of(identity: bytes) -> bytes:
-    """Return the name that the dialer behind `identity` gave itself."""
+    """Return the name in a dialer's `identity`."""
     return identity.rpartition(SEPARATOR)[0]

@@ -1,4 +1,4 @@
-"""The keys of a cluster: a process that has the first one may talk to its routers and nodes.
+"""The keys of a cluster. A process that has the first one may talk to its routers and nodes.
 
 One file, made by `baton keygen` and copied to each host, serves every process. Listeners prove that
 they have its first key and let in processes that have it too; dialers try one key after the other.
@@ -27,7 +27,7 @@ from baton.runtime.log import logger
 FORMAT = "baton-key-1"
 MAX_FILE_BYTES = 4096
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-# The longest time until a changed file counts.
+# A changed file takes effect within this time.
 LOOK_AGAIN_S = 1.0
 HOW_TO = (
     "make a key with `baton keygen FILE`, copy it to each host and name it with --keys FILE "
@@ -48,17 +48,17 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class Keys:
-    """The keys of a process: those of a file, or none. Threads may share it.
+    """The keys of a process: those of a file, or none. Threads may share this object.
 
-    A file that became unreadable or damaged leaves the last good keys.
+    If the file becomes unreadable or damaged, the last good keys stay in use.
     """
 
     def __init__(
         self, file: str = "", *, is_insecure: bool = False, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Read the file; raises `ConfigError` if it is missing, open to others or damaged.
+        """Read the file. Raises `ConfigError` if it is missing, damaged or readable by others.
 
-        With `is_insecure`, other hosts may be reached without a key.
+        With `is_insecure`, channels to other hosts need no key.
         """
         self._file = file
         self._is_insecure = is_insecure
@@ -83,11 +83,11 @@ class Keys:
 
     @property
     def look_in_s(self) -> float | None:
-        """Return how long the keys stay as they are at least; None is for ever."""
+        """Return for how long the keys cannot change; None means for ever."""
         return max(0.0, self._look_at_s - self._clock()) if self._file else None
 
     def check(self, endpoint: Endpoint, what: str) -> None:
-        """Raise `ConfigError` if a channel at `endpoint` would have to trust other hosts."""
+        """Raise `ConfigError` if a channel at `endpoint` would reach other hosts without a key."""
         if not self._pairs and not self._is_insecure and not endpoint.is_loopback:
             raise ConfigError(f"{what} {endpoint} reaches beyond this host: {HOW_TO}")
 
@@ -103,7 +103,7 @@ class Keys:
         try:
             self._pairs = _read(self._file)
         except ConfigError as error:
-            log.warning("the keys of the cluster stay as they were", reason=error.message)
+            log.warning("the last good keys of the cluster stay in use", reason=error.message)
         else:
             log.info("keys of the cluster read again", file=self._file, keys=len(self._pairs))
 
@@ -112,12 +112,12 @@ NO_KEYS = Keys()
 
 
 def load_keys(config: KeysConfig) -> Keys:
-    """Return the keys that the settings name; raises `ConfigError` as `Keys` does."""
+    """Return the keys that the settings name. Raises `ConfigError` as `Keys` does."""
     return Keys(config.file, is_insecure=config.insecure)
 
 
 def write_key(path: Path) -> None:
-    """Make a new key that only this user can read; raises `ConfigError` if the file exists."""
+    """Make a new key that only this user can read. Raises `ConfigError` if the file exists."""
     _check_curve()
     public, secret = zmq.curve_keypair()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -135,7 +135,7 @@ def _read(path: str) -> tuple[KeyPair, ...]:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES)
-            # This asks the open file, because another file may take its place at any time.
+            # Check the open file and not the path, because another file may replace it at any time.
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         hint = "make one with `baton keygen`, copy it here, or name another file"
@@ -143,8 +143,8 @@ def _read(path: str) -> tuple[KeyPair, ...]:
         raise ConfigError(why) from error
     if mode & OTHERS:
         raise ConfigError(
-            f"the key {path} (keys.file) is open to others: run `chmod 600 {path}`, or make a new "
-            "one with `baton keygen` if somebody may have read it"
+            f"the key {path} (keys.file) can be read by other users: run `chmod 600 {path}`, or "
+            "make a new key with `baton keygen` if somebody may have read this one"
         )
     pairs = tuple(_parsed(line, path) for line in content.splitlines() if line.strip())
     if not pairs:
@@ -168,9 +168,11 @@ def _parsed(line: bytes, path: str) -> KeyPair:
 
 
 def _damaged(path: str) -> ConfigError:
-    return ConfigError(f"{path} (keys.file) is not a key of `baton keygen`, or it is damaged")
+    return ConfigError(f"{path} (keys.file) is not a key made by `baton keygen`, or it is damaged")
 
 
 def _check_curve() -> None:
     if not zmq.has("curve"):
-        raise ConfigError("this build of libzmq has no CURVE: install the pyzmq wheel")
+        raise ConfigError(
+            "this build of libzmq does not support CURVE encryption: install the pyzmq wheel"
+        )

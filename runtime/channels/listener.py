@@ -1,6 +1,6 @@
 """The side of a channel that is dialled; see the room's docstring for what a channel promises.
 
-Used by the router for its nodes and by decode nodes for prefill nodes. It never interprets a
+Routers listen for nodes with it, and decode nodes listen for prefill nodes. It never interprets a
 message.
 """
 
@@ -28,17 +28,17 @@ from baton.runtime.channels.wire import Wire, tell_malformed
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
-# Until the system has given a port back that this listener binds again with another key.
+# How long to wait for the system to free a port that this listener binds again with another key.
 REBIND_S = 0.01
 # When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
-# a moment before it takes the connection away.
+# shortly before it removes the connection.
 PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
-# Between two first tries: strangers who come and go by thousands must not make the listener try
-# the connections of all its sessions for each of them.
+# The least time between two first tries: thousands of strangers that connect and leave must not
+# make the listener try the connections of all its sessions each time.
 HINTS_APART_S = 0.1
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
-FRAMES_PER_LOOK = 256  # a peer that floods must not keep newcomers waiting for their handshakes
-# The flags of the two frames of a message, as numbers: flags are slow to join.
+FRAMES_PER_LOOK = 256  # a flooding peer must not delay the handshakes of newcomers
+# The flags of the two frames of a message, as numbers, because combining flags is slow.
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 log = logger("channel")
@@ -48,9 +48,10 @@ In = TypeVar("In")
 
 
 class Received(msgspec.Struct, Generic[In], frozen=True):
-    """A message of a peer, or (message None, disconnected) the end of its session.
+    """A message from a peer, or the end of the peer's session (then `message` is None).
 
-    `peer` names one life of one dialer and is never used again; `name_of` says which dialer.
+    `peer` names one connection of one dialer and is never reused; `name_of` returns the dialer's
+    name.
     """
 
     peer: bytes
@@ -59,11 +60,11 @@ class Received(msgspec.Struct, Generic[In], frozen=True):
 
 
 class Listener(Generic[Out, In]):
-    """The side that is dialled. A peer is one life of one dialer: a session.
+    """The side that is dialled. A peer is one session of one dialer.
 
-    Which sessions live is learned from the sessions themselves. libzmq's connection events do not
-    say whose connection ended, and come for failed handshakes too, so an event is only the reason
-    to try every session's connection with a frame that dialers ignore.
+    libzmq's connection events do not say whose connection ended, and they come for failed
+    handshakes too. An event is therefore only a reason to try every session's connection with a
+    frame that dialers ignore.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class Listener(Generic[Out, In]):
         address = bindable(endpoint)
         keys.check(address, "listening on")
         self.num_malformed = 0
-        self.refusals = 0  # handshakes turned down: wrong keys or not a channel
+        self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._sessions: dict[bytes, Session] = {}
-        self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers were not told yet
+        self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers have not been told yet
         self._probes_at_s: deque[float] = deque()
         self._hinted_s = -math.inf  # the first try after the last hint
         self._num_read = 0  # frames since the last look at the connections
@@ -108,9 +109,9 @@ class Listener(Generic[Out, In]):
         return self._wire.fileno()
 
     def send(self, peer: bytes, message: Out) -> bool:
-        """Send a message. False: that peer is unknown, gone or too slow, and its session is over.
+        """Send a message. Return False, and end the session, if the peer is gone or too slow.
 
-        If the peer was known until now, a disconnect event for it follows from `receive` too.
+        If the peer was known until now, `receive` also returns a disconnect event for it.
         """
         return self.send_encoded(peer, self.encode(message))
 
@@ -119,7 +120,7 @@ class Listener(Generic[Out, In]):
         return self._encode(message)
 
     def send_encoded(self, peer: bytes, encoded: bytes) -> bool:
-        """Send a message that `encode` made; otherwise like `send`."""
+        """Send a message that `encode` made. It behaves like `send` otherwise."""
         session = self._sessions.get(peer)
         if session is None:
             return False
@@ -135,7 +136,7 @@ class Listener(Generic[Out, In]):
         return True
 
     def receive(self) -> Received[In] | None:
-        """Return the next message or disconnect; None when nothing has come."""
+        """Return the next message or disconnect event; None if neither has arrived."""
         for _ in range(SKIPPED_FRAMES):
             if self._events:
                 return self._events.popleft()
@@ -147,18 +148,18 @@ class Listener(Generic[Out, In]):
             if not self._look_around() and not self._wire.readable():
                 self._wire.settle(self._idle_s())
                 return None
-        # A flood of frames that are no messages must not keep the caller here.
+        # A flood of frames that are not messages must not keep the caller here.
         self._wire.wake_if_readable(anything_else=True)
         return None
 
     def is_connected(self, peer: bytes) -> bool:
-        """Try the connection of a peer's session, and end the session if the connection is gone."""
+        """Return whether a peer's connection exists. If it is gone, end the peer's session."""
         session = self._sessions.get(peer)
         if session is None:
             return False
         try:
             self.socket.send_multipart((peer, probe_frame(session.id)), zmq.NOBLOCK)
-        except zmq.Again:  # a full queue is a connection
+        except zmq.Again:  # a full queue shows that the connection exists
             return True
         except zmq.ZMQError:
             self.end(peer)
@@ -167,8 +168,7 @@ class Listener(Generic[Out, In]):
         return True
 
     def end(self, peer: bytes) -> None:
-        """End a peer's session, if it has one: a disconnect event follows, and its dialer hears of
-        it as soon as its queue has room."""
+        """End a peer's session, if it has one. A disconnect event follows."""
         session = self._sessions.pop(peer, None)
         if session is None:
             return
@@ -181,7 +181,7 @@ class Listener(Generic[Out, In]):
         self._wire.close()
 
     def _look_around(self) -> bool:
-        """Answer handshakes and try connections that may be gone; return whether there were any."""
+        """Answer handshakes and try connections that may be gone. Return whether there were any."""
         if self._probes_at_s and self._probes_at_s[0] <= monotonic():  # before a hint puts it off
             self._probes_at_s.popleft()
             self._probe()
@@ -196,7 +196,7 @@ class Listener(Generic[Out, In]):
         return False
 
     def _idle_s(self) -> float | None:
-        """Return in how many seconds there may be something to do if nothing comes."""
+        """Return after how many seconds something must be done if nothing arrives."""
         times = [] if self._is_bound else [REBIND_S]
         if self._probes_at_s:
             times.append(self._probes_at_s[0] - monotonic())
@@ -205,29 +205,29 @@ class Listener(Generic[Out, In]):
         return min(times, default=None)
 
     def _change_key(self) -> bool:
-        """Listen with the key that is first now, and return whether that was possible already.
+        """Listen with the key that is now the first. Return False if the address is not free yet.
 
-        Every connection ends, because a stranger may have the key with which it was made. Processes
-        that have the new key dial again.
+        Every connection ends, because a stranger may have the old key. Processes that have the new
+        key dial again.
         """
         address = bindable(self.endpoint)
         if self._is_bound:
             self.socket.unbind(self.endpoint)
             self._is_bound = False
         pair = self._keys.first
-        assert pair is not None, "keys that were read stay until others are"
+        assert pair is not None, "`Keys` keeps its last good keys, so there is always a first one"
         self._wire.lock(pair)
         try:
             self.endpoint = address.bind(self.socket)
         except ConfigError:
-            return False  # the system has not given the address back yet
+            return False  # the system has not freed the address yet
         self._pair, self._is_bound = pair, True
-        log.info("listening with another key: all connections begin anew", address=self.endpoint)
+        log.info("listening with another key; every node must connect again", address=self.endpoint)
         self._expect_losses()
         return True
 
     def _expect_losses(self) -> None:
-        """Take a hint that connections ended: try all of them soon, and again a little later."""
+        """Note a hint that a connection ended: try all of them soon, and again a bit later."""
         now_s = monotonic()
         if self._hinted_s > now_s:
             return  # the first try of an earlier hint is still to come

@@ -1,6 +1,6 @@
 """One ZMQ socket with what a channel needs around it: connection events, and one descriptor.
 
-Used by `listener` and `dialer` only. A monitor socket reports connections that came and went; an
+Only `listener` and `dialer` use it. A monitor socket reports connections that came and went; an
 epoll instance joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an
 asyncio loop or a poller has a single thing to watch.
 
@@ -27,15 +27,15 @@ from baton.runtime.log import logger
 
 log = logger("channel")
 
-# A silent peer is noticed after interval + timeout = 3.2 s. A pause of 2 s ends no connection,
-# because the timeout alone is longer than that.
+# A silent peer is noticed after interval + timeout = 3.2 s. A peer that pauses for 2 s keeps its
+# connection, because the timeout alone is longer than that.
 HEARTBEAT_INTERVAL_MS = 700
 HEARTBEAT_TIMEOUT_MS = 2500
 QUEUED_MESSAGES = 4096
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 CONNECT_TIMEOUT_MS = 3000
-# What encryption adds to a frame: the command's name, nonce, authenticator and flags.
+# Encryption adds to a frame the command's name, a nonce, an authenticator and flags.
 CURVE_BYTES = 33
 
 _REFUSALS = (zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
@@ -51,7 +51,7 @@ _WATCHED = (
     | _CLOSED
 )
 
-_INPUT = int(zmq.POLLIN)  # an int is tested in a tenth of the time of a flag
+_INPUT = int(zmq.POLLIN)  # testing an int takes a tenth of the time of testing a flag
 
 # These are hints only: libzmq reports failed handshakes as "lost" too.
 ConnectionChange = Literal["up", "lost", "refused"]
@@ -126,7 +126,7 @@ class Wire:
         return self._epoll.fileno()
 
     def lock(self, pair: KeyPair) -> None:
-        """Talk only to processes that have this key, from the next bind or connect on."""
+        """Talk only to processes that have this key, beginning with the next bind or connect."""
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
         if self._gate is None:
@@ -135,7 +135,7 @@ class Wire:
         self._gate.allow(pair)
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        # With no gate to ask, no dialer is let in.
+        # Without a gate, ZMQ lets no dialer in.
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def readable(self) -> bool:
@@ -157,13 +157,13 @@ class Wire:
         return found
 
     def wake_if_readable(self, anything_else: bool = False) -> None:
-        """Signal again what has arrived. Call it after every send, which may swallow the signal."""
+        """Signal arrived messages again. Call it after every send, which may clear the signal."""
         if not self._awake and (anything_else or _has_input(self.socket)):
             self._awake = True
             os.eventfd_write(self._wake, 1)
 
     def settle(self, wake_in_s: float | None = None) -> None:
-        """Lower the signal. Call it once there is nothing left to read.
+        """Clear the signal. Call it once there is nothing left to read.
 
         If `wake_in_s` is given, the descriptor fires by then, or earlier.
         """
@@ -174,13 +174,14 @@ class Wire:
             return
         now_s = monotonic()
         wanted_s = None if wake_in_s is None else now_s + wake_in_s
-        # Setting the timer costs more than all else here, and an early wake-up costs nothing.
+        # Setting the timer costs more than all the rest of this function, and an early wake-up is
+        # harmless.
         if wanted_s is None or not (now_s < (self._alarm_at_s or 0.0) <= wanted_s):
             self._alarm.set(wake_in_s)
             self._alarm_at_s = wanted_s
 
     def skip_rest(self) -> None:
-        """Read what is left of a message of several parts."""
+        """Read and drop the remaining parts of a message."""
         while self.socket.getsockopt(zmq.RCVMORE):
             self.socket.recv(zmq.NOBLOCK)
 
@@ -197,7 +198,7 @@ def _has_input(socket: "zmq.Socket[bytes]") -> bool:
 
 
 def tell_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
-    """Log the first dropped message, the second, the fourth and so on: a peer may send many."""
+    """Log the 1st, 2nd, 4th, 8th … dropped message, because a peer may send many."""
     if num_malformed.bit_count() == 1:
         log.warning(
             "dropped a malformed message", endpoint=endpoint, so_far=num_malformed, reason=reason

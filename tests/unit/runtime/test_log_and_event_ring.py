@@ -83,7 +83,7 @@ def test_with_json_every_line_of_a_process_is_json() -> None:
     assert "old" in told.pop(0)
     assert told == [
         "bad request", "no port", "a line of a library", "",
-        "a thread ended by an error of its own", "the process ends by an error of its own",
+        "an unexpected error ended a thread", "an unexpected error ends the process",
     ]  # fmt: skip
     assert [line["process"] for line in lines] == [
         *["router"] * 3,
