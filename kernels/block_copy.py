@@ -1,8 +1,8 @@
 """Copy KV blocks between pools, or to and from a staging buffer, bit for bit.
 
-A block of all layers is contiguous in the pool, so this is a copy of long rows picked by id, in
-accesses of 16 bytes. The `cuda_ipc` transport moves blocks of another process with it; gather and
-scatter are for a transport that needs one contiguous region. It knows no layout.
+A block holds all layers contiguously, so these kernels copy long rows, chosen by id, in accesses of
+16 bytes. The `cuda_ipc` transport copies blocks of another process with them; gather and scatter
+are for a transport that needs one contiguous region. They know nothing of a block's layout.
 `reference.gather_blocks` and `reference.scatter_blocks` define the meaning.
 """
 
@@ -30,9 +30,9 @@ def scatter_blocks(blocks: Tensor, block_ids: Tensor, pool: Tensor) -> None:
 
 
 def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
-    """Copy block `source_ids[i]` to block `target_ids[i]`, all different, of another pool.
+    """Copy block `source_ids[i]` of `source` to block `target_ids[i]`, all different, of `target`.
 
-    `source` may be memory of another GPU that this one can read.
+    `source` may be the memory of another GPU that this GPU can read.
     """
     assert len(source_ids) == len(target_ids)
     _copy(source, source_ids, target, target_ids)
@@ -41,7 +41,7 @@ def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
 def _copy(
     source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None
 ) -> None:
-    """Without ids, blocks are taken or put one after the other."""
+    """Launch the copy. Where ids are None, blocks are numbered consecutively."""
     assert source.shape[1] == target.shape[1]
     assert source.dtype == target.dtype
     assert source.is_contiguous()

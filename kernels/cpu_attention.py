@@ -1,10 +1,10 @@
-"""Paged attention on CPUs: chunks of any length, so a decode step is a chunk of one token.
+"""Paged attention on CPUs for chunks of any length; a decode step is a chunk of one token.
 
-Queries go through their keys a tile of `TILE` after the other, cut at absolute positions, with a
-running maximum and sum (online softmax). Whatever is computed beside it, a query adds the same
-terms in the same order, and nothing for keys that it does not see: so its bits depend on its own
-sequence alone, and slots past the end may hold anything. Called by `cpu_kernels`; the meaning is
-`reference.paged_prefill_attention`. The products here are in fp32; `cpu_pair_attention` has others.
+Queries walk their keys in tiles of `TILE`, cut at absolute positions, with a running maximum and
+sum (online softmax). A query adds the same terms in the same order in every batch, and adds nothing
+for keys that it does not see. So its bits depend on its own sequence alone, and slots past the end
+may hold anything. `cpu_kernels` calls it, and `reference.paged_prefill_attention` defines the
+meaning. The products here are in fp32; those of `cpu_pair_attention` are in bf16.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
@@ -49,7 +49,7 @@ def attention(
     unpack: Callable[..., None],
     attend_tile: Callable[..., None],
 ) -> Callable[..., None]:
-    """The kernel that attends with these steps."""
+    """Return the attention kernel that is made of these three steps."""
 
     @kernel
     def attend(
@@ -58,7 +58,7 @@ def attention(
         scratch: Floats,
         staging: Numbers,  # 16 rows of a head
         q: Numbers,  # [num_tokens, num_heads, head_dim]
-        pool: Numbers,  # of one layer
+        pool: Numbers,  # the part of one layer
         tables: Int32s,  # the block tables one after the other
         items: Int64s,  # [num_items, 4]: first row, tokens, first position, start of a block table
         kv_heads: int,
@@ -68,10 +68,10 @@ def attention(
         stride_block: int,
         stride_head: int,
         window: int,
-        scale: float,  # of the scores, in base 2
-        out: Numbers,  # as q
+        scale: float,  # of the scores, for a softmax in base 2
+        out: Numbers,  # shaped as q
     ) -> None:
-        """All queries of items `first_unit:end_unit`, each for one KV head."""
+        """Attend for the units `first_unit:end_unit`, each an item for one KV head."""
         width = row_floats(head_dim)
         most = max(ROWS, group)
         mixed = shift(scratch, most * width)
@@ -125,7 +125,7 @@ def _take_queries(
     queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
     num_rows: int, group: int, head_dim: int, step: int,
 ) -> None:  # fmt: skip
-    """Bring the queries to fp32 and clear what they will be summed into."""
+    """Convert the queries to fp32 and clear their sums."""
     width = row_floats(head_dim)
     for row in range(num_rows):
         at = row * head_dim + row // group * step
@@ -142,22 +142,22 @@ def _unpack(
     end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
     block_size: int, stride_block: int, head_dim: int,
 ) -> None:  # fmt: skip
-    """Keys `first:end`, a tile at most, as columns, 16 side by side, and their values as rows.
+    """Unpack a tile at most: keys `first:end` to columns, 16 side by side, and values to rows.
 
-    Both in fp32. Meanwhile the next tile is on its way from memory, a line at a time: more at once
-    than a core can wait for would stall it.
+    Both are in fp32. Meanwhile the next tile is prefetched one line at a time: a core stalls if it
+    has more requests to memory than it can track.
     """
     width = row_floats(head_dim)
     line = per_line(pool)
     to_values = block_size * head_dim
-    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows and 16 keys lie together
+    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
     for key in range(first, min(first + TILE, end), WIDTH):
         at = address(table, key, block_size, stride_block, head_dim)
         soon = next_first + key - first
-        ahead = at  # nothing is ahead: these lines are close already
+        ahead = at  # there is no next tile: prefetch lines that are in the cache already
         if soon < next_end:
             ahead = address(next_table, soon, block_size, stride_block, head_dim)
-        far = key + 2 * TILE  # only the address, which a core may have to look up in memory
+        far = key + 2 * TILE  # a first line alone, whose address the core may have to translate
         if far < end:
             prefetch(pool, address(table, far, block_size, stride_block, head_dim))
         for i in range(min(WIDTH, end - key)):
@@ -200,8 +200,8 @@ def _attend_tile(
         if end <= first:
             continue
         start = first // WIDTH * WIDTH
-        # Strides are constants where they can be: numba compiles the product for them, and its
-        # addresses fit the registers. With variables it takes twice as long.
+        # Strides are constants where possible: numba compiles the product for them, and its
+        # addresses fit the registers. With variable strides the product takes twice as long.
         set_product(
             shift(scores, start), TILE, shift(queries, row * width), width, count,
             shift(keys, start * width), WIDTH, WIDTH * width, end - start, head_dim,
@@ -234,9 +234,9 @@ def _weigh(
     scores: Floats, first: int, end: int, scale: float,
     top: Floats, sums: Floats, mixed: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Turn the scores of keys `first:end` of a tile into weights relative to the new maximum.
+    """Turn the scores of the keys `first:end` of a tile into weights relative to the new maximum.
 
-    What was summed before, weights and weighted values, is brought to that maximum as well.
+    The earlier sums of weights and of weighted values are rescaled to that maximum as well.
     """
     start = first // WIDTH * WIDTH
     highest = every(HIDDEN)
@@ -269,7 +269,7 @@ def _give_results(
         at = row * head_dim + row // group * step
         norm = every(total(load(sums, row * WIDTH)))
         for d in range(0, head_dim, WIDTH):
-            # Terms of 0 may decide the sign of a sum that is 0: there is one 0 from here on.
+            # Terms of 0 may decide the sign of a sum that is 0, so -0 becomes 0 here.
             value = load(mixed, row * width + d) + every(ZERO)
             store_first(out, at + d, value / norm, head_dim - d)
 

@@ -1,7 +1,8 @@
-"""From the CPU kernels' source to object code for this machine, with numba.
+"""Compile the CPU kernels to object code for this machine, with numba.
 
-Called by `cpu_library` when its cache holds no object code; it takes seconds. A process that finds
-some never imports this file, nor numba. The code calls nothing of Python or numba when it runs.
+`cpu_library` calls it when its cache holds no object code; compiling takes seconds. A process that
+finds object code imports neither this file nor numba. The object code calls nothing of Python or
+numba when it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba import types
 from baton.kernels import cpu_attention, cpu_linear, cpu_pair_attention, cpu_rows, cpu_sampling
 from baton.kernels.cpu_vectors import FEATURES
 
-# By `in_pairs`.
+# The kernels that depend on `in_pairs`.
 PRODUCTS = {
     False: (cpu_attention.attend,),
     True: (cpu_pair_attention.attend, cpu_linear.multiply),
@@ -34,12 +35,12 @@ SCALARS = {"int": types.int64, "float": types.float32}
 def compile_kernels(
     *, is_bf16: bool, in_pairs: bool, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, list[str]], bytes]:
-    """What each kernel takes ("pointer", "int" or "float" each), and the object code of them all.
+    """Return the arguments of each kernel ("pointer", "int" or "float") and the object code.
 
-    `in_pairs` says that bf16 numbers are multiplied as such: else attention does so in fp32, and
-    linear layers are none of the kernels.
-    A kernel's symbol is its name. Ahead of its own arguments it takes two pointers of numba's: to
-    8 bytes for a result and to 8 bytes for an exception, neither of which ever comes.
+    With `in_pairs`, kernels multiply bf16 numbers directly. Otherwise attention multiplies in fp32,
+    and the object code has no kernel for linear layers. A kernel's symbol is its name. Before its
+    own arguments it takes two pointers for numba, to 8 bytes for a result and to 8 bytes for an
+    exception, which kernels never write.
     """
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=FEATURES.flatten(), opt=3, jit=True
@@ -71,11 +72,12 @@ def _types(annotations: list[str], *, is_bf16: bool) -> tuple[types.Type, ...]:
 
 
 def _module(kernel: object, name: str, signature: tuple[types.Type, ...]) -> llvm.ModuleRef:
-    """The kernel's optimised code, of which only the kernel itself can be seen, under `name`."""
+    """Return the kernel's optimised module, which exports only the kernel itself, as `name`."""
     kernel.compile(signature)  # type: ignore[attr-defined]
     module = llvm.parse_assembly(kernel.inspect_llvm(signature))  # type: ignore[attr-defined]
     defined = [function for function in module.functions if not function.is_declaration]
-    # numba adds a caller for C, whose name tells the kernel's own, and one for Python.
+    # numba adds a wrapper for Python and one for C, whose name ends in that of the kernel's
+    # function.
     wrapped = next(f.name for f in defined if f.name.startswith("cfunc."))
     entry = module.get_function(wrapped.removeprefix("cfunc."))
     for value in (*defined, *module.global_variables):

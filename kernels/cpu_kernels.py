@@ -1,8 +1,8 @@
-"""The compiled CPU kernels over one pool as functions of tensors, on as many threads as torch uses.
+"""The compiled CPU kernels as functions of tensors, on as many threads as torch uses.
 
-A kernel's work is a range of rows, or of queries of one KV head, and threads take slices of it: no
-sum is shared between threads, so their number cannot change a bit. Called by the engine's CPU
-backend; the meanings are those of `reference`.
+A kernel works on a range of rows, or of queries of one KV head, and threads take slices of that
+range. Threads share no sum, so their number cannot change a bit. The engine's CPU backend calls
+these functions, and `reference` defines their meaning.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the signatures follow the twins': tensors, not records)
@@ -21,11 +21,12 @@ from baton.kernels.cpu_library import CpuLibrary
 from baton.kernels.cpu_shapes import LOG2_E, NO_WINDOW, ROWS, WIDTH, padded, scratch_floats
 from baton.kernels.cpu_threads import CpuThreads
 
-# Measured on a Zen 5 core. Where they are off, threads share the work unevenly; no bit changes.
+# These costs were measured on a Zen 5 core. On other CPUs threads may share the work less evenly,
+# but no bit changes.
 NS_PER_NUMBER = 0.25  # of a row
 NS_PER_KEY_NUMBER = 0.13  # to unpack it
 NS_PER_SCORE_NUMBER = 0.025  # for each query and head that sees the key
-MIN_SLICE_NS = 150_000  # waking a thread takes up to 100 µs
+MIN_SLICE_NS = 150_000  # because waking a thread takes up to 100 µs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,11 @@ class AttentionWork:
     tables: NDArray[np.int32]  # the block tables one after the other
     items: NDArray[np.int64]  # [num_items, 4]: first row, tokens, first position, start of a table
     addresses: tuple[int, int]  # of the two
-    cuts: tuple[int, ...]  # between the threads' slices of all items and KV heads
+    cuts: tuple[int, ...]  # the bounds of the threads' slices of all items and KV heads
 
 
 class CpuKernels:
-    """One rank's kernels, and the memory and threads that they work with. One caller at a time."""
+    """One rank's kernels, with their memory and threads. Only one thread may call them."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class CpuKernels:
     ) -> None:
         _, self.kv_heads, _, _, self.block_size, self.head_dim = pool.shape
         self.num_heads, self.group = num_heads, num_heads // self.kv_heads
-        self._library = library  # the code is gone when it is
+        self._library = library  # keeps the code in memory
         self._pool = pool
         self._strides = (pool.stride(0), pool.stride(1))
         self._layers = [
@@ -66,7 +67,7 @@ class CpuKernels:
         tables: NDArray[np.int32],
         chunks: NDArray[np.int64],  # [num_chunks, 4]: the fields of an item, of any length
     ) -> AttentionWork:
-        """Cut chunks into items. What is computed in one item never decides a bit."""
+        """Return the items into which these chunks are cut. The cuts never change a bit."""
         items = self._items(chunks)
         cuts = self._cuts(items)
         addresses = (tables.ctypes.data, items.ctypes.data)
@@ -87,7 +88,7 @@ class CpuKernels:
         return items
 
     def _cuts(self, items: NDArray[np.int64]) -> tuple[int, ...]:
-        """Return where the items of all KV heads are cut between threads."""
+        """Return the bounds of the threads' slices of all items and KV heads."""
         num_units = len(items) * self.kv_heads
         if torch.get_num_threads() == 1:
             return (0, num_units)
@@ -107,9 +108,9 @@ class CpuKernels:
         work: AttentionWork,
         window: int | None,
         scale: float,
-        out: Tensor,  # as q; rows of no chunk stay as they are
+        out: Tensor,  # shaped as q; rows that belong to no chunk keep their values
     ) -> None:
-        """Causal attention of ragged chunks, or single tokens, over their paged contexts."""
+        """Compute causal attention of ragged chunks or single tokens over paged contexts."""
         size = self._scratch_bytes
         if self._scratch.nbytes < size * (len(work.cuts) - 1):
             self._scratch = torch.empty(size // 4 * (len(work.cuts) - 1))
@@ -155,7 +156,7 @@ class CpuKernels:
         weight: Tensor,  # [hidden]
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """The RMS norm of `x + residual`, and that sum; `x` itself without a residual."""
+        """Return the RMS norm of `x + residual`, and that sum, which is `x` without a residual."""
         num_rows, hidden = x.shape
         assert x.stride(1) == 1
         assert residual is None or residual.is_contiguous()
@@ -170,7 +171,7 @@ class CpuKernels:
         return normed, stream
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+        """Return `silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
         assert gate_up.is_contiguous()
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)

@@ -1,11 +1,11 @@
 """The compiled CPU kernels of one dtype: found in a cache on disk, or compiled and put there.
 
 The cache is a folder of the user's, so an installation may be read-only. It holds machine code, so
-it is used only where no other user can write. A file's name says what it was compiled from and for
-(source, compiler, CPU), its first line is the digest of what follows: a damaged file is compiled
-again. Files appear whole, and of processes that find none one compiles while the others wait.
-Called by the engine when a rank is loaded; raises `KernelsUnavailable` where there can be no
-kernels.
+it is used only if no other user can write to it. A file's name says what it was compiled from and
+for (source, compiler, CPU). Its first line is a digest of the rest; a damaged file is compiled
+again. Files are replaced as a whole. If several processes find no file, one of them compiles while
+the others wait. The engine calls `load_library` when it loads a rank, and gets `KernelsUnavailable`
+where kernels cannot work.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Kernel = Callable[..., int]
 
 
 class KernelsUnavailable(Exception):
-    """This machine or installation cannot compile the kernels; the text says why."""
+    """This machine or installation cannot compile the kernels. The text says why."""
 
 
 class CpuLibrary:
     """Kernels by name, as functions of addresses and numbers. They run without Python's lock."""
 
     def __init__(self, arguments: dict[str, list[str]], code: bytes, *, in_pairs: bool) -> None:
-        """`in_pairs`: bf16 numbers are multiplied as such, which gives other bits."""
+        """With `in_pairs`, the kernels multiply bf16 numbers directly, which gives other bits."""
         import llvmlite.binding as llvm
 
         self.in_pairs = in_pairs
@@ -54,7 +54,8 @@ class CpuLibrary:
         for name in arguments:
             builder.export_symbol(name)
         self._linked = builder.link(self._jit, "baton")
-        self._ignored = (ctypes.c_int64 * 2)()  # where numba would leave a result and an exception
+        # Space for the result and the exception of a numba function.
+        self._ignored = (ctypes.c_int64 * 2)()
         self.kernels = {name: self._kernel(name, takes) for name, takes in arguments.items()}
 
     def _kernel(self, name: str, arguments: list[str]) -> Kernel:
@@ -68,9 +69,9 @@ class CpuLibrary:
 def load_library(
     *, is_bf16: bool, progress: CompileProgress, in_pairs: bool | None = None
 ) -> CpuLibrary:
-    """From the cache, or compiled, which `progress` hears of as (kernels done, kernels in all).
+    """Return the kernels from the cache, or compile them and report (done, total) to `progress`.
 
-    `in_pairs`, see `CpuLibrary`, is what the CPU and the dtype allow unless it is given.
+    By default, `in_pairs` (see `CpuLibrary`) is what the CPU and the dtype allow.
     """
     fingerprint = _fingerprint()
     if in_pairs is None:
@@ -80,7 +81,7 @@ def load_library(
     if (found := _cached(name, in_pairs=in_pairs)) is not None:
         return found
     progress(0, 1)
-    refusals: list[Exception] = []  # of `progress`, which may end the start of a node
+    refusals: list[Exception] = []  # raised by `progress`, which may end the start of a node
 
     def told(done: int, total: int) -> None:
         try:
@@ -92,7 +93,7 @@ def load_library(
     with _compiling_alone():
         if (
             found := _cached(name, in_pairs=in_pairs)
-        ) is not None:  # compiled while this process waited
+        ) is not None:  # another process compiled them while this one waited
             progress(1, 1)
             return found
         try:
@@ -100,7 +101,8 @@ def load_library(
 
             arguments, code = compile_kernels(is_bf16=is_bf16, in_pairs=in_pairs, progress=told)
             library = CpuLibrary(arguments, code, in_pairs=in_pairs)
-        except Exception as error:  # a compiler can fail in any way, and none of them is fatal
+        # A compiler can raise anything, and torch can take the place of the kernels.
+        except Exception as error:
             if refusals:
                 raise
             raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
@@ -115,7 +117,7 @@ def has_bf16_products() -> bool:
 
 
 def has_bf16_tiles() -> bool:
-    """Whether this CPU has AMX, with which torch's library multiplies faster than kernels here."""
+    """Return whether this CPU has AMX, with which torch's library is faster than our kernels."""
     return _has("amx-bf16")
 
 
@@ -126,7 +128,7 @@ def _has(feature: str) -> bool:
 
 
 def _cached(name: str, *, in_pairs: bool) -> CpuLibrary | None:
-    """A cache that cannot be read or written costs the seconds of compiling and nothing else."""
+    """Return the cached kernels, or None: a cache that cannot be read only costs time."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
         return _read(_folder() / name, in_pairs=in_pairs)
     return None
@@ -134,16 +136,16 @@ def _cached(name: str, *, in_pairs: bool) -> CpuLibrary | None:
 
 @contextlib.contextmanager
 def _compiling_alone() -> Iterator[None]:
-    """Wait until no other process of this user compiles, and let the next ones wait.
+    """Wait until no other process of this user compiles, and make later ones wait.
 
-    Where the cache folder cannot be locked, they compile side by side. A process that dies leaves
+    If the cache folder cannot be locked, processes compile side by side. A process that dies leaves
     no lock behind.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             folder = _folder()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_owner(folder)  # another user could keep a lock for ever
+            _check_owner(folder)  # another user could hold the lock for ever
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, descriptor)
             _lock(descriptor)
@@ -151,7 +153,7 @@ def _compiling_alone() -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file unless another process holds it for too long: it may be stopped."""
+    """Lock a file, but give up if another process, which may be stopped, holds it for too long."""
     give_up_s = time.monotonic() + LOCK_WAIT_S
     while time.monotonic() < give_up_s:
         with contextlib.suppress(BlockingIOError):
@@ -161,7 +163,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _fingerprint() -> str:
-    """Return what object code depends on. Raises `KernelsUnavailable`."""
+    """Return a digest of everything that object code depends on. Raises `KernelsUnavailable`."""
     try:
         import llvmlite.binding as llvm
 
@@ -183,15 +185,15 @@ def _fingerprint() -> str:
 
 
 def _folder() -> Path:
-    """Return where this user's programs keep what they can make again. `RuntimeError`: nowhere."""
+    """Return the user's cache folder. Raises `RuntimeError` if there is none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification: a relative path is ignored.
+    # The XDG specification says to ignore a relative path.
     cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()
     return cache / "baton" / "kernels"
 
 
 def why_not_kept() -> str:
-    """Return why kernels cannot be compiled here, or not kept for later; empty if they can."""
+    """Return why kernels cannot be compiled or cached here; empty if they can."""
     try:
         _fingerprint()
         folder = _folder()
@@ -206,7 +208,7 @@ def why_not_kept() -> str:
 
 
 def _read(file: Path, *, in_pairs: bool) -> CpuLibrary:
-    """Raises `OSError` where there is no file, `ValueError` where it cannot be trusted."""
+    """Return a file's code. Raises `OSError` without a file, `ValueError` if it is not trusted."""
     _check_owner(file.parent)
     _check_owner(file)
     digest, _, content = file.read_bytes().partition(b"\n")

@@ -1,9 +1,9 @@
 """The product of a linear layer in bf16, on CPUs with AVX512-BF16.
 
-Each output is one sum over the pairs of its row, from the first to the last, whatever other rows
-and outputs are computed with it. Few rows take a panel of outputs as one stream from memory; many
-rows take some of its pairs at a time, which stay close to the core while the rows go by. Called by
-`cpu_linears`.
+Each output is one sum over the pairs of its row, from the first to the last, no matter which other
+rows and outputs are computed with it. For few rows, a panel of weights is one stream from memory.
+For many rows, the kernel takes some of a panel's pairs at a time, which stay in the core's cache
+while the rows pass. `cpu_linears` calls it.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and sizes)
@@ -64,7 +64,7 @@ def _give_results(
     sums: Floats, count: int, bias: Numbers, has_bias: int, first: int, outputs: int,
     out: Numbers, top: int,
 ) -> None:  # fmt: skip
-    """Round the sums of a panel and `count` rows, with the bias."""
+    """Round the sums of a panel and of `count` rows, with the bias, to bf16."""
     for row in range(count):
         at = (top + row) * outputs
         for i in range(first, min(first + PANEL, outputs), WIDTH):

@@ -1,7 +1,7 @@
-"""Linear layers in bf16 by the compiled kernel, on as many threads as torch uses.
+"""Linear layers in bf16 that use the compiled kernel, on as many threads as torch uses.
 
-Threads take rows or outputs, and share no sum, so their number cannot change a bit; nor can the
-rows beside a row. Called by the engine's layers, where the library multiplies pairs.
+Threads take rows or outputs and share no sum, so neither their number nor the other rows of a batch
+can change a bit. The engine's layers call it where the library multiplies pairs.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from baton.kernels.cpu_threads import MIN_SHARED_NS, CpuThreads
 # Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
 # bit changes.
 NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
-MIN_ROWS = 32  # of a thread; fewer rows are not divided, but the outputs are
+MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
 
 
 class CpuLinears:
-    """One rank's products, and the memory and threads that they work with. One caller at a time."""
+    """One rank's products, with their memory and threads. Only one thread may call them."""
 
     def __init__(self, library: CpuLibrary) -> None:
         assert library.in_pairs
-        self._library = library  # the code is gone when it is
+        self._library = library  # keeps the code in memory
         self._threads = CpuThreads()
         self._sums = torch.empty(0)
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
-        """A layer with its own copy of `weight`, `[outputs, inputs]` with even `inputs`."""
+        """Return a layer with its own copy of `weight`, `[outputs, inputs]` with even `inputs`."""
         outputs, inputs = weight.shape
         words = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
         panels = words.view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
         return CpuLinear(self, panels, bias, outputs)
 
     def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
-        """`[num_rows, inputs]` to `[num_rows, outputs]`."""
+        """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
         x, bias, panels = x.contiguous(), layer.bias, layer.panels
         num_rows, out = len(x), x.new_empty(len(x), layer.outputs)
         slices = self._slices(num_rows, panels)
@@ -57,7 +57,7 @@ class CpuLinears:
         return out
 
     def _slices(self, num_rows: int, panels: Tensor) -> list[tuple[int, int, int, int]]:
-        """First and last row, first and last panel, of each thread."""
+        """Return the first and last row, and the first and last panel, of each thread."""
         num_panels, whole = len(panels), (0, num_rows, 0, len(panels))
         cost_ns = 2 * panels.numel() * (NS_PER_WEIGHT + NS_PER_MULTIPLICATION * num_rows)
         if cost_ns < MIN_SHARED_NS or (count := torch.get_num_threads()) == 1:
@@ -72,7 +72,7 @@ class CpuLinears:
 
 @dataclass(slots=True, frozen=True)
 class CpuLinear:
-    """One layer's weight, in the order in which the kernel reads it."""
+    """One layer's weight, packed in the order in which the kernel reads it."""
 
     of: CpuLinears
     panels: Tensor  # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0

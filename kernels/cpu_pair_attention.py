@@ -1,10 +1,10 @@
 """Paged attention of bf16 models on CPUs that multiply bf16 numbers themselves (AVX512-BF16).
 
-As `cpu_attention`, tile by tile, with sums in fp32. Scores multiply queries and keys as they are;
-weights are rounded to bf16 before they multiply values, and the rounded ones are what the result
-is divided by. A query takes pairs of keys in order. A key that it does not see weighs 0, and values
-past the end are taken as 0, so such a pair adds nothing. Where a value is infinite, the key before
-it may show it.
+It works as `cpu_attention` does, tile by tile, with sums in fp32. Queries and keys are multiplied
+in bf16. Weights are rounded to bf16 before they multiply values, and the result is divided by the
+sum of the rounded weights. A query takes pairs of keys in order. A key that it does not see has the
+weight 0, and values past the end count as 0, so such a pair adds nothing. An infinite value may
+affect the query that sees only the key before it, because the two form a pair.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
@@ -42,7 +42,7 @@ def _take_queries(
     queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
     num_rows: int, group: int, head_dim: int, step: int,
 ) -> None:  # fmt: skip
-    """Bring the queries side by side and clear what they will be summed into."""
+    """Copy the queries side by side and clear their sums."""
     width = row_floats(head_dim)
     copies = as_halves(queries)
     for row in range(num_rows):
@@ -61,13 +61,13 @@ def _unpack(
     end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
     block_size: int, stride_block: int, head_dim: int,
 ) -> None:  # fmt: skip
-    """Keys `first:end`, a tile at most, as columns of words, 16 side by side.
+    """Unpack the keys `first:end`, a tile at most, to columns of words, 16 side by side.
 
-    Their values become rows of words, one for two keys. Meanwhile the next tile is on its way.
+    Their values become rows of words, one row for two keys. Meanwhile the next tile is prefetched.
     """
     width = row_floats(head_dim)
     to_values = block_size * head_dim
-    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows and 16 keys lie together
+    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
     for key in range(first, min(first + TILE, end), WIDTH):
         count = min(WIDTH, end - key)
         here = shift(pool, address(table, key, block_size, stride_block, head_dim))
@@ -77,7 +77,7 @@ def _unpack(
             if soon < next_end:
                 place = address(next_table, soon, block_size, stride_block, head_dim)
                 ahead = shift(next_pool, place)
-            far = key + 2 * TILE  # only the address, which a core may have to look up in memory
+            far = key + 2 * TILE  # a first line alone, whose address the core may have to translate
             if far < end:
                 prefetch(pool, address(table, far, block_size, stride_block, head_dim))
         else:
@@ -146,9 +146,9 @@ def _weigh(
     scores: Floats, start: int, end: int, scale: float,
     top: Floats, sums: Floats, mixed: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Turn the scores of keys `start:end` into weights relative to the new maximum, in bf16.
+    """Turn the scores of the keys `start:end` into bf16 weights relative to the new maximum.
 
-    What was summed before, weights and weighted values, is brought to that maximum as well.
+    The earlier sums of weights and of weighted values are rescaled to that maximum as well.
     """
     highest = every(HIDDEN)
     for key in range(start, end, WIDTH):

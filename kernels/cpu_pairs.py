@@ -1,9 +1,9 @@
 """Pairs of bf16 numbers for the compiled CPU kernels, on CPUs with AVX512-BF16.
 
-A word holds a pair: two terms of a sum that are neighbours. One instruction adds the products of 16
-pairs to 16 fp32 sums; it takes and gives numbers below 2**-126 as 0, and how it rounds between the
-two terms is the CPU's. A sum still takes its pairs one after the other. Used by `cpu_products` and
-`cpu_pair_attention`, and compiled only where the CPU has the instructions.
+A word holds a pair: two neighbouring terms of a sum. One instruction adds the products of 16 pairs
+to 16 fp32 sums. It treats numbers below 2**-126 as 0, and the CPU decides how it rounds between the
+two terms. A sum still takes its pairs one after the other. `cpu_products` and `cpu_pair_attention`
+use these functions, which are compiled only where the CPU has the instructions.
 """
 
 # ruff: noqa: ARG001  (numba asks for the parameters of `intrinsic` functions)
@@ -31,12 +31,12 @@ from baton.kernels.cpu_vectors import (
     widened,
 )
 
-# As `draws.EXP2`, within 3e-6: for a weight that is rounded to bf16 next.
+# A polynomial like `draws.EXP2`, within 3e-6, which is enough for a weight that is rounded to bf16.
 SHORT_EXP2 = (0.009582853876054287, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """The type of LLVM that llvmlite does not name."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -53,20 +53,20 @@ ROWS = ir.VectorType(HALF, 2 * WIDTH)
 
 
 def dotted(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """The products of the pairs in the words of `a` and `b`, added to `c`."""
+    """Return `c` plus the products of the pairs in the words of `a` and `b`."""
     pairs = [builder.bitcast(words, PAIRS) for words in (a, b)]
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, c, *pairs)
 
 
 @intrinsic
 def as_words(context: object, pointer: types.Type) -> object:
-    """The same memory as words."""
+    """Return the same memory as words."""
     return _as(pointer, types.int32)
 
 
 @intrinsic
 def as_halves(context: object, pointer: types.Type) -> object:
-    """The same memory as bf16 numbers."""
+    """Return the same memory as bf16 numbers."""
     return _as(pointer, types.uint16)
 
 
@@ -79,7 +79,7 @@ def _as(pointer: types.Type, element: types.Type) -> object:
 
 @intrinsic
 def weight(context: object, x: types.Type) -> object:
-    """2**x for x up to 128, as closely as bf16 needs."""
+    """Return 2**x for x up to 128, as closely as bf16 needs."""
     return instruction(LANES(LANES), lambda builder, lanes: power(builder, lanes, SHORT_EXP2))
 
 

@@ -1,9 +1,9 @@
 """Products of small matrices for the compiled CPU kernels, and the transposition they need.
 
-The sums of a product stay in registers while its terms go by, and every sum takes its terms one
-after the other, from the first on: neither how many rows are computed at once nor what registers a
-CPU has changes a bit. The type of the factors says what a term is: a float, or a pair of bf16
-numbers in a word (`cpu_pairs`).
+The sums of a product stay in registers while its terms are added, and every sum takes its terms one
+after the other, from the first on. So neither the number of rows that are computed at once nor the
+registers of a CPU change a bit. The type of the factors decides what a term is: a float, or a pair
+of bf16 numbers in a word (`cpu_pairs`).
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and strides)
@@ -42,8 +42,8 @@ from baton.kernels.cpu_vectors import (
     spread,
 )
 
-# Rows computed at once -> how many vectors of sums each has: what 32 registers of 16 floats hold
-# besides the factors, or 16 registers of 8.
+# The number of rows computed at once -> the number of vectors of sums per row that fit beside the
+# factors, in 32 registers of 16 floats or in 16 registers of 8.
 STRIPS = (
     {MAX_STRIP: 4, 4: 4, 2: 4, 1: 4}
     if FEATURES.get("avx512f")
@@ -52,7 +52,7 @@ STRIPS = (
 
 
 class Terms(NamedTuple):
-    """What is multiplied: one of them, 16 side by side, and `a * b + c` of these."""
+    """The operations on one type of factor: load one, load 16 side by side, and `a * b + c`."""
 
     one: ir.Type
     lanes: ir.Type
@@ -63,7 +63,7 @@ TERMS = {FLOAT: Terms(FLOAT, FLOATS, fused), INT32: Terms(INT32, WORDS, dotted)}
 
 
 def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., None]:
-    """Add a product of `num_rows` rows and 16 `num_vectors` columns, to zero if it is fresh."""
+    """Add a product of `num_rows` rows and `16 * num_vectors` columns, to zeros if it is fresh."""
 
     def emit(
         builder: ir.IRBuilder, terms: Terms,
@@ -182,9 +182,9 @@ def _any_rows(*, is_fresh: bool) -> Callable[..., None]:
     return add
 
 
-# `add_product` adds `rows @ columns` to `sums`, and `set_product` puts it there. Term `n` of 16
-# neighbouring columns lies side by side at `columns[n * column_stride]`, and the next 16 columns
-# begin `vector_stride` further. The last 16 are computed whole.
+# `add_product` adds `rows @ columns` to `sums`, and `set_product` stores it there. Term `n` of 16
+# neighbouring columns is contiguous at `columns[n * column_stride]`, and the next 16 columns begin
+# `vector_stride` later. The last 16 columns are always computed as a whole.
 add_product, set_product = _any_rows(is_fresh=False), _any_rows(is_fresh=True)
 
 
@@ -192,7 +192,7 @@ add_product, set_product = _any_rows(is_fresh=False), _any_rows(is_fresh=True)
 def transpose(
     context: object, target: types.Type, rows: types.Type, index: types.Type, stride: types.Type
 ) -> object:
-    """Turn the 64 bytes from `index` on of 16 rows, `stride` apart, into columns of 16.
+    """Transpose the 64 bytes from `index` on of 16 rows, `stride` apart, to columns of 16.
 
     The columns are floats, or words of two bf16 numbers where `target` points to words.
     """
@@ -220,7 +220,7 @@ def transpose(
 
 @intrinsic
 def widen(context: object, target: types.Type, row: types.Type, index: types.Type) -> object:
-    """Bring the 64 bytes from `row[index]` on to fp32."""
+    """Convert the 64 bytes from `row[index]` on to fp32."""
     element = element_of(row)
 
     def emit(builder: ir.IRBuilder, target: ir.Value, row: ir.Value, index: ir.Value) -> ir.Value:
@@ -242,13 +242,13 @@ def widen(context: object, target: types.Type, row: types.Type, index: types.Typ
 
 
 def _split(builder: ir.IRBuilder, words: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The fp32 numbers, as words, of the lower and of the upper bf16 number of each word."""
+    """Return, as words, the fp32 values of the lower and of the upper bf16 number of each word."""
     lower = builder.shl(words, constant(WORDS, 16))
     return lower, builder.and_(words, constant(WORDS, 0xFFFF0000))
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """16 vectors of 16 words, by shuffles that are one instruction each."""
+    """Transpose 16 vectors of 16 words by shuffles of one instruction each."""
 
     def mix(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
         return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))

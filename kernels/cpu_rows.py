@@ -1,8 +1,8 @@
-"""What a step computes row by row on CPUs: norms, rotations, the store of KV, the gate of the MLP.
+"""The kernels that compute row by row on CPUs: norms, rotations, storing KV, and the MLP's gate.
 
-Each row reads and writes memory once, and its sums take their terms in an order that depends on the
-row's length alone. Called by `cpu_kernels`; the meanings are the functions of `reference` with the
-same names.
+Each row is read and written once, and its sums take their terms in an order that depends on the
+row's length alone. `cpu_kernels` calls them, and the functions of the same names in `reference`
+define their meaning.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
@@ -35,9 +35,10 @@ MINUS_LOG2_E = np.float32(-LOG2_E)
 
 @kernel
 def _inverse_norm(row: Numbers, count: int, eps: float) -> object:
-    """1 / sqrt(mean of squares + eps), in all lanes.
+    """Return 1 / sqrt(mean of squares + eps), in all lanes.
 
-    Four sums of 16 lanes each: one sum would wait for itself.
+    It keeps four sums of 16 lanes, because each addition to a single sum would wait for the last
+    one.
     """
     a, b, c, d = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
     whole = count // (4 * WIDTH) * (4 * WIDTH)
@@ -77,7 +78,7 @@ def add_rms_norm(
                 old = load_first(residual, at + i, rest)
                 store_first(stream, at + i, load_first(x, here + i, rest) + old, rest)
             here = at
-        # The next layer adds to the rounded sum, so that is what is normed.
+        # The next layer adds to the rounded sum, so the norm uses the rounded sum too.
         inverse = _inverse_norm(shift(stream, here), hidden, eps)
         for i in range(0, hidden - WIDTH + 1, WIDTH):
             store(normed, at + i, load(stream, here + i) * inverse * load(weight, i))

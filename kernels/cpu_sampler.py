@@ -1,7 +1,7 @@
 """The compiled sampling kernel as a function of logits, on as many threads as torch uses.
 
-Threads take slices of the rows, and a row is one thread's, so their number cannot change a token.
-Called by the engine's `Sampler`, which says what the parameters mean.
+Threads take slices of the rows, and one thread computes a whole row, so their number cannot change
+a token. The engine's `Sampler` calls it and defines the parameters.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from baton.kernels.cpu_library import CpuLibrary
 from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS, SUMS, WIDTH
 from baton.kernels.cpu_threads import CpuThreads
 
-NS_PER_LOGIT = 1.5  # measured on a Zen 5 core; it decides how rows are shared and nothing else
-MIN_SLICE_NS = 150_000  # waking a thread takes up to 100 µs
+NS_PER_LOGIT = 1.5  # measured on a Zen 5 core; it only decides how threads share the rows
+MIN_SLICE_NS = 150_000  # because waking a thread takes up to 100 µs
 
 
 class CpuSampler:
-    """One rank's sampling kernel, its memory and its threads. One caller at a time."""
+    """One rank's sampling kernel, with its memory and threads. Only one thread may call it."""
 
     def __init__(self, library: CpuLibrary) -> None:
-        self._library = library  # the code is gone when it is
+        self._library = library  # keeps the code in memory
         self._threads = CpuThreads()
         self._scratch = torch.empty(0)
 
@@ -35,7 +35,7 @@ class CpuSampler:
         ints: NDArray[np.int64],  # [num_rows, ROW_INTS]: seed, choice, position, top_k
         reals: NDArray[np.float64],  # [num_rows, ROW_REALS]: temperature, log of min_p, top_p
     ) -> list[int]:
-        """One token id for each row."""
+        """Return one token id for each row, `[num_rows]`."""
         num_rows, vocab = logits.shape
         assert logits.is_contiguous()
         assert logits.dtype == torch.float32
@@ -44,7 +44,7 @@ class CpuSampler:
         tokens = np.empty(num_rows, np.int64)
         most = int(num_rows * vocab * NS_PER_LOGIT) // MIN_SLICE_NS
         count = max(1, min(most, torch.get_num_threads(), num_rows))
-        floats = -(-vocab // WIDTH) * WIDTH + 2 * SUMS  # a sum is as large as two
+        floats = -(-vocab // WIDTH) * WIDTH + 2 * SUMS  # a sum takes the room of two counters
         if len(self._scratch) < count * floats:
             self._scratch = torch.empty(count * floats)
         arguments = (

@@ -1,9 +1,9 @@
-"""Draw tokens from logits on CPUs: filters by selection, and noise hashed from (row, token id).
+"""Draw tokens from logits on CPUs: filter by selection, and add noise hashed from (row, token id).
 
-A row's token is a pure function of its own logits and parameters: a sum that decides anything is
-an integer, and everything else is computed for each token alone. Nothing is sorted: the edge of a
-filter is found by three histograms of the bits of floats, for rows that have the filter. Called by
-`cpu_sampler`; the meaning is the torch code of the engine's `Sampler`.
+A row's token is a pure function of its own logits and parameters: every sum that decides a token is
+a sum of integers, and everything else is computed for each token alone. Nothing is sorted: for rows
+with a filter, three histograms of the bits of floats find the filter's edge. `cpu_sampler` calls
+it, and the torch code of the engine's `Sampler` defines the meaning.
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and sizes)
@@ -115,7 +115,7 @@ def _top(values: Floats, count: int) -> float:
 
 @kernel
 def _first_of(values: Floats, count: int, value: float) -> int:
-    """The first index at which `value` stands; 0 if it stands nowhere, as when all are NaN."""
+    """Return the first index of `value`; 0 if it does not occur, as when all numbers are NaN."""
     for start in range(0, count, WIDTH):
         have = min(WIDTH, count - start)
         there = load(values, start) if have == WIDTH else load_first(values, start, have)
@@ -128,7 +128,7 @@ def _first_of(values: Floats, count: int, value: float) -> int:
 
 @kernel
 def _scale(scaled: Floats, logits: Floats, vocab: int, temperature: float, top: float) -> None:
-    """Logits by temperature, less the highest; minus infinity past the end."""
+    """Divide the logits by the temperature and subtract the highest; pad with minus infinity."""
     divisor, highest = every(temperature), every(top / temperature)
     whole = vocab // WIDTH * WIDTH
     for i in range(0, whole, WIDTH):
@@ -145,8 +145,8 @@ def _weigh(scaled: Floats, vocab: int, lowest: float) -> None:
         x = load(scaled, i)
         bounded = larger(x, every(LOWEST))
         power = bounded * every(LOG2_E_HIGH)
-        # What the product lost by rounding, and the rest of log2(e): without it the exponential
-        # of -20 is off by a millionth.
+        # Add what the product lost by rounding, and the rest of log2(e). Without them the
+        # exponential of -20 would be off by a millionth.
         lost = fma(bounded, every(LOG2_E_HIGH), every(ZERO) - power)
         lost = fma(bounded, every(LOG2_E_LOW), lost)
         weight = exp2(power)
@@ -155,11 +155,11 @@ def _weigh(scaled: Floats, vocab: int, lowest: float) -> None:
 
 @kernel
 def _edge(values: Floats, bits: Int32s, count: int, sums: Int64s, wanted: int, share: float) -> int:
-    """The least number that a filter keeps.
+    """Return the smallest number that a filter keeps.
 
     With `wanted`, the numbers are 0 or less, and the result is the complement of the bits of the
-    `wanted`-th largest. Else they are weights, and the result is the bits of the last one that is
-    needed to make up `share` of their sum.
+    `wanted`-th largest. Otherwise they are weights, and the result is the bits of the last weight
+    that is needed to make up `share` of their sum.
 
     In both forms the bits without the sign are integers in the order of the numbers. The highest
     11 of the 31 are found first, by a histogram of the numbers over the values of these bits, then
@@ -193,9 +193,9 @@ def _edge(values: Floats, bits: Int32s, count: int, sums: Int64s, wanted: int, s
 
 @kernel
 def _race(weights: Floats, vocab: int, least: float, key: np.uint64) -> float:
-    """Divide weights from `least` on by exponential noise, make the others 0, return the largest.
+    """Divide the weights of at least `least` by exponential noise, and return the largest quotient.
 
-    Each wins as often as its share of the weights says.
+    The other weights become 0. Each token wins with the probability of its share of the weights.
     """
     highest = every(ZERO)
     for i in range(0, vocab, WIDTH):
@@ -218,7 +218,7 @@ def _row_key(seed: int, choice: int, position: int) -> np.uint64:
 
 @kernel
 def _mix(value: np.uint64) -> np.uint64:
-    """The output function of splitmix64."""
+    """Apply the output function of splitmix64."""
     value = value + STEP
     value = (value ^ value >> np.uint64(30)) * FIRST_FACTOR
     value = (value ^ value >> np.uint64(27)) * SECOND_FACTOR
@@ -230,7 +230,7 @@ def _mix(value: np.uint64) -> np.uint64:
 
 @intrinsic
 def as_float(context: object, value: types.Type) -> object:
-    """The float whose bits are the lower half of `value`."""
+    """Return the float whose bits are the lower half of `value`."""
     return instruction(
         types.float32(types.int64),
         lambda builder, word: builder.bitcast(builder.trunc(word, INT32), FLOAT),
@@ -251,7 +251,7 @@ def reaches(context: object, lanes: types.Type, value: types.Type) -> object:
 
 @intrinsic
 def keep_from(context: object, lanes: types.Type, least: types.Type, values: types.Type) -> object:
-    """`values` where `lanes` are `least` or more, else 0."""
+    """Return `values` where `lanes` are at least `least`, else 0."""
 
     def emit(builder: ir.IRBuilder, lanes: ir.Value, least: ir.Value, values: ir.Value) -> ir.Value:
         is_kept = builder.fcmp_ordered(">=", lanes, least)
@@ -262,7 +262,7 @@ def keep_from(context: object, lanes: types.Type, least: types.Type, values: typ
 
 @intrinsic
 def noise(context: object, key: types.Type, first: types.Type) -> object:
-    """Standard exponential noise for 16 tokens from `first` on: splitmix64 of (key, token id)."""
+    """Return standard exponential noise for 16 tokens from `first` on: splitmix64 of (key, id)."""
 
     def emit(builder: ir.IRBuilder, key: ir.Value, first: ir.Value) -> ir.Value:
         steps = ir.Constant(LONG, [lane * GOLDEN % 2**64 for lane in range(1, WIDTH + 1)])
@@ -284,7 +284,7 @@ def noise(context: object, key: types.Type, first: types.Type) -> object:
 
 
 def _minus_log_of_rest(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """-log(1 - x) of numbers above 0 and below 1, the small ones with all their bits."""
+    """Return -log(1 - x) of numbers above 0 and below 1; small numbers keep all their bits."""
     rest = builder.bitcast(builder.fsub(constant(FLOATS, 1.0), x), WORDS)
     above = builder.sub(rest, constant(WORDS, ROOT_HALF))
     power = builder.ashr(above, constant(WORDS, 23))

@@ -1,7 +1,7 @@
 """Threads that run slices of a compiled kernel beside the calling thread.
 
-Made for calls of tens of microseconds that run without Python's lock: a thread waits on its own
-queue, and the caller takes the first slice itself. Several callers each have threads of their own.
+The calls take tens of microseconds and run without Python's lock. Each thread waits on its own
+queue, and the caller computes the first slice itself. Each caller has threads of its own.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from queue import SimpleQueue
 Arguments = tuple[float, ...]
 ThreadWork = tuple[Callable[..., object], Arguments]
 
-# A small product has one thread: two that wait for each other also wait for the router, which may
-# have the CPU of one of them.
+# A small product has one thread: two threads that wait for each other also wait for the router,
+# which may be using the CPU of one of them.
 MIN_SHARED_NS = 300_000
 
 
 class CpuThreads:
-    """Starts a thread when it is first needed; they end with this object."""
+    """Threads that start when they are first needed and end with this object."""
 
     def __init__(self) -> None:
         self._inboxes: list[SimpleQueue[ThreadWork | None]] = []
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, function: Callable[..., object], slices: Sequence[Arguments]) -> None:
-        """Call `function` with each of `slices` at once; return when all calls have.
+        """Call `function` with each of `slices` in parallel, and return when all calls have ended.
 
-        Raises what one of the calls raised, after all of them have ended.
+        If a call raised an exception, raise it after all calls have ended.
         """
         others = len(slices) - 1
         if not others:

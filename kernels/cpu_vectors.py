@@ -1,9 +1,9 @@
 """Vectors of 16 floats for the compiled CPU kernels, as operations that numba can compile.
 
-A kernel says which lanes are added to which, so the order of a sum is the kernel's and never the
-optimizer's: the bits are the same whether a vector fills one register or four. bf16 numbers are
-their bits, uint16: loads widen them, stores round to the nearest even. Used by the kernels of this
-room that `cpu_compile` compiles, and at no other time.
+A kernel says which lanes are added to which, so the kernel and not the optimizer decides the order
+of a sum. The bits are the same whether a vector fills one register or four. A bf16 number is its
+bits as uint16: loads widen it, and stores round to the nearest even. The kernels that `cpu_compile`
+compiles use this file; nothing else imports it.
 """
 
 # ruff: noqa: ARG001, ARG005  (numba asks for the parameters of `intrinsic` functions)
@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-# What a kernel's arguments point to: numbers are in the model's dtype, factors floats or words.
+# The types of a kernel's pointers: Numbers are in the model's dtype, Factors are floats or words.
 from numba.types import CPointer as Doubles
 from numba.types import CPointer as Factors
 from numba.types import CPointer as Floats
@@ -47,7 +47,7 @@ Operation = Callable[..., types.Type]
 
 
 class Lanes(types.Type):  # type: ignore[misc]
-    """16 floats side by side."""
+    """The numba type of a vector of 16 floats."""
 
 
 LANES = Lanes("lanes")
@@ -68,7 +68,7 @@ def instruction(signature: types.Type, emit: Emit) -> object:
 
 
 def constant(typ: ir.Type, value: float) -> ir.Constant:
-    """The same value in all lanes."""
+    """Return a vector with `value` in all lanes."""
     return ir.Constant(typ, [ir.Constant(typ.element, value)] * WIDTH)
 
 
@@ -83,7 +83,7 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> 
 
 
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """`a * b + c`, rounded once."""
+    """Return `a * b + c`, rounded once."""
     return call(builder, "llvm.fma.v16f32", FLOATS, a, b, c)
 
 
@@ -96,13 +96,13 @@ def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2**x; 0 below 2**-126, and infinity from 2**128 on."""
+    """Return 2**x; 0 below 2**-126, and infinity from 2**128 on."""
     is_huge = builder.fcmp_ordered(">", x, constant(FLOATS, 128.0))
     return power(builder, builder.select(is_huge, constant(FLOATS, 128.0), x), EXP2)
 
 
 def power(builder: ir.IRBuilder, x: ir.Value, factors: Sequence[float]) -> ir.Value:
-    """2**x for x up to 128 by a polynomial of these factors (see `draws.EXP2`); 0 below 2**-126."""
+    """Return 2**x for x up to 128 by a polynomial (see `draws.EXP2`); 0 below 2**-126."""
     is_tiny = builder.fcmp_ordered("<", x, constant(FLOATS, -126.0))
     shifted = builder.fadd(x, constant(FLOATS, ROUNDER))
     rest = builder.fsub(x, builder.fsub(shifted, constant(FLOATS, ROUNDER)))
@@ -115,7 +115,7 @@ def power(builder: ir.IRBuilder, x: ir.Value, factors: Sequence[float]) -> ir.Va
 
 
 def _folded(fold: Emit) -> Emit:
-    """All lanes to one number: the upper half onto the lower half, until one lane is left."""
+    """Reduce all lanes to one: fold the upper half onto the lower half until one lane is left."""
 
     def emit(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
         half = WIDTH // 2
@@ -145,7 +145,7 @@ def _of_two(emit: Emit) -> Operation:
 
 
 def _define(sign: Callable[..., object], operation: Operation) -> None:
-    """Let kernels write the operation with its sign."""
+    """Define the operator, so that kernels can write the operation with its sign."""
 
     @overload(sign)
     def typed(a: types.Type, b: types.Type) -> object:
@@ -172,13 +172,13 @@ def fma(context: object, a: types.Type, b: types.Type, c: types.Type) -> object:
 
 @intrinsic
 def every(context: object, value: types.Type) -> object:
-    """A number in all lanes."""
+    """Return a vector with one number in all lanes."""
     return instruction(LANES(types.float32), lambda builder, one: spread(builder, one, FLOATS))
 
 
 @intrinsic
 def hide(context: object, lanes: types.Type, first: types.Type, end: types.Type) -> object:
-    """Minus infinity in all lanes but `first:end`."""
+    """Return the vector with minus infinity in all lanes but `first:end`."""
 
     def emit(builder: ir.IRBuilder, lanes: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
         seen = builder.and_(_below(builder, end), builder.not_(_below(builder, first)))
@@ -188,7 +188,7 @@ def hide(context: object, lanes: types.Type, first: types.Type, end: types.Type)
 
 
 def _below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """Flags of the lanes below `count`."""
+    """Return a mask of the lanes below `count`."""
     counts = spread(builder, builder.trunc(count, INT32), WORDS)
     return builder.icmp_signed("<", ir.Constant(WORDS, list(range(WIDTH))), counts)
 
@@ -204,7 +204,8 @@ def element_of(pointer: types.Type) -> ir.Type:
 
 def place(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
     at = builder.gep(pointer, [index], source_etype=element)
-    at.type = POINTER  # numba's pointers know their elements; vectors are stored through this one
+    # Numba's pointers have element types; vectors are stored through an untyped one.
+    at.type = POINTER
     return at
 
 
@@ -214,7 +215,7 @@ def widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 
 def _rounded(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
-    """The nearest bf16 numbers, ties to even; NaN stays NaN."""
+    """Return the nearest bf16 numbers, ties to even; NaN stays NaN."""
     words = builder.bitcast(floats, WORDS)
     odd = builder.and_(builder.lshr(words, constant(WORDS, 16)), constant(WORDS, 1))
     up = builder.add(words, builder.add(odd, constant(WORDS, 0x7FFF)))
@@ -225,7 +226,7 @@ def _rounded(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
 
 @intrinsic
 def load(context: object, pointer: types.Type, index: types.Type) -> object:
-    """The 16 numbers from `pointer[index]` on."""
+    """Return the 16 numbers from `pointer[index]` on."""
     element = element_of(pointer)
 
     def emit(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
@@ -241,7 +242,7 @@ def load(context: object, pointer: types.Type, index: types.Type) -> object:
 def load_first(
     context: object, pointer: types.Type, index: types.Type, count: types.Type
 ) -> object:
-    """The first `count` of 16 numbers; nothing else is read, and the other lanes are 0."""
+    """Return the first `count` of 16 numbers and 0 in the other lanes; nothing else is read."""
     element = element_of(pointer)
     typ, suffix = (FLOATS, "v16f32") if element is FLOAT else (HALVES, "v16i16")
 
@@ -274,7 +275,7 @@ def store(context: object, pointer: types.Type, index: types.Type, lanes: types.
 def store_first(
     context: object, pointer: types.Type, index: types.Type, lanes: types.Type, count: types.Type
 ) -> object:
-    """The first `count` lanes; nothing else is written."""
+    """Store the first `count` lanes; nothing else is written."""
     element = element_of(pointer)
     suffix = "v16f32" if element is FLOAT else "v16i16"
 
@@ -292,7 +293,7 @@ def store_first(
 
 @intrinsic
 def shift(context: object, pointer: types.Type, count: types.Type) -> object:
-    """The pointer to `pointer[count]`."""
+    """Return the pointer to `pointer[count]`."""
     element = element_of(pointer)
     return instruction(
         pointer(pointer, types.int64),
@@ -302,7 +303,7 @@ def shift(context: object, pointer: types.Type, count: types.Type) -> object:
 
 @intrinsic
 def prefetch(context: object, pointer: types.Type, index: types.Type) -> object:
-    """Begin to bring the cache line of `pointer[index]` into the first cache."""
+    """Begin to load the cache line of `pointer[index]` into the first-level cache."""
     element = element_of(pointer)
 
     def emit(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:

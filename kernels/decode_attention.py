@@ -1,11 +1,12 @@
-"""Paged decode attention: one query per sequence, its context split over the whole device.
+"""Paged decode attention: one query per sequence, with its context split over the whole device.
 
 Each split of each KV head is one work item, for all query heads of that KV head at once; a second
-kernel combines the splits of contexts that have more than one. Where the sequences are few, splits
-are as long as one round of the device's programs needs, so a row's last bits depend on the batch.
-`ordered` cuts at fixed absolute positions instead and merges the splits in order: a sequence then
-gets the same bits alone, in any batch, and from prefill attention. The runner's attention layer
-calls it, also under CUDA graph capture. `reference.paged_decode_attention` defines the meaning.
+kernel combines the splits of contexts that have more than one. If there are few sequences, a split
+is just long enough that one round of the device's programs covers all splits, so a row's last bits
+depend on the batch. `ordered` cuts at fixed absolute positions instead and merges the splits in
+order: a sequence then gets the same bits alone, in any batch, and from prefill attention. The
+runner's attention layer calls it, also under CUDA graph capture. `reference.paged_decode_attention`
+defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917, SIM108
@@ -35,10 +36,10 @@ from baton.kernels.paged import (
 from baton.kernels.tilings import decode_tiling, padded
 
 SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
-# Triton 3.6 takes more registers for some rows than lets all programs in; with a limit, later
-# versions spill where they would not.
+# For some rows, Triton 3.6 takes more registers than let all programs run at once. With a limit,
+# later versions spill registers that they would not spill without it.
 NEEDS_LIMIT = triton.__version__.startswith("3.6.")
-MAX_SPLITS = 64  # per sequence: a longer context has longer splits, so the workspace stays bounded
+MAX_SPLITS = 64  # per sequence: a longer context has longer splits, which bounds the workspace
 
 
 def paged_decode_attention(
@@ -54,9 +55,9 @@ def paged_decode_attention(
 ) -> Tensor:
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
-    A row of length 0, padding of a captured graph, gives zeros. The workspace is
-    `batch * num_heads * splits * (head_dim + 2)` floats with at most 64 splits, or with as many as
-    the table has room for if they are ordered: pass tables no wider than the batch may need.
+    A row of length 0, the padding of a captured graph, gives zeros. The workspace is `batch *
+    num_heads * splits * (head_dim + 2)` floats. There are at most 64 splits, or, if they are
+    ordered, as many as the table has room for, so tables should be no wider than the batch needs.
     """
     check_pool(q, pool, block_tables)
     batch, num_heads, head_dim = q.shape
@@ -66,7 +67,7 @@ def paged_decode_attention(
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
     programs = num_programs(q.device, tiles.per_multiprocessor if rows == 16 else 2)
     is_few = 2 * batch * kv_heads <= programs and not ordered
-    # A window may touch one split more than its length fills.
+    # A window may touch one more split than its length alone needs.
     num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (window is not None)
     num_splits = num_splits if ordered else min(num_splits, MAX_SPLITS)
     partial = q.new_empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32)
@@ -99,10 +100,11 @@ def _common_size(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> tl.tensor:
-    """Return how long splits are, before those of long contexts are stretched.
+    """Return the length of splits, before the splits of long contexts are stretched.
 
-    Where every sequence can have several, they all fit one round of the programs: as many keys as
-    there are, over the programs less one for each short last split.
+    If every sequence can have several splits, all splits fit one round of the programs: the length
+    is the number of keys divided by the number of programs, less one program per sequence for its
+    short last split.
     """
     busy = tl.sum((lens > 0).to(tl.int32), 0)
     room = tl.num_programs(0) // KV_HEADS - busy
@@ -114,24 +116,25 @@ def _common_size(
 def _own_size(
     length: tl.tensor, common: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr
 ) -> tl.tensor:
-    """Return how long the splits of a sequence are: `num_splits` of them hold its keys."""
+    """Return the length of a sequence's splits: `num_splits` of them hold its keys."""
     return tl.maximum(common, tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS)
 
 
 @triton.jit
 def _locate(counts: tl.tensor, unit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the sequence that unit number `unit` belongs to, and the unit's number within it.
+    """Return the sequence to which unit `unit` belongs, and the unit's number within it.
 
-    Sequence `s` has `counts[s]` units, and units are numbered through. Every program computes this
-    from the lengths on the device, so a captured graph serves any lengths and no program is
-    launched in vain.
+    Sequence `s` has `counts[s]` units, and all units are numbered consecutively. Every program
+    computes this from the lengths on the device, so a captured graph serves any lengths and no
+    program is launched in vain.
     """
     ends = tl.cumsum(counts, 0)
     before = ends <= unit
     return tl.sum(before.to(tl.int32), 0), unit - tl.max(tl.where(before, ends, 0), 0)
 
 
-# Counts are not specialised: variants for 1 and for multiples of 16 would be compiled mid-service.
+# Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
+# during service.
 @triton.jit(
     do_not_specialize=["batch", "num_splits", "window", "stride_table", "table_ptr", "len_ptr"]
 )
@@ -166,10 +169,11 @@ def _split_kernel(
     UPCAST: tl.constexpr,
 ) -> None:
     # A fixed number of programs share the items of the batch evenly, whatever the lengths. KV heads
-    # are innermost: the items of one block run side by side and share its entry in the TLB.
+    # are innermost, so the items of one block run side by side and share its TLB entry.
     row = tl.arange(0, MAX_BATCH)
     ends = tl.load(len_ptr + row, mask=row < batch, other=0)
-    # Splits start where the window does, on a tile; ordered ones where absolute positions say.
+    # Splits begin at the tile in which the window begins; ordered splits begin at absolute
+    # positions.
     begins = tl.maximum(ends - window, 0) // (SPLIT if ORDERED else KEYS)
     begins = begins * (SPLIT if ORDERED else KEYS)
     if ORDERED:
@@ -208,7 +212,7 @@ def _split_kernel(
         if UPCAST:
             q = q.to(tl.float32)
 
-        # Tiles before the window would change nothing.
+        # Skip the tiles before the window, which would change nothing.
         m, total, acc = _attend(
             q, kv_ptr, table, tl.maximum(start, first_key // KEYS * KEYS), end, first_key,
             scale_log2, stride_block, HEAD_DIM, DIM, ROWS, BLOCK_SIZE, KEYS, ORDERED, UPCAST,
@@ -282,7 +286,7 @@ def _combine_kernel(
     sequence = tl.program_id(0)
     count = tl.load(count_ptr + sequence)
     if count == 1:
-        return  # the split's program has stored the result
+        return  # the split's own program has stored the result
     line = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     d = tl.arange(0, DIM)
     partials, sums = partial_ptr + line * num_splits * HEAD_DIM, sum_ptr + line * num_splits * 2

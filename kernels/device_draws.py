@@ -3,7 +3,7 @@
 They repeat `kernels.cpu_sampling` operation by operation: IEEE sums, products and quotients, fused
 multiply-adds only where they are written, and integers. Equal logits therefore give equal bits on a
 CPU and on a GPU. Compile the kernels that call them without fusion (`enable_fp_fusion=False`).
-Called by `device_sampling`.
+`device_sampling` calls them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def exponential(x: tl.tensor) -> tl.tensor:
     """Return exp of numbers of at most 0; 0 below -87.3 and for NaN."""
     bounded = tl.where(x > _LOWEST, x, _LOWEST)
     power = bounded * _LOG2_E_HIGH
-    # What the product lost by rounding, and the rest of log2(e): without it the exponential of -20
-    # is off by a millionth.
+    # Add what the product lost by rounding, and the rest of log2(e). Without them the exponential
+    # of -20 would be off by a millionth.
     lost = tl.fma(bounded, _LOG2_E_HIGH, -power)
     lost = tl.fma(bounded, _LOG2_E_LOW, lost)
     weight = _exp2(power)
@@ -53,7 +53,7 @@ def _exp2(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def row_key(seed: tl.tensor, choice: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """Return the key of a draw, of three int64 numbers."""
+    """Return the key of a draw, a hash of three int64 numbers."""
     key = _mix(seed.to(tl.uint64, bitcast=True))
     key = _mix(key ^ (choice + 1).to(tl.uint64, bitcast=True) * _GOLDEN)
     return _mix(key ^ (position + 1).to(tl.uint64, bitcast=True) * _MIX_2)
@@ -79,7 +79,7 @@ def noise(key: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _minus_log_of_rest(x: tl.tensor) -> tl.tensor:
-    """Return -log(1 - x) of numbers above 0 and below 1, the small ones with all their bits."""
+    """Return -log(1 - x) of numbers above 0 and below 1; small numbers keep all their bits."""
     rest = (1.0 - x).to(tl.int32, bitcast=True)
     power = (rest - _ROOT_HALF) >> 23
     near_one = (rest - (power << 23)).to(tl.float32, bitcast=True)

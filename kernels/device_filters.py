@@ -1,10 +1,10 @@
-"""Find the edges of top-k and top-p in one row of logits, and draw above them: device functions.
+"""Device functions that find the edges of top-k and top-p in a row of logits and draw above them.
 
-A lower bound of an edge follows from the maxima and sums of a row's tiles alone: so many maxima
-reach it that the tokens above must satisfy the filter. The few tokens that reach the bound are
-gathered, and the exact edge is found among them bit by bit: a histogram would need atomic adds. If
-there are too many, which takes a flat distribution, the row itself is searched: slower, with the
-same result. Called by `device_sampling`.
+The maxima and sums of a row's tiles alone give a lower bound of an edge: so many maxima reach it
+that the tokens above it must satisfy the filter. The few tokens that reach the bound are gathered,
+and the exact edge is found among them bit by bit, because a histogram would need atomic adds. If a
+flat distribution leaves too many tokens, the row itself is searched, which is slower and gives the
+same result. `device_sampling` calls these functions.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -44,9 +44,10 @@ def bound(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return how far below the top the kept tokens may lie, and the weight that top-p wants.
 
-    Distances are the bits of floats, integers in their order. As many maxima as top-k wants lie
-    within the distance, or tiles that hold the weight that top-p wants: of a tile, tokens within a
-    distance weigh as much as its maximum at least, and as all of it less the others at most.
+    Distances are the bits of floats, which are integers in the same order. Within the distance lie
+    as many maxima as top-k wants, or tiles that hold the weight that top-p wants. The tokens of a
+    tile within a distance weigh at least as much as its maximum, and at most as much as the whole
+    tile without the others.
     """
     tile = tl.arange(0, TILES)
     scaled = tl.div_rn(
@@ -63,13 +64,13 @@ def bound(
         bit = 1 << (30 - step)
         within = distance <= limit + (bit - 1)
         farthest = (limit + (bit - 1)).to(tl.float32, bitcast=True)
-        # An exponential may be a unit too small, so the bound has some more.
+        # An exponential may be one unit too small, so the bound is a little larger.
         most = (exponential(-farthest) * SCALE).to(tl.int64)
         most += (most >> 18) + 1
         held = tl.maximum(heaviest, sums - (WIDTH - 1) * most)
         held = tl.where(has_top_k, tl.full((TILES,), 1, tl.int64), held)
         limit += tl.where(tl.sum(tl.where(within, held, 0), 0) < wanted, bit, 0)
-    # One more step and a least distance, so that no token outside has the weight of one inside.
+    # Add one step and a least distance, so that no token outside has the weight of one inside.
     limit = tl.minimum(limit, _FARTHEST) + _SLACK
     return tl.minimum(tl.maximum(limit, _CLOSEST), _FARTHEST), share
 
@@ -88,7 +89,7 @@ def gather(
     limit: tl.tensor,
     TILES: tl.constexpr,
 ) -> tl.tensor:
-    """Store logits and ids of the tokens within a distance, ids ascending; return their number."""
+    """Store logits and ids of the tokens within a distance, ids ascending; return the number."""
     tile = tl.arange(0, TILES)
     tops = tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf"))
     within = _distance(tops, heat, highest) <= limit
@@ -127,7 +128,7 @@ def draw(
     wanted: tl.tensor,
     key: tl.tensor,
 ) -> tl.tensor:
-    """Find the exact edges among what was gathered, or in the whole row, and draw above them."""
+    """Find the exact edges among the gathered tokens, or in the whole row, and draw above them."""
     is_row = count > CANDIDATES
     count = tl.where(is_row, vocab, count)
     if has_top_k:
@@ -193,9 +194,9 @@ def race(
     key: tl.tensor,
     token: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Divide weights from `least` on by noise; keep the larger quotient of each lane, and its id.
+    """Divide weights of at least `least` by noise; keep each lane's larger quotient and its id.
 
-    Lanes meet their tokens in ascending order, so the lowest id among equals stays.
+    Each lane takes its tokens in ascending order, so the lowest id among equals stays.
     """
     ratio = tl.where(weight >= least, tl.div_rn(weight, noise(key, token)), 0.0)
     return tl.where(ratio > best, ratio, best), tl.where(ratio > best, token, best_id)
@@ -208,5 +209,5 @@ def weight_of(scaled: tl.tensor, lowest: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _distance(x: tl.tensor, heat: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """Return the bits of how far scaled logits are below the top; those of NaN are largest."""
+    """Return the bits of the scaled logits' distances from the top; those of NaN are largest."""
     return (tl.div_rn(x, heat) - highest).to(tl.int32, bitcast=True) & _MAGNITUDE

@@ -1,8 +1,8 @@
-"""Draw tokens from logits on a GPU: three kernels, no host, shapes that depend on nothing drawn.
+"""Draw tokens from logits on a GPU with three kernels, without the host.
 
-The first kernel takes the largest logit of every 64; the second reads the logits once more for rows
-that need the sum of all weights or that draw without a filter; the third, one program a row, picks
-a token: among the chunks' winners, or by `device_filters`.
+The first kernel takes the largest logit of every 64. The second reads the logits again for rows
+that need the sum of all weights or that draw without a filter. The third, with one program per row,
+picks a token among the chunks' winners or by `device_filters`. No shape depends on what was drawn.
 
 The engine calls `sample_tokens`, also under CUDA graph capture. A row's token is a pure function of
 its own logits and parameters. The compiled CPU kernel does the same operations in fp32 and draws
@@ -49,9 +49,9 @@ def sample_tokens(
 ) -> Tensor:
     """Return one token id for each row, `[num_rows]` int64, on the device.
 
-    The logits of held-back ids are overwritten with minus infinity. A temperature below
-    `draws.MIN_TEMPERATURE` is greedy and takes the lowest id among equals; it ignores the filters
-    and costs least, so it suits the padding rows of a captured graph.
+    The logits of the ids that must not be drawn are overwritten with minus infinity. A temperature
+    below `draws.MIN_TEMPERATURE` is greedy and takes the lowest id among equals; it ignores the
+    filters and costs least, so it suits the padding rows of a captured graph.
     """
     num_rows, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row are contiguous"
@@ -87,8 +87,8 @@ def sample_tokens(
     return tokens
 
 
-# Counts and the addresses of what the host fills are not specialised, so that every batch finds
-# the variants that a first call compiled.
+# Counts, and the addresses of tensors that the host fills, are not specialised, so that every batch
+# finds the variants that the first call compiled.
 @triton.jit(do_not_specialize=["held_ptr", "top_ptr", "top_id_ptr", "tiles", "held_width"])
 def _scan_kernel(
     logits_ptr: tl.tensor,
@@ -102,7 +102,7 @@ def _scan_kernel(
     stride_logits: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Hide the held-back ids of a chunk, then store its maxima and the first id of the largest."""
+    """Hide ids that must not be drawn; store a chunk's maxima and the first id of the largest."""
     first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
     own = logits_ptr + row.to(tl.int64) * stride_logits
     for start in range(0, held_width, 16):
@@ -141,7 +141,7 @@ def _weigh_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Store the sums of a chunk's weights for top-p, or its winner where neither edge is sought."""
+    """Store the sums of a chunk's weights for top-p, or its winner for a row without filters."""
     row, chunks = tl.program_id(1), tl.num_programs(0)
     temperature, lowest, top_p = _reals(real_ptr, row)
     top_k = tl.load(int_ptr + row * _ROW_INTS + 3)
@@ -206,7 +206,7 @@ def _choose_kernel(
     CHUNKS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Choose the token of a row from what the other kernels have stored."""
+    """Choose the token of a row from the results of the other kernels."""
     row = tl.program_id(0).to(tl.int64)
     temperature, lowest, top_p = _reals(real_ptr, row)
     top_k = tl.load(int_ptr + row * _ROW_INTS + 3)
@@ -255,7 +255,7 @@ def _winner(
 
 @triton.jit
 def _reals(real_ptr: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return temperature (fp64), the least scaled logit of min-p (fp32) and top_p (fp64)."""
+    """Return the temperature (fp64), the least scaled logit of min-p (fp32) and top_p (fp64)."""
     own = real_ptr + row * _ROW_REALS
     return tl.load(own), tl.load(own + 1).to(tl.float32), tl.load(own + 2)
 

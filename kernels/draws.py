@@ -1,9 +1,9 @@
-"""The numbers by which tokens are drawn, on every device.
+"""The constants for drawing tokens, on every device.
 
-The engine's torch sampler, the compiled CPU kernel and the GPU kernels share them: a change of one
-of them changes the tokens that a seed gives, and nodes of two versions then disagree. The compiled
+The engine's torch sampler, the compiled CPU kernel and the GPU kernels share them. A change of one
+constant changes the tokens that a seed gives, so nodes of two versions would disagree. The compiled
 kernels evaluate both polynomials in the same order with fused multiply-adds, so they agree to the
-last bit. Imports nothing.
+last bit. This file imports nothing.
 """
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (Steele, Lea, Flood 2014)
@@ -13,7 +13,7 @@ MIN_TEMPERATURE = 1e-5  # a lower temperature means greedy
 WEIGHT_SCALE = float(1 << 36)  # the largest weight; the sum of 2**27 of them still fits 63 bits
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
-# 2**x is 1 + x * polynomial for |x| <= 1/2, within 1e-8; the highest power comes first.
+# For |x| <= 1/2, 2**x is 1 + x * polynomial within 1e-8. The highest power comes first.
 EXP2 = (
     0.00015453163359779865, 0.0013390863314270973, 0.009618083015084267, 0.055503569543361664,
     0.24022650718688965, 0.6931471824645996,
@@ -22,7 +22,7 @@ ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the
 # log2(e) as the sum of two floats, and ln(2).
 LOG2_E_HIGH, LOG2_E_LOW, LN_2 = 1.4426950216293335, 1.92596298909109e-08, 0.6931471805599453
 LOWEST = -200.0  # exp of it is 0
-# log(1 + f) is f - f**2 / 2 + f**3 * polynomial for 1 + f from sqrt(1/2) to sqrt(2), within an
+# log(1 + f) is f - f**2 / 2 + f**3 * polynomial for 1 + f from sqrt(1/2) to sqrt(2), within one
 # unit in the last place (Moshier's Cephes library, logf.c); the highest power comes first.
 LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,

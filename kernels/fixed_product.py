@@ -1,8 +1,8 @@
-"""The product of a linear layer whose sums have one order, whatever the number of rows.
+"""The product of a linear layer whose sums have the same order for any number of rows.
 
 Tiles have the same shape for every batch and walk the inner dimension in steps of `BLOCK_K`, so a
-row's bits depend on the row and the weight alone. It takes the place of the library's product for
-weights whose bits change with the batch, where `engine.deterministic` asks for that.
+row's bits depend on the row and the weight alone. If `engine.deterministic` is on, it replaces the
+library's product for weights with which the library's bits change with the batch.
 `reference.fixed_product` defines the meaning.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.kernels.paged import interpreted
 
 BLOCK_M = 64
-BAND = 8  # tiles of rows that share a tile of the weight while it is in the L2
+BAND = 8  # tiles of rows that share a tile of the weight while it is in the L2 cache
 
 
 def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
     assert weight.shape == (columns, inner)
     assert x.stride(1) == weight.stride(1) == 1
     out = x.new_empty((rows, columns))
-    # fp32 is for parity only; its tiles are as many bytes.
+    # fp32 is for parity only, and its tiles have the same size in bytes.
     block_n, block_k = (64, 32) if x.dtype == torch.float32 else (128, 64)
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, block_n)
     _fixed_product_kernel[(tiles,)](

@@ -1,9 +1,9 @@
-"""The shared part of both attention kernels: the softmax, loads from a paged pool, launch checks.
+"""The shared parts of both attention kernels: the softmax, loads from a paged pool, and checks.
 
-A pool of rank 6 is addressed by three numbers, the element strides of a block and of a KV head and
-the offset of the layer; inside, the `[2, block_size, head_dim]` tile of one layer and head is
-contiguous. So a pool with another order of its first three axes runs through the same kernels.
-Only the attention kernels call it; it knows nothing of sequences or plans.
+Three numbers address a pool of rank 6: the element strides of a block and of a KV head, and the
+offset of the layer. The `[2, block_size, head_dim]` tile of one layer and head is contiguous. A
+pool with another order of its first three axes therefore works with the same kernels. Only the
+attention kernels call this file, which knows nothing of sequences or plans.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917, SIM108
@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634  # the kernels exponentiate with base 2, which is one instruction
+LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are one instruction
 HEAD_DIMS, BLOCK_SIZES, MAX_GROUP = (32, 64, 80, 96, 112, 128, 256), (16, 32, 64, 128), 32
 NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
-ORDERED_SPLIT = 512  # keys of a split whose sums decode and prefill both take on their own
-MAX_BATCH = 1024  # one compiled variant serves every batch: a row's bits cannot depend on it
+ORDERED_SPLIT = 512  # keys of an ordered split, which decode and prefill both sum separately
+# One compiled variant serves every batch, so a row's bits cannot depend on the batch.
+MAX_BATCH = 1024
 
 
 def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
@@ -42,7 +43,7 @@ def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels: `tl.dot` then multiplies the *bits* of bf16."""
+    """Return whether Triton interprets kernels; `tl.dot` then multiplies the *bits* of bf16."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -61,7 +62,7 @@ def load_blocks(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the blocks of positions `start:start + TILE`: one id if one holds the tile, else each.
+    """Return the block ids of positions `start:start + TILE`: one if one block holds them all.
 
     Call it one tile ahead and carry the ids through the loop. Otherwise Triton's pipeliner copies
     the ids through shared memory as well, and leaves a single buffer to the keys and values that
@@ -93,9 +94,9 @@ def load_rows(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Load rows of a head, zeros in dead rows and past the end of the head.
+    """Load rows of a head, with zeros in dead rows and past the end of the head.
 
-    A dead slot may hold NaN, and 0 x NaN is NaN: its values must not be loaded.
+    A dead slot may hold NaN, and 0 x NaN is NaN, so its values must not be loaded.
     """
     d = tl.arange(0, DIM)
     if DIM == HEAD_DIM:
@@ -124,11 +125,11 @@ def fold(
     ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold a tile of keys and values into the maximum, sum and output of some queries.
+    """Add a tile of keys and values to the maximum, sum and output of some queries.
 
     This is the online softmax. A tile that a query does not see leaves the query's row as it was.
-    `ORDERED` takes the sum by a product with ones, whose order is that of the keys, where a
-    reduction's depends on the shape of the tile; `norm` then has 16 equal columns.
+    `ORDERED` takes the sum by a product with ones, which adds in the order of the keys, because the
+    order of a reduction depends on the shape of the tile. `norm` then has 16 equal columns.
     """
     if UPCAST:
         k = k.to(tl.float32)
@@ -152,12 +153,12 @@ def weigh(
     scale_log2: tl.tensor,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the new maximum, the weights of a tile, and what shrinks the sums before it."""
+    """Return the new maximum, a tile's weights, and the factor that rescales the earlier sums."""
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     top = m_new
-    if MASKED:  # infinity less infinity is NaN
+    if MASKED:  # because infinity minus infinity is NaN
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, scale_log2, -top[:, None]))
     return m_new, p, tl.exp2(m - top)

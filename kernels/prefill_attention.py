@@ -1,11 +1,12 @@
 """Paged prefill attention: a ragged batch of chunks over prefix and chunk, on tensor cores.
 
 A program takes a tile of queries of one head and walks the keys in tiles cut at absolute positions:
-first those that all its queries see, without a mask, then those on the diagonal. Where registers
-allow, the scores of the next tile are computed while those of this one become weights (`ahead`). A
-query's bits depend neither on how its prompt was cut into chunks nor on the rest of the batch. With
-`ordered`, keys are cut into splits as decode cuts them, and the bits are decode's. The runner's
-attention layer calls it. `reference.paged_prefill_attention` defines the meaning.
+first those that all its queries see, without a mask, then those on the diagonal. If there are
+enough registers, the scores of the next tile are computed while those of this tile become weights
+(`ahead`). A query's bits depend neither on how its prompt was cut into chunks nor on the rest of
+the batch. With `ordered`, keys are cut into splits as in decode, and the bits equal those of
+decode. The runner's attention layer calls it. `reference.paged_prefill_attention` defines the
+meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -49,15 +50,15 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Return the attention of every new token over its own past, shaped as `q`; `scale` > 0.
 
-    `ordered` gives a token the bits that decode gives it: slower. The kernel leaves rows past
-    `query_starts[-1]`, which are padding, unwritten.
+    `ordered` gives a token the bits that decode gives it, which is slower. The kernel does not
+    write rows past `query_starts[-1]`, which are padding.
     """
     check_pool(q, pool, block_tables)
     num_tokens, num_heads, head_dim = q.shape
     batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     tiles = prefill_tiling(q.dtype, head_dim, ordered=ordered)
-    # The lengths are on the device: launch the largest possible number; surplus programs return.
+    # The lengths are on the device, so launch as many programs as could be needed; the rest return.
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](
         q, pool, block_tables, query_starts, context_lens, out,
@@ -72,7 +73,8 @@ def paged_prefill_attention(
     return out
 
 
-# Counts are not specialised: variants for 1 and for multiples of 16 would be compiled mid-service.
+# Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
+# during service.
 @triton.jit(
     do_not_specialize=["batch", "window", "stride_table", "table_ptr", "start_ptr", "len_ptr"],
 )
@@ -103,8 +105,8 @@ def _prefill_kernel(
     MAX_BATCH: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    # Sequence `s` owns the units from `query_starts[s] // QUERIES + s` on: sometimes one unit more
-    # than it needs, but no prefix sum is needed to find them.
+    # Sequence `s` owns the units from `query_starts[s] // QUERIES + s` on. That is sometimes one
+    # unit more than it needs, but finding the units takes no prefix sum.
     row = tl.arange(0, MAX_BATCH)
     starts = tl.load(start_ptr + row, mask=row < batch, other=0)
     unit = tl.program_id(1)
@@ -115,7 +117,8 @@ def _prefill_kernel(
     if tile * QUERIES >= query_len:
         return
     context_len = tl.load(len_ptr + sequence)
-    # The last tile of a chunk sees the most keys; it goes first, so as not to run on alone.
+    # The last tile of a chunk sees the most keys, so it is started first and does not run alone at
+    # the end.
     first = (tl.cdiv(query_len, QUERIES) - 1 - tile) * QUERIES
     first_position = context_len - query_len + first
 
@@ -204,7 +207,7 @@ def _attend(
     ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys `start:end` into a tile of queries, with the same arithmetic in every phase.
+    """Add the keys `start:end` to a tile of queries, with the same arithmetic in every phase.
 
     The place of the boundary between phases can therefore not change a bit.
     """
@@ -246,11 +249,12 @@ def _attend_ahead(
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys `first_key:end` into a tile of queries, the scores one tile ahead.
+    """Add the keys `first_key:end` to a tile of queries, computing scores one tile ahead.
 
     While a tile's scores become weights, the tensor cores compute the next tile's scores; the
     weights are multiplied with their values a tile later. Triton leaves a product in flight only if
-    the loop uses it in its next turn, behind a wait: so the values' product comes first in a turn.
+    the loop uses it in its next iteration, after a wait. The product of the values therefore comes
+    first in an iteration.
     """
     blocks = load_blocks(table, first_key, end, BLOCK_SIZE, KEYS)
     after = load_blocks(table, first_key + KEYS, end, BLOCK_SIZE, KEYS)
@@ -320,7 +324,7 @@ def _phase(
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Weigh the tiles `start:stop`, with the same arithmetic in every phase.
+    """Turn the scores of tiles `start:stop` into weights, with the same arithmetic in every phase.
 
     The place of the boundary between phases can therefore not change a bit. `s` are the scores of
     the tile at `start`, `p` the weights of the tile before it; `blocks` hold the tile before it,
@@ -361,7 +365,7 @@ def _scores(
 ) -> tl.tensor:
     """Return the products of queries and the keys `start:start + KEYS`, dead ones included.
 
-    Whatever a dead key holds stays in its own column, which is masked.
+    The contents of a dead key stay in its own column, which is masked.
     """
     rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
     keys = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :]

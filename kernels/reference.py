@@ -1,6 +1,6 @@
 """The plain-torch twin of every kernel in this room, which defines its meaning in fp32.
 
-The tests hold each kernel to its twin, on GPUs and on CPUs, and the engine runs the twins where
+Tests compare each kernel with its twin, on GPUs and on CPUs, and the engine runs the twins where
 neither kind of kernel works. A twin states the meaning as plainly as torch allows; the kernels are
 for speed. Nothing here may import Triton or numba.
 
@@ -29,7 +29,7 @@ def paged_decode_attention(
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
     `context_lens` counts the new token, whose keys and values are already in the pool. A row of
-    length 0, padding of a captured graph, gives zeros.
+    length 0, the padding of a captured graph, gives zeros.
     """
     rows = [
         _causal_attention(
@@ -102,8 +102,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of `x + residual` and the sum itself, as `(normed, new_residual)`.
 
-    The norm is that of the *rounded* sum, to which the next layer adds. Without a residual, `x`
-    starts the stream.
+    The norm uses the *rounded* sum, to which the next layer adds. Without a residual, the sum is
+    `x`.
     """
     stream = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     normed = _rms_norm(stream.float(), weight, eps)

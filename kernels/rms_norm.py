@@ -24,7 +24,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of `x + residual` and the sum itself, as `(normed, new_residual)`.
 
-    Both are new tensors; without a residual the stream is `x` itself.
+    Both are new tensors, except that the sum is `x` itself without a residual.
     """
     num_tokens, hidden = x.shape
     assert x.stride(1) == 1

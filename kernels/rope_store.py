@@ -1,4 +1,4 @@
-"""Normalise and rotate queries and keys and store keys and values in the pool, in one pass.
+"""Normalise and rotate queries and keys, and store keys and values in the pool, in one pass.
 
 A program takes the queries of a token, or its keys and values, so cosines and sines are loaded once
 for all heads. The runner's attention layer calls it before attention reads the

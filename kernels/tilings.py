@@ -14,9 +14,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """Keys of a tile, and its resources. `per_multiprocessor` programs share a multiprocessor.
+    """A tile's keys and resources. `per_multiprocessor` programs share a multiprocessor.
 
-    `max_registers` of a thread let them, where Triton 3.6 would take more.
+    `max_registers` per thread make that possible where Triton 3.6 would take more.
     """
 
     keys: int
@@ -28,7 +28,7 @@ class DecodeTiling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """Queries by keys of a tile, and its resources. `ahead` overlaps scores with the softmax."""
+    """A tile's queries, keys and resources. `ahead` overlaps scores with the softmax."""
 
     queries: int
     keys: int
@@ -51,7 +51,8 @@ DECODE: dict[Row, DecodeTiling] = {
     (FP32, 128): DecodeTiling(32, 4, 2, 4),
     (FP32, 256): DecodeTiling(16, 4, 2, 3),
 }
-# Two programs of heads up to 64 share a multiprocessor: one multiplies while the other weighs.
+# For heads up to 64, two programs share a multiprocessor: one computes products while the other
+# computes the softmax.
 PREFILL: dict[Row, PrefillTiling] = {
     (BF16, 32): PrefillTiling(128, 64, 8, 3),
     (BF16, 64): PrefillTiling(128, 64, 8, 3),
@@ -78,7 +79,7 @@ ORDERED_PREFILL: dict[Row, PrefillTiling] = {
 
 
 def padded(head_dim: int) -> int:
-    """Return the head size of a tile: tiles have powers of two."""
+    """Return the head size of a tile, which is a power of two."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
