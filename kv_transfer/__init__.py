@@ -2,5 +2,5 @@
 
 `Connector` (per node, host-only, pure) knows requests; `Transport` (per rank) moves bytes; between
 them a `TransferAgent` (a thread per rank) posts reads and polls them. The receiver copies, so no
-node ever writes into another node's pool. Imports nothing of the engine.
+node ever writes into another node's pool. This room imports nothing from the engine.
 """

@@ -1,8 +1,8 @@
 """One rank's transfer agent: a thread that reads peers' blocks into the local pool.
 
-Executors and workers make it with `make_port`; their node talks to it through `TransferPort`. This
-file holds the thread and its descriptors, `agent_turns` the work. It never decides what a read
-means, and never blocks its caller.
+Executors and workers make it with `make_port`; their node uses it through `TransferPort`. This file
+holds the thread and its descriptors, and `agent_turns` does the work. The agent never decides what
+a read means, and never blocks its caller.
 """
 
 import os
@@ -30,22 +30,24 @@ MAX_WAIT_S = 0.005
 def make_port(pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
     """Start the agent of the rank that owns `pool`, in the process lifetime `epoch`.
 
-    Publish `.address()` as this rank's `RankAddress`, and `.close()` it before the pool. Raises
-    `ConfigError` when the configured transport cannot work here.
+    Publish `.address()` as this rank's `RankAddress`, and call `.close()` before closing the pool.
+    Raises `ConfigError` if the configured transport cannot work here.
     """
     transports = make_transports(pool, epoch, config)
     enter = None if isinstance(pool, HostPool) else pool.peers.enter
     checksums = None
     if config.verify_kv:
         if not isinstance(pool, HostPool):
-            raise ConfigError("transfer.verify_kv needs pools in host memory; turn it off on GPUs")
+            raise ConfigError(
+                "transfer.verify_kv works only for KV pools in host memory; turn it off on GPUs"
+            )
         checksums = pool.checksums
     limits = AgentLimits(read_s=config.lease_s)
     return TransferAgent(transports, limits, checksums, enter)
 
 
 class TransferAgent:
-    """`TransferPort` over `transports`, which it owns from here on."""
+    """A `TransferPort` over `transports`, which it owns from then on."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class TransferAgent:
         checksums: Checksums | None = None,
         enter: Callable[[], None] | None = None,
     ) -> None:
-        """The agent's thread calls `enter` first, to make its GPU current."""
+        """Start the thread, which calls `enter` first to make its GPU current."""
         self._enter = enter
         self._transports = tuple(transports)
         self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums)
@@ -75,7 +77,7 @@ class TransferAgent:
         return self._address
 
     def send(self, command: AgentCommand) -> None:
-        """Queue a command; dropped after `close`."""
+        """Queue a command. After `close`, commands are dropped."""
         if self._closing:
             return
         self._commands.append(command)
@@ -113,7 +115,7 @@ class TransferAgent:
             if self._enter is not None:
                 self._enter()
             self._work()
-        except Exception as error:  # noqa: BLE001  the loop's top: told to the node by `poll`
+        except Exception as error:  # noqa: BLE001  `poll` raises it in the node
             self._error = error
             os.eventfd_write(self._ready, 1)
         finally:
@@ -137,7 +139,8 @@ class TransferAgent:
             if moved or self._commands:
                 moved_s = boottime()
                 continue
-            # Scaled with how long slices take: an end is seen at most an eighth of that late.
+            # The pause grows with the time that slices take, so an end is seen late by an eighth of
+            # it at most.
             self._wait(poller, min(max(MIN_WAIT_S, (boottime() - moved_s) / 8), MAX_WAIT_S))
             _drain(self._wake)
 
@@ -151,7 +154,7 @@ class TransferAgent:
         if left_s >= 0.001:
             poller.poll(left_s * 1e3)
         elif not poller.poll(0):
-            time.sleep(left_s)  # `poll` would make it a whole millisecond
+            time.sleep(left_s)  # `poll` would round it up to a whole millisecond
 
 
 def _drain(descriptor: int) -> None:

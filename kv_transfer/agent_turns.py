@@ -1,9 +1,9 @@
 """What a transfer agent does, one turn at a time, without its thread: see `agent`.
 
-It cuts reads into slices, keeps two of each peer in flight, takes peers in turn, and hears commands
-between slices. A read ends exactly once: when all of it is there, when it failed and is quiet, or
-when it is still not certain after `quiet_s` that it is quiet. Nothing here waits, and the time
-comes from the given clock.
+It cuts reads into slices, keeps two slices of each peer in flight, takes peers in turn, and accepts
+commands between slices. A read ends exactly once: when all of it has arrived, when it has failed
+and is quiet (no more bytes can land), or when that is still not certain after `quiet_s`. Nothing
+here waits, and the time comes from the given clock.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ from baton.runtime.clock import Clock
 Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
 
 QUIET_POLL_S = 0.25
-MAX_IN_FLIGHT = 2  # slices of one peer: the next is queued while one moves
+MAX_IN_FLIGHT = 2  # slices of one peer: the second one is queued while the first one moves
 
 
 class AgentLimits(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class AgentLimits(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A `Read` under way. `stop_at_s` is its deadline; after a failure, that of becoming quiet."""
+    """A `Read` under way. `stop_at_s` is its deadline, or after a failure, that to be quiet."""
 
     command: Read
     stop_at_s: float
@@ -69,7 +69,8 @@ class _ReadablePeer:
     connect_by_s: float
     up: bool = False
     removed: bool = False
-    # To be done once the removed peer has no reads left, because its process may be added again.
+    # A command that waits until the removed peer has no reads left, because the same process may be
+    # added again.
     next_command: AddPeer | None = None
     reads: deque[_Reading] = field(default_factory=deque)
 
@@ -80,7 +81,7 @@ class _ReadablePeer:
 
 @dataclass(slots=True, eq=False)
 class _Unquiet:
-    """What is left of a read that was given up: slices whose bytes may still land."""
+    """The slices of a read that was given up, whose bytes may still land."""
 
     ticket: int
     transport: Transport
@@ -97,7 +98,7 @@ class AgentTurns:
         clock: Clock,
         checksums: Checksums | None = None,
     ) -> None:
-        """Without `checksums`, which sums up blocks of the local pool, reads are not checked."""
+        """`checksums` computes those of local blocks. Without it, reads are not verified."""
         self._limits = limits
         self._clock = clock
         self._checksums = checksums
@@ -128,7 +129,7 @@ class AgentTurns:
                 assert_never(command)
 
     def turn(self) -> bool:
-        """Do what can be done now. Return True when another turn at once is worthwhile."""
+        """Do what can be done now. Return True if the next turn should follow immediately."""
         now_s = self._clock()
         for transport in self._transports.values():
             for owner in transport.service():
@@ -152,8 +153,8 @@ class AgentTurns:
     def wake_at_s(self, poll_s: float) -> float | None:
         """Return when the next turn is due if no command comes, or None.
 
-        It is due at a deadline, `poll_s` from now if something is under way that has no descriptor,
-        or when a transport without a thread of its own needs the next call.
+        It is due at a deadline, after `poll_s` if something is under way that has no descriptor, or
+        when a transport without a thread of its own needs its next call.
         """
         times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
         for transport in self._transports.values():
@@ -235,7 +236,7 @@ class AgentTurns:
         self._readings[command.ticket] = peer
 
     def _post_slice(self, peer: _ReadablePeer) -> bool:
-        """Post one slice of the oldest read that has one left. shm copies it in this call."""
+        """Post one slice of the oldest read that has slices left. shm copies it in this call."""
         if peer.num_in_flight >= MAX_IN_FLIGHT:
             return False
         for reading in peer.reads:
@@ -264,12 +265,12 @@ class AgentTurns:
         return True
 
     def _end_slices(self, now_s: float, peer: _ReadablePeer) -> bool:
-        """Test every slice in flight, and end the reads that are through."""
+        """Test every slice in flight, and end the reads that are complete."""
         moved = False
         for reading in list(peer.reads):
             for handle in list(reading.in_flight):
                 if handle not in reading.in_flight:
-                    continue  # cancelled because the one before it failed
+                    continue  # cancelled because the slice before it failed
                 try:
                     ended = peer.transport.test(handle)
                 except TransferError as error:
@@ -289,7 +290,7 @@ class AgentTurns:
         return moved
 
     def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
-        """Post no more slices. The read ends when those in flight are quiet, or as not quiet."""
+        """Post no more slices, and end the read when those in flight are quiet, or in time."""
         if reading.failure is None:
             reading.failure = error.to_failure()
             reading.stop_at_s = now_s + self._limits.quiet_s
@@ -302,7 +303,7 @@ class AgentTurns:
         ended_s = self._clock()
         if reading.failure is None and self._is_corrupt(peer, reading.command):
             epoch, rank = reading.command.peer
-            text = f"blocks of rank {rank} of {epoch} arrived with other bytes than were sent"
+            text = f"blocks from rank {rank} of {epoch} arrived with other bytes than were sent"
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
         ticket, quiet = reading.command.ticket, not reading.in_flight
@@ -329,7 +330,7 @@ class AgentTurns:
         return found != command.checksums
 
     def _summed(self, command: SumBlocks) -> BlocksSummed:
-        assert self._checksums is not None, "only nodes that verify ask for checksums"
+        assert self._checksums is not None, "only nodes with transfer.verify_kv ask for checksums"
         offsets = range(0, command.num_pieces * command.piece_bytes, command.piece_bytes)
         rows = (self._checksums(command.block_ids, at, command.piece_bytes) for at in offsets)
         return BlocksSummed(command.ticket, tuple(rows))

@@ -1,8 +1,8 @@
 """Announcements that wait for the checksums of their blocks, if `transfer.verify_kv` is on.
 
-The offers of a prefill node hold it. Each rank's agent sums up the blocks of a span in its own
-pool, piece by piece as decode will read them. The span leaves when all ranks have answered, and
-later announcements keep their place behind it.
+The offers of a prefill node hold it. Each rank's agent computes the checksums of a span's blocks in
+its own pool, piece by piece as decode will read them. The span is sent when all ranks have
+answered, and later announcements wait behind it.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from baton.protocol.messages import End, Span
 @dataclass(slots=True)
 class _Waiting:
     message: Span | End
-    # The rows of each rank that answered.
+    # The rows of checksums from each rank that has answered.
     sums: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
@@ -34,7 +34,7 @@ class AnnouncedSums:
         self._asked: dict[int, _Waiting] = {}
 
     def add(self, message: Span | End, num_pieces: int, out: Effects) -> None:
-        """Ask all ranks for the sums of a span; an End asks for nothing and waits for its turn."""
+        """Queue an announcement, and ask all ranks for the checksums if it is a span."""
         waiting = _Waiting(message)
         self._queues.setdefault(message.key, deque()).append(waiting)
         if isinstance(message, Span):
@@ -45,7 +45,7 @@ class AnnouncedSums:
                 out.order(rank, SumBlocks(ticket, message.block_ids, piece_bytes, num_pieces))
 
     def summed(self, rank: int, event: BlocksSummed) -> Key | None:
-        """Note an answer, and return the key whose announcements may go on."""
+        """Note an answer, and return the key whose announcements may now be ready."""
         waiting = self._asked.get(event.ticket)
         if waiting is None:
             return None  # its handoff has ended
@@ -56,7 +56,7 @@ class AnnouncedSums:
         return waiting.message.key
 
     def take(self, key: Key) -> Iterator[Span | End]:
-        """Yield what can be announced now, in order."""
+        """Yield the announcements that can be sent now, in order."""
         queue = self._queues.get(key)
         while queue:
             message, sums = queue[0].message, queue[0].sums

@@ -1,7 +1,8 @@
-"""The connector of one node: routes events to its offers, its landings and its peers. Pure.
+"""The connector of one node, which routes events to its offers, its landings and its peers.
 
-Only the engine loop calls it. Both roles are in one object. It decides nothing about blocks itself,
-and never touches a clock, a socket or memory. `docs/transfer.md` shows the machines behind it.
+Only the engine loop calls it. One object serves both roles. It is pure: it decides nothing about
+blocks itself, and never touches a clock, a socket or memory. `docs/transfer.md` shows the machines
+behind it.
 """
 
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ class NodeConnector:
             self._greet(now_s, peer, message, out)
             return
         if peer.channel is Channel.NONE:
-            return  # it has not introduced itself
+            return  # the peer has not introduced itself
         peer.heard_s = now_s
         match message:
             case Offered() | Span() | End() | Withdrawn() | Renewed():
@@ -119,7 +120,7 @@ class NodeConnector:
 
     def _greet(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> None:
         if peer.channel in (Channel.UP, Channel.REFUSED):
-            # The other end began anew, and has ended every handoff with this node.
+            # The other end has restarted its session, and has ended every handoff with this node.
             self._end_all_of(now_s, peer.name, _broken(peer.name), out)
         failure = self._peers.greeted(now_s, peer, hello, out)
         if failure is None:
@@ -151,7 +152,7 @@ class NodeConnector:
         peer = self._peers.of_epoch(event.peer.epoch)
         link = None if peer is None else peer.link(rank, event.peer.rank)
         if peer is None or link is None:
-            return  # that process is already forgotten
+            return  # the peer table has forgotten that process
         match event:
             case PeerDown(failure=failure):
                 self._link_down(now_s, peer, link, failure, out)
@@ -173,7 +174,8 @@ class NodeConnector:
 
     def _end_waits(self, now_s: float, out: Effects) -> None:
         for name in sorted(self._offers.end_leases(now_s, out)):
-            # A live decode node renews; one that was silent for a whole lease is gone.
+            # A live decode node renews its leases, so one that was silent for a whole lease is
+            # gone.
             peer = self._peers.get(name)
             if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= now_s:
                 self._hang_up(now_s, peer, out)

@@ -1,7 +1,8 @@
 """One rank's KV pool in a GPU's memory, and how other processes of the host can read it.
 
 The rank's loader makes a `DevicePool` in place of a `HostPool`; `choice` makes its transports. The
-engine implements `PeerMemory`, which is all that touches a GPU: this room imports no torch.
+engine implements `PeerMemory`, the only part that touches a GPU, because this room imports no
+torch.
 """
 
 from collections.abc import Callable
@@ -23,8 +24,9 @@ class PeerPool(Protocol):
     ) -> Callable[[], bool]:
         """Launch the copy of pieces `remote` of that pool to pieces `local` of ours.
 
-        Pieces have `num_bytes` and are numbered through a pool; numbers are in range. The returned
-        function says whether the copy has ended. Both raise `TransferError`.
+        Pieces have `num_bytes` and are numbered from the start of a pool; the caller has checked
+        the numbers. The returned function says whether the copy has ended. Both raise
+        `TransferError`.
         """
         ...
 
@@ -34,12 +36,11 @@ class PeerPool(Protocol):
 
 
 class PeerMemory(Protocol):
-    """What `cuda_ipc` needs of a GPU. Only the agent's thread calls `enter` and `open`, and uses
-    what `open` returns."""
+    """What `cuda_ipc` needs from a GPU. Only the agent's thread calls `enter` and `open`."""
 
     @property
     def gpu(self) -> str:
-        """Return the id of the GPU that holds the local pool; all processes of the host agree."""
+        """Return the id of the local pool's GPU, which is the same in all processes of the host."""
         ...
 
     @property
@@ -55,7 +56,7 @@ class PeerMemory(Protocol):
         ...
 
     def enter(self) -> None:
-        """Make the GPU current on the calling thread, and compile what copies need."""
+        """Make the GPU current on the calling thread, and compile the kernels that copy."""
         ...
 
     def open(self, handle: bytes, shape: PoolShape) -> PeerPool:
@@ -65,7 +66,7 @@ class PeerMemory(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class DevicePool:
-    """A pool in a GPU's memory. `table` is a host pool of empty blocks: generations alone."""
+    """A pool in a GPU's memory. `table` is a host pool with generations and empty blocks."""
 
     memory: PoolMemory
     table: HostPool

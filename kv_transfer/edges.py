@@ -1,8 +1,9 @@
-"""Which rank of a decode node reads which part of which prefill rank's blocks. Pure.
+"""Decide which rank of a decode node reads which part of which prefill rank's blocks.
 
-The peer table asks once for each pair of processes. A block holds its KV heads one after another,
-each with all of its layers, so the heads that two ranks share are one run of bytes in each block.
-One degree divides the other (`protocol.pairs`), so this run has the same length for all ranks.
+The peer table calls it once for each pair of processes. A block holds its KV heads one after
+another, each with all of its layers, so the heads that two ranks share are one run of bytes in each
+block. One degree divides the other (`protocol.pairs`), so this run has the same length for all
+ranks. This file is pure.
 """
 
 import msgspec
@@ -29,17 +30,18 @@ class Edge(msgspec.Struct, frozen=True):
 
 
 def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[Edge]:
-    """Return every read that one block takes, by rank of decode and then by heads.
+    """Return every read that one block needs, ordered by rank of decode and then by heads.
 
-    `pairs.degree_problem` has found nothing wrong with the two. Nodes of equal degree read rank by
-    rank. Where several ranks hold the same head, each serves its share of that head's readers.
+    `pairs.degree_problem` must have found no problem with the two nodes. Nodes of equal degree read
+    rank by rank. If several ranks hold the same head, each serves its share of that head's readers.
     """
     num_sources, num_targets = len(prefill.ranks), len(decode.ranks)
     if num_sources == num_targets:
         whole = BlockPiece(0, 0, decode.layout.block_bytes)
         return [Edge(rank, rank, whole, 1) for rank in range(num_targets)]
     kv_heads = prefill.layout.kv_heads
-    # How many ranks hold different heads. If there are more ranks, neighbours hold the same heads.
+    # The number of ranks that hold different heads. If there are more ranks, neighbours hold the
+    # same heads.
     sources, targets = min(num_sources, kv_heads), min(num_targets, kv_heads)
     source_copies, target_copies = num_sources // sources, num_targets // targets
     num_reads, num_pieces = max(1, sources // targets), max(1, targets // sources)

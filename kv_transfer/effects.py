@@ -1,7 +1,7 @@
-"""What one step of the connector wants done, collected while its machines run.
+"""The effects of one step of the connector, collected while its machines run.
 
-Every machine of this room writes here and nowhere else. Commands to one peer or one rank leave in
-the order in which they were decided.
+Every machine of this room writes here and nowhere else. Commands to one peer or one rank are sent
+in the order in which they were decided.
 """
 
 from dataclasses import dataclass, field

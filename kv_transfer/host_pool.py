@@ -1,9 +1,10 @@
 """One rank's KV pool in host memory that other processes on this host can map.
 
 A memfd holds the blocks, then (page aligned) one uint32 generation per block, then a nonce page.
-The executor writes all of it. Peers get the descriptor from the `shm` transport and can map it only
-for reading: one seal forbids every other writable mapping, another forbids shrinking the file under
-a reader. Executors and workers create it; it imports neither torch nor the engine.
+Only the executor writes to it. Peers get the descriptor from the `shm` transport and can map it
+only for reading: one seal forbids every other writable mapping, another forbids shrinking the file
+under a reader. Executors and workers create the pool. This file imports neither torch nor the
+engine.
 """
 
 import contextlib
@@ -26,15 +27,15 @@ from baton.protocol.errors import ConfigError, TransferError
 
 CGROUPS = Path("/sys/fs/cgroup")
 NONCE_BYTES = 16
-# Linux 5.1; the fcntl module does not name it. Mappings that exist stay writable.
+# Linux has it since 5.1; the fcntl module does not name it. Existing mappings stay writable.
 _F_SEAL_FUTURE_WRITE = 0x0010
-# Linux 5.14; the mmap module does not name it.
+# Linux has it since 5.14; the mmap module does not name it.
 _MADV_POPULATE_WRITE = 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
 class PoolShape(msgspec.Struct, frozen=True):
-    """The offsets of a pool's file, in bytes. Both ends compute the same."""
+    """The offsets in a pool's file, in bytes. Both ends compute the same offsets."""
 
     num_blocks: int
     block_bytes: int
@@ -59,14 +60,14 @@ class PoolShape(msgspec.Struct, frozen=True):
 class HostPool:
     """`num_blocks` zeroed blocks of `block_bytes`, all memory reserved at once.
 
-    Raises `ConfigError` when the memory is not there. After `close` views that were handed out stay
-    valid until they are dropped, but no new peer can map the pool.
+    Raises `ConfigError` if there is too little memory. After `close`, existing views stay valid
+    until they are dropped, but no new peer can map the pool.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.shape = PoolShape(num_blocks, block_bytes)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        # Linux gives no error for a memfd larger than memory: its OOM killer ends the process.
+        # Linux reports no error for a memfd larger than memory: its OOM killer ends the process.
         if self.shape.file_bytes > available_bytes():
             raise ConfigError(
                 f"a KV pool of {self.shape.file_bytes >> 20} MiB does not fit the "
@@ -93,14 +94,14 @@ class HostPool:
 
     @property
     def generations(self) -> NDArray[np.uint32]:
-        """Return one writable generation per block. Bump it *before* a new owner's first store."""
+        """Return a writable generation per block. It grows *before* a new owner's first store."""
         offset = self.shape.generations_offset
         return np.frombuffer(self._file, np.uint32, self.shape.num_blocks, offset)
 
     def checksums(self, block_ids: Sequence[int], offset: int, num_bytes: int) -> tuple[int, ...]:
-        """Return the CRC-32 of those bytes of each block, which are not being written.
+        """Return the CRC-32 of a range of bytes of each block. No thread may be writing to them.
 
-        Any thread may ask.
+        Any thread may call it.
         """
         starts = [self.shape.block_bytes * block + offset for block in block_ids]
         return tuple(zlib.crc32(self._file[start : start + num_bytes]) for start in starts)
@@ -123,10 +124,10 @@ class HostPool:
 
 
 def _populate(descriptor: int, file: mmap.mmap) -> None:
-    """Take every page now: a page that is missing later would be SIGBUS in the middle of a step.
+    """Allocate every page now: a missing page would cause SIGBUS in the middle of a step.
 
-    Mapping them too keeps page faults, which take five times as long as the copy, out of steps and
-    reads. ctypes releases the GIL, which `mmap.madvise` does not.
+    The pages are also mapped now, because a page fault takes five times as long as a copy. ctypes
+    releases the GIL, which `mmap.madvise` does not.
     """
     address = np.frombuffer(file, np.uint8).ctypes.data
     madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -143,19 +144,21 @@ def check_read(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the remote and local ids of one read as arrays.
 
-    Raises `TransferError` unless they pair and lie in their pools: address arithmetic follows.
+    Raises `TransferError` unless the ids pair up and are in range: callers compute addresses from
+    them.
     """
     source, target = np.asarray(remote, np.int64), np.asarray(local, np.int64)
     if len(source) != len(target):
-        raise TransferError("a read needs a local block for each remote one")
+        raise TransferError("a read needs one local block for each remote block")
     for ids, num_blocks in ((source, num_remote), (target, num_local)):
-        if len(ids) and int(ids.view(np.uint64).max()) >= num_blocks:  # negative ones are huge
-            raise TransferError(f"a block id is outside of 0..{num_blocks - 1}")
+        # Negative ids are huge as unsigned numbers.
+        if len(ids) and int(ids.view(np.uint64).max()) >= num_blocks:
+            raise TransferError(f"a block id is not in the range 0..{num_blocks - 1}")
     return source, target
 
 
 def check_piece(piece: BlockPiece, remote_bytes: int, local_bytes: int) -> None:
-    """Raise `TransferError` unless blocks of both sizes can be cut into such pieces."""
+    """Raise `TransferError` unless blocks of both sizes can be cut into pieces like `piece`."""
     size = piece.num_bytes
     for offset, block_bytes in (
         (piece.remote_offset, remote_bytes),
@@ -172,7 +175,7 @@ def check_piece(piece: BlockPiece, remote_bytes: int, local_bytes: int) -> None:
 def available_bytes() -> int:
     """Return the memory that can be taken without swapping, as the kernel estimates it.
 
-    A container, a job or a unit may have less than its host: cgroup v2 limits count too.
+    The limits of cgroup v2 count too: a container, job or systemd unit may have less than its host.
     """
     return min([_available_on_host(), *left_by_cgroups(CGROUPS, Path("/proc/self/cgroup"))])
 

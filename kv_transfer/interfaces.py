@@ -2,7 +2,7 @@
 
 `Transport` moves bytes, `TransferPort` is one rank's agent as its node sees it, and `Connector`
 knows requests: it takes events and returns commands and reports. A read is *stale* if it ended
-after its lease did. The connector decides that; transports only say when a read was posted and when
+after its lease. The connector decides that; transports only report when a read was posted and when
 it ended. All times are seconds since this host's boot (`boottime`).
 """
 
@@ -25,18 +25,18 @@ from baton.protocol.messages import (
     Withdrawn,
 )
 
-PeerName = tuple[NodeId, Epoch]  # one process: the same node id with another epoch is another
+PeerName = tuple[NodeId, Epoch]  # one process: a node id with another epoch is another process
 
 
 class PeerRank(NamedTuple):
-    """One rank of a peer's process, so the owner of one pool."""
+    """One rank of a peer's process, which owns one pool."""
 
     epoch: Epoch
     rank: int = 0
 
 
 class BlockPiece(msgspec.Struct, frozen=True):
-    """The bytes of each block that one rank reads of another: a range of KV heads.
+    """The bytes of each block that one rank reads from another: a range of KV heads.
 
     Both blocks are whole numbers of such pieces, and each offset is a multiple of `num_bytes`.
     """
@@ -46,20 +46,21 @@ class BlockPiece(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-CORRUPT_BLOCKS = "corrupt_blocks"  # code of a read whose checksums differ from those that were sent
-LEASE_EXPIRED = "lease_expired"  # code of a handoff that decode did not renew in time
+# The failure of a read whose checksums differ from those that were sent.
+CORRUPT_BLOCKS = "corrupt_blocks"
+LEASE_EXPIRED = "lease_expired"  # the failure of a handoff that decode did not renew in time
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of the commands to a transfer agent and of its events."""
+    """The root of the commands to a transfer agent and of its events."""
 
 
 class AddPeer(AgentMessage, frozen=True):
-    """Make a rank's pool readable, in the background. PeerUp or PeerDown follows.
+    """Makes a rank's pool readable, in the background. PeerUp or PeerDown follows.
 
-    `block_bytes` is the size of its blocks. Every read copies `piece` of each block.
+    `block_bytes` is the size of that pool's blocks. Every read copies `piece` of each block.
     """
 
     peer: PeerRank
@@ -71,17 +72,17 @@ class AddPeer(AgentMessage, frozen=True):
 
 
 class RemovePeer(AgentMessage, frozen=True):
-    """Forget that pool. Reads of it fail and end first."""
+    """Forgets that pool. Reads of it fail and end first."""
 
     peer: PeerRank
 
 
 class Read(AgentMessage, frozen=True):
-    """Copy the piece of blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
+    """Copies a piece of the blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
 
     `generations` are those that prefill announced; a transport that can read the peer's generation
-    table (shm) compares them again after the copy. The slots behind the prompt's last token hold
-    what the peer had there; attention masks them.
+    table (shm) compares them again after the copy. The slots after the prompt's last token hold
+    arbitrary data of the peer, which attention masks.
     """
 
     ticket: int
@@ -89,11 +90,12 @@ class Read(AgentMessage, frozen=True):
     remote: tuple[int, ...]
     local: tuple[int, ...]
     generations: tuple[int, ...]
-    checksums: tuple[int, ...] = ()  # of the piece in `local` afterwards; empty: not checked
+    # Of the piece in `local` after the read; empty if the read is not verified.
+    checksums: tuple[int, ...] = ()
 
 
 class SumBlocks(AgentMessage, frozen=True):
-    """Return the checksums of each piece of blocks of the local pool. BlocksSummed follows."""
+    """Asks for checksums of each piece of blocks of the local pool. BlocksSummed follows."""
 
     ticket: int
     block_ids: tuple[int, ...]
@@ -102,7 +104,7 @@ class SumBlocks(AgentMessage, frozen=True):
 
 
 class CancelRead(AgentMessage, frozen=True):
-    """Stop that read as soon as it is safe. ReadEnded still follows."""
+    """Stops that read as soon as it is safe. ReadEnded still follows."""
 
     ticket: int
 
@@ -121,7 +123,7 @@ class PeerDown(AgentMessage, frozen=True):
 
 
 class ReadEnded(AgentMessage, frozen=True):
-    """`quiet` False: bytes of it may still land in `local`, until ReadQuiet says otherwise."""
+    """A read has ended. Unless it is `quiet`, bytes may still land until ReadQuiet comes."""
 
     ticket: int
     posted_s: float
@@ -132,8 +134,7 @@ class ReadEnded(AgentMessage, frozen=True):
 
 
 class ReadQuiet(AgentMessage, frozen=True):
-    """No byte of a read that ended without being quiet can land any more: its peer went on, or the
-    peer's process is gone."""
+    """A read that ended without being quiet is quiet now: no byte of it can land any more."""
 
     ticket: int
 
@@ -149,7 +150,7 @@ AgentEvent = PeerUp | PeerDown | ReadEnded | ReadQuiet | BlocksSummed
 
 
 class TransferPort(Protocol):
-    """One rank's transfer agent: commands in, events out, never blocking."""
+    """One rank's transfer agent. It takes commands and returns events, and never blocks."""
 
     def send(self, command: AgentCommand) -> None: ...
 
@@ -178,7 +179,7 @@ class PoolMemory(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """Reads blocks of peers into the local pool. Only the agent's thread calls it.
+    """Reads peers' blocks into the local pool. Only the agent's thread calls it.
 
     Only `read` may block, while it copies one slice. `test` returns True when the read has ended
     and raises `TransferError` when it failed; both forget the handle. `cancel` returns True, and
@@ -187,9 +188,9 @@ class Transport(Protocol):
     """
 
     name: str
-    connect_s: float  # a peer that is not connected for so long is given up
-    least_slice_bytes: int  # slices are not cut smaller than this; 0: as the agent likes
-    progress_s: float | None  # `service` must be called this often, even when nothing is read
+    connect_s: float  # the agent gives up a peer that is not connected after this time
+    least_slice_bytes: int  # the least size of a slice; 0 leaves it to the agent
+    progress_s: float | None  # `service` must be called this often, even if nothing is read
 
     def address(self) -> bytes:
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""
@@ -198,20 +199,19 @@ class Transport(Protocol):
     def add_peer(
         self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
     ) -> None:
-        """Begin to make that pool, with blocks of `block_bytes`, readable. Raises `TransferError`.
+        """Begin to make a pool with blocks of `block_bytes` readable. Raises `TransferError`.
 
-        Reads of it copy `piece` of each block and leave the rest of the local block alone: another
-        rank's reads write there. Ranks of one process share its epoch, not its address.
+        Reads copy `piece` of each block and never touch the rest of the local block, where other
+        reads write. The ranks of one process share its epoch, but not its address.
         """
         ...
 
     def connected(self, peer: PeerRank) -> bool:
-        """Return True once `read` works. Raises `TransferError` when it never will."""
+        """Return True once `read` works. Raises `TransferError` if it never will."""
         ...
 
     def remove_peer(self, peer: PeerRank) -> None:
-        """Forget that pool; an unknown one is no error. Its reads have ended or been given up: one
-        that could not be cancelled may land until `close`."""
+        """Forget a pool whose reads have ended or been given up. It may be unknown."""
         ...
 
     def read(
@@ -233,7 +233,7 @@ class Transport(Protocol):
         ...
 
     def service(self) -> list[PeerRank]:
-        """Answer peers that connect, and return the peers whose processes are gone."""
+        """Serve peers that connect, and return the peers whose processes are gone."""
         ...
 
     def close(self) -> None: ...
@@ -243,7 +243,7 @@ class Transport(Protocol):
 
 
 class ConnectorMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of what goes into and comes out of a `Connector`. It can be recorded and replayed."""
+    """The root of a connector's events, commands and reports. They can be replayed."""
 
 
 class PeersChanged(ConnectorMessage, frozen=True):
@@ -271,9 +271,9 @@ class FromRank(ConnectorMessage, frozen=True):
 
 
 class Offer(ConnectorMessage, frozen=True):
-    """Prefill: all blocks of this prompt are reserved; offer them to `decode_node`.
+    """On prefill: all blocks of this prompt are reserved, and `decode_node` may read them.
 
-    The scheduler's Span, End and Withdrawn for this key follow, and travel as they are.
+    The scheduler's Span, End and Withdrawn for this key follow, and are sent unchanged.
     """
 
     key: Key
@@ -283,14 +283,14 @@ class Offer(ConnectorMessage, frozen=True):
 
 
 class Expect(ConnectorMessage, frozen=True):
-    """Decode: `prefill_node` computes the prompt of a request. Offered or LandingEnded follows."""
+    """On decode: `prefill_node` computes a request's prompt. Offered or LandingEnded follows."""
 
     key: Key
     prefill_node: NodeId
 
 
 class Land(ConnectorMessage, frozen=True):
-    """Decode: read the offered blocks from `first_block` on into `block_ids`."""
+    """On decode: the offered blocks from `first_block` on are to be read into `block_ids`."""
 
     key: Key
     first_block: int
@@ -298,7 +298,7 @@ class Land(ConnectorMessage, frozen=True):
 
 
 class Abandon(ConnectorMessage, frozen=True):
-    """Decode: the request is cancelled or refused. LandingEnded follows when its reads end."""
+    """On decode: the request is cancelled or refused. LandingEnded follows when its reads end."""
 
     key: Key
     failure: Failure
@@ -325,7 +325,7 @@ class ToRank(ConnectorMessage, frozen=True):
 
 
 class DialPeer(ConnectorMessage, frozen=True):
-    """Open a control channel to this node. Prefill dials decode."""
+    """Opens a control channel to this node. Prefill dials decode."""
 
     node: NodeInfo
 
@@ -339,9 +339,9 @@ ConnectorCommand = ToPeer | ToRank | DialPeer | DropPeer
 
 
 class Released(ConnectorMessage, frozen=True):
-    """Prefill: no reader needs these blocks any more. `failure` None: decode has all of them.
+    """On prefill: no reader needs these blocks now. If `failure` is None, decode has all of them.
 
-    Exactly one per Offer.
+    Exactly one follows each Offer.
     """
 
     key: Key
@@ -349,19 +349,19 @@ class Released(ConnectorMessage, frozen=True):
 
 
 class Landed(ConnectorMessage, frozen=True):
-    """Decode: every block is here and End has come. The last report of its key."""
+    """On decode: all blocks and End have arrived. This is the last report of its key."""
 
     key: Key
     tokens: tuple[FirstToken, ...]
     num_bytes: int
-    transfer_s: float  # from the first post to the last end
-    exposed_s: float  # from End's arrival (or the last post before it) to the last end
+    transfer_s: float  # from the first post to the last read's end
+    exposed_s: float  # from End's arrival (or the last post before it) to the last read's end
 
 
 class LandingEnded(ConnectorMessage, frozen=True):
-    """Decode: the landing failed or was abandoned. The last report of its key.
+    """On decode: the landing failed or was abandoned. This is the last report of its key.
 
-    Its blocks may be reused, except those in `quarantined`, into which bytes may still land.
+    Its blocks may be reused, except those in `quarantined`, in which bytes may still land.
     """
 
     key: Key
@@ -370,7 +370,7 @@ class LandingEnded(ConnectorMessage, frozen=True):
 
 
 class BlocksQuiet(ConnectorMessage, frozen=True):
-    """Decode: these blocks were quarantined, and nothing can land in them any more."""
+    """On decode: these blocks were quarantined, and nothing can land in them any more."""
 
     block_ids: tuple[int, ...]
 
@@ -379,7 +379,7 @@ ConnectorReport = Released | Offered | Landed | LandingEnded | BlocksQuiet
 
 
 class ConnectorStep(msgspec.Struct, frozen=True):
-    """What one step of the connector wants done. Call again by `wake_at_s`, if it is set."""
+    """The effects of one step of the connector. Call it again by `wake_at_s`, if that is set."""
 
     commands: list[ConnectorCommand]
     reports: list[ConnectorReport]
@@ -387,11 +387,11 @@ class ConnectorStep(msgspec.Struct, frozen=True):
 
 
 class Connector(Protocol):
-    """One per node, for both roles. It is pure: it has no clock and no I/O, and keys break ties.
+    """One per node, for both roles. It is pure: it has no clock and no I/O; keys break ties.
 
-    Exactly one Released follows each Offer, and exactly one Landed or LandingEnded each Expect.
-    Every state that is not final has a deadline. Messages of keys that have ended are answered from
-    tombstones; messages of keys that are not yet expected are parked for 5 s, a bounded number.
+    Exactly one Released follows each Offer, and exactly one Landed or LandingEnded follows each
+    Expect. Every state that is not final has a deadline. Tombstones answer messages of keys that
+    have ended. A bounded number of messages of keys that are not yet expected is parked for 5 s.
     """
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep: ...

@@ -1,6 +1,6 @@
-"""All handoffs that this node offers: finds the machine of a key, or answers for it.
+"""All handoffs that this node offers: find a key's machine, or answer for it.
 
-The connector holds it and tells it about channels and time. If a reader renews a key that has
+The connector holds `Offers` and reports channels and time to it. If a reader renews a key that has
 ended, or that was never offered, the answer is that the handoff was withdrawn.
 """
 
@@ -26,7 +26,7 @@ from baton.protocol.messages import Declined, Done, End, Renew, Span, Withdrawn
 
 class Offers:
     def __init__(self, peers: PeerTable, lease_s: float, sums: AnnouncedSums | None = None) -> None:
-        """Spans travel with checksums of their blocks if `sums` is given."""
+        """If `sums` is given, spans are sent with checksums of their blocks."""
         self._sums = sums
         self._peers = peers
         self._lease_s = lease_s
@@ -50,7 +50,7 @@ class Offers:
         self._sources[offer.key] = SourceHandoff(now_s, offer, peer.name, self._lease_s, out)
 
     def advance(self, now_s: float, event: Span | End | Withdrawn, out: Effects) -> None:
-        """Take the scheduler's events of an offer; one that crossed Released is dropped."""
+        """Handle a scheduler's event of an offer, or drop it if it crossed Released."""
         if event.key not in self._sources:
             return
         source = self._sources[event.key]
@@ -61,7 +61,7 @@ class Offers:
             self._announce(now_s, event.key, out)
 
     def summed(self, now_s: float, rank: int, event: BlocksSummed, out: Effects) -> None:
-        """Take the checksums of a span from one rank."""
+        """Handle one rank's checksums of a span."""
         key = self._sums.summed(rank, event) if self._sums is not None else None
         if key is not None:
             self._announce(now_s, key, out)
@@ -74,7 +74,7 @@ class Offers:
         message: Renew | Done | Declined,
         out: Effects,
     ) -> None:
-        """Take what decode says about an offer."""
+        """Handle a message from decode about an offer."""
         source = self._sources.get(key)
         if source is not None and source.peer == peer.name:
             self._on(now_s, source, message, out)
@@ -91,7 +91,7 @@ class Offers:
             self._on(now_s, source, Reconnected(), out)
 
     def end_leases(self, now_s: float, out: Effects) -> set[PeerName]:
-        """End the leases that are over, and return the peers that let them end."""
+        """End the leases that are over, and return the peers that did not renew them."""
         ended = [source for source in self._sources.values() if source.deadline_s <= now_s]
         for source in ended:
             self._on(now_s, source, LeaseEnded(), out)
@@ -129,6 +129,6 @@ class Offers:
         if (tombstone := self._tombstones.answer(offer.key)) is not None:
             return tombstone.failure
         if peer is None or peer.info is None or not peer.info.control_endpoint:
-            text = f"no router has said how to reach decode node {offer.decode_node}"
+            text = f"no router has published how to reach decode node {offer.decode_node}"
             return TransferError(text, code="node_lost").to_failure()
         return self._peers.refusal_of(peer)

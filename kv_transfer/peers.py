@@ -1,9 +1,9 @@
 """The processes this node moves blocks to or from: their channels and their readable ranks.
 
-Only the connector holds it. A peer is a process, so its name is a node id and an epoch. Both sides
-introduce themselves with `PeerHello`; a peer that differs in version, model or block layout, or
+Only the connector holds the table. A peer is a process, so its name is a node id and an epoch. Both
+sides introduce themselves with `PeerHello`; a peer with another version, model or block layout, or
 whose degree does not fit, is refused with a typed failure. `edges` decides which rank reads which
-rank of a peer; ranks are connected when they are needed, in the background.
+rank of a peer. Ranks are connected in the background when they are needed.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ MAX_UNLISTED = 256
 
 class Channel(Enum):
     NONE = auto()
-    DIALLED = auto()  # our PeerHello is sent, theirs has not come
+    DIALLED = auto()  # our PeerHello is sent, and theirs has not arrived
     UP = auto()
     REFUSED = auto()
 
@@ -47,25 +47,26 @@ class LinkState(Enum):
 
 @dataclass(slots=True, eq=False)
 class RankLink:
-    """One of our ranks and the peer's rank that it reads."""
+    """One of our ranks, and the peer's rank that it reads."""
 
     edge: Edge
     state: LinkState = LinkState.ABSENT
     adding_s: float = 0.0
-    transport: str = ""  # the last that was chosen
+    transport: str = ""  # the one that was chosen last
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
     name: PeerName
     info: NodeInfo | None = None
-    is_listed: bool | None = None  # None: no router has named it yet
+    is_listed: bool | None = None  # None if no router has named the node yet
     channel: Channel = Channel.NONE
     is_dialled: bool = False  # by us
     refusal: Failure | None = None
     dialled_s: float = 0.0
     heard_s: float = 0.0
-    links: list[RankLink] = field(default_factory=list)  # empty until its ranks are to be read
+    # Empty until the peer's ranks are to be read.
+    links: list[RankLink] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)  # transports that did not connect
 
     @property
@@ -74,7 +75,7 @@ class Peer:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether no router lists it and there is something to close."""
+        """Return whether no router lists the peer and something of it is still open."""
         if self.is_listed is None:
             return self.channel is Channel.NONE
         has_links = any(link.state is not LinkState.ABSENT for link in self.links)
@@ -90,18 +91,18 @@ class Peer:
         return min(limits, default=None)
 
     def link(self, target: int, source: int) -> RankLink | None:
-        """Return the link by which our rank `target` reads its rank `source`."""
+        """Return the link by which our rank `target` reads the peer's rank `source`."""
         ends = (target, source)
         return next((one for one in self.links if (one.edge.target, one.edge.source) == ends), None)
 
     def late_links(self, now_s: float) -> list[RankLink]:
-        """Return the links that should be up by now."""
+        """Return the links that should be connected by now."""
         adding = [link for link in self.links if link.state is LinkState.ADDING]
         return [link for link in adding if link.adding_s + CONNECT_S <= now_s]
 
 
 class PeerTable:
-    """Every peer that was listed or has spoken. `reachable` names those with a channel."""
+    """Every peer that was listed or has sent a message. `reachable` names those with a channel."""
 
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._node = node
@@ -114,7 +115,7 @@ class PeerTable:
         return list(self._peers.values())
 
     def get(self, name: PeerName) -> Peer:
-        """Return that process, and remember it from now on."""
+        """Return that process, and add it to the table if it is new."""
         if name not in self._peers:
             self._peers[name] = Peer(name)
         return self._peers[name]
@@ -127,8 +128,7 @@ class PeerTable:
         return self._peers.get(self._current[node]) if node in self._current else None
 
     def changed(self, nodes: tuple[NodeInfo, ...]) -> None:
-        """Take a router's list. Routers may disagree, so a node that is missing is not yet
-        forgotten."""
+        """Take in a router's list. Routers may disagree, so a missing node is not forgotten yet."""
         for peer in self._peers.values():
             peer.is_listed = None if peer.is_listed is None else False
         for info in nodes:
@@ -137,7 +137,7 @@ class PeerTable:
             self._current[info.node_id] = peer.name
 
     def forget_unlisted(self, used: Callable[[], set[PeerName]], out: Effects) -> None:
-        """Close and unmap peers that are neither listed nor used; keep some addresses for later."""
+        """Close and unmap peers that are neither listed nor used, but keep some addresses."""
         unlisted = [p for p in self._peers.values() if p.is_gone]
         if not unlisted:
             return
@@ -157,14 +157,14 @@ class PeerTable:
     # --- channels ------------------------------------------------------------------------------
 
     def refusal_of(self, peer: Peer) -> Failure | None:
-        """Return why blocks cannot be exchanged with it; None as long as no reason is known."""
+        """Return why blocks cannot be exchanged with that peer; None while no reason is known."""
         if peer.refusal is not None or peer.info is None:
             return peer.refusal
         theirs = (peer.info.model, peer.info.layout.fingerprint)
         return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._problem(peer.info)
 
     def dial(self, now_s: float, peer: Peer, out: Effects) -> None:
-        """Open a channel to it; messages that are sent now wait until the channel is open."""
+        """Open a channel to that peer. Messages wait until the channel is open."""
         if peer.channel is Channel.NONE and peer.info is not None:
             peer.channel, peer.is_dialled = Channel.DIALLED, True
             peer.dialled_s = peer.heard_s = now_s
@@ -173,9 +173,9 @@ class PeerTable:
             out.tell(peer.name, self._hello())
 
     def greeted(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
-        """Take a peer's greeting and return why the peer is refused, if it is.
+        """Handle a peer's PeerHello, and return why the peer is refused, if it is.
 
-        Only the dialled side answers, or two nodes would greet each other for ever.
+        Only the dialled side answers; otherwise two nodes would greet each other for ever.
         """
         if not peer.is_dialled:
             self.reachable.add(peer.name)
@@ -199,7 +199,7 @@ class PeerTable:
     # --- ranks ---------------------------------------------------------------------------------
 
     def num_pieces(self, name: PeerName) -> int:
-        """Return into how many pieces that decode node's reads cut a block of ours."""
+        """Return into how many pieces that decode node's reads cut one of our blocks."""
         info = self._peers[name].info
         assert info is not None, "a handoff was offered to it"
         return edges_between(self._node, info)[0].num_pieces
@@ -207,7 +207,8 @@ class PeerTable:
     def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
         """Begin to connect every link that is not up or connecting.
 
-        The peer must not be refused. Raises `TransferError` if no transport serves both sides.
+        The peer must not have been refused. Raises `TransferError` if no transport serves both
+        sides.
         """
         info = peer.info
         if info is None:
@@ -219,7 +220,7 @@ class PeerTable:
                 self._add(now_s, peer, info, link, out)
 
     def fall_back(self, now_s: float, peer: Peer, link: RankLink, out: Effects) -> bool:
-        """Connect a link by another transport if it did not connect by the first; else False."""
+        """Retry a failed link with another transport. Return False if there is none."""
         if link.state is not LinkState.ADDING or peer.info is None:
             return False
         peer.failed.add(link.transport)
@@ -227,18 +228,19 @@ class PeerTable:
         try:
             self._add(now_s, peer, peer.info, link, out)
         except TransferError:
-            peer.failed.clear()  # none has worked, so the next landing begins with the first again
+            # None has worked, so the next landing starts with the first one again.
+            peer.failed.clear()
             return False
         return True
 
     def link_up(self, peer: Peer, link: RankLink, out: Effects) -> None:
-        if link.state is LinkState.ABSENT:  # it was given up in the meantime
+        if link.state is LinkState.ABSENT:  # the link was given up in the meantime
             out.order(link.edge.target, RemovePeer(_owner(peer, link)))
         else:
             link.state = LinkState.UP
 
     def remove_link(self, peer: Peer, link: RankLink, out: Effects) -> None:
-        """Disconnect it; the next landing that needs it connects it afresh."""
+        """Disconnect a link; the next landing that needs it connects it again."""
         if link.state is not LinkState.ABSENT:
             link.state = LinkState.ABSENT
             out.order(link.edge.target, RemovePeer(_owner(peer, link)))
@@ -276,7 +278,7 @@ class PeerTable:
         return None
 
     def _problem(self, info: NodeInfo) -> Failure | None:
-        """Return why no block could ever travel between this node and that peer."""
+        """Return why this node and that peer can never exchange blocks."""
         own, pair = self._node, (info, self._node)
         prefill, decode = pair if own.role == "decode" else pair[::-1]
         if (problem := degree_problem(prefill, decode)) is not None:

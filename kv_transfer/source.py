@@ -1,4 +1,4 @@
-"""One handoff on the prefill side: announced blocks are held under a lease until decode is done.
+"""One handoff on the prefill side, which holds announced blocks under a lease until decode is done.
 
 The connector feeds it the scheduler's events and decode's messages. Announced blocks are given back
 only after decode's answer (Done, Declined) or at the end of the lease: a lost channel does not
@@ -28,7 +28,7 @@ from baton.protocol.messages import (
 class SourceState(Enum):
     OFFERED = auto()  # Offered is sent, spans follow
     COMPLETE = auto()  # End is sent
-    LEAVING = auto()  # given up, but announced blocks may still be read
+    LEAVING = auto()  # given up, but decode may still read announced blocks
     RELEASED = auto()
 
 
@@ -39,14 +39,14 @@ class LeaseEnded:
 
 @dataclass(slots=True, frozen=True)
 class ChannelLost:
-    """The channel to that process is gone, or the process was refused."""
+    """The channel to the decode process is gone, or the process was refused."""
 
     failure: Failure
 
 
 @dataclass(slots=True, frozen=True)
 class Reconnected:
-    """There is a new channel to the process that this handoff was offered to."""
+    """There is a new channel to the process to which this handoff was offered."""
 
 
 SourceEvent = (
@@ -55,7 +55,7 @@ SourceEvent = (
 
 
 class SourceHandoff:
-    """Making one sends Offered. `deadline_s` is the end of the lease in every state."""
+    """The constructor sends Offered. `deadline_s` is the end of the lease in every state."""
 
     def __init__(
         self, now_s: float, offer: Offer, peer: PeerName, lease_s: float, out: Effects
@@ -94,7 +94,7 @@ class SourceHandoff:
                 self.deadline_s = now_s + self.lease_s
                 out.tell(self.peer, Renewed(self.key))
             case Done():
-                error = TransferError("decode was done with a prompt that had not ended")
+                error = TransferError("decode reported Done for a prompt that had not ended")
                 self._release(None if self._is_complete else error.to_failure(), out)
             case Declined(failure=failure):
                 self._release(failure, out)

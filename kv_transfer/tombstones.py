@@ -1,8 +1,7 @@
 """The memory of handoffs that have ended, and of messages that came before their request.
 
-Only the connector holds them. Everything is bounded: the oldest tombstone goes first (its key is
-then parked and refused like an unknown one), and a message that cannot be parked is refused at
-once.
+Only the connector holds them. Everything is bounded: the oldest tombstone is dropped first (its key
+is then treated like an unknown one), and a message that cannot be parked is refused at once.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ EarlyMessage = Offered | Span | End
 
 
 class Tombstones(Generic[Answered]):
-    """Keys that have ended, each with the answer to late messages, and the newest attempts."""
+    """Keys that have ended, each with its answer to late messages, and the newest attempts."""
 
     def __init__(self, max_keys: int = MAX_TOMBSTONES) -> None:
         self._max_keys = max_keys
@@ -67,14 +66,14 @@ class Parking:
         self._max_keys = max_keys
         self._max_messages = max_messages
         self._num_messages = 0
-        self._parked: dict[Key, Parked] = {}  # the oldest first, so also the first to end
+        self._parked: dict[Key, Parked] = {}  # the oldest first, which is also the first to expire
 
     @property
     def deadline_s(self) -> float | None:
         return next((parked.until_s for parked in self._parked.values()), None)
 
     def park(self, now_s: float, peer: PeerName, message: EarlyMessage) -> bool:
-        """Return False when there is no room, or when it does not follow a parked Offered."""
+        """Park a message. Return False if there is no room, or no parked Offered before it."""
         parked = self._parked.get(message.key)
         if parked is None:
             if not isinstance(message, Offered) or len(self._parked) == self._max_keys:

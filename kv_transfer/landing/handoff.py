@@ -1,10 +1,10 @@
-"""One handoff on the decode side: announced spans are read into its blocks until all are there.
+"""One handoff on the decode side, which has announced spans read until all blocks are there.
 
 The connector feeds it the scheduler's events, prefill's messages and the ends of reads. It reports
-Landed only with every piece of every block read on every rank, with End, and with proof that
-prefill held the blocks while they were read. A landing that fails drains first: it gives its blocks
-back when no read can write to them any more, and names those where this is not certain as
-quarantined.
+Landed only after every piece of every block was read on every rank, End has arrived, and it is
+proven that prefill held the blocks while they were read. A landing that fails drains first: it
+gives its blocks back when no read can write to them any more, and reports the blocks for which this
+is not certain as quarantined.
 """
 
 from collections.abc import Callable
@@ -42,16 +42,16 @@ from baton.protocol.messages import (
     Withdrawn,
 )
 
-WAIT_S = 600.0  # the router cancels long before; this only bounds what a router forgot
-STALL_S = 60.0  # without the end of a read while reads are wanted
-DRAIN_S = 60.0  # longer than an agent takes to tell whether a read is quiet
+WAIT_S = 600.0  # the router cancels long before this; it only bounds what a router forgot
+STALL_S = 60.0  # how long reads may make no progress while blocks are missing
+DRAIN_S = 60.0  # longer than an agent takes to decide whether a read is quiet
 
 
 class LandingState(Enum):
-    EXPECTED = auto()  # prefill has not offered it
-    OFFERED = auto()  # prefill holds it, the scheduler has no blocks for it yet
-    LANDING = auto()  # blocks are there, spans are read
-    DRAINING = auto()  # it failed; reads may still write
+    EXPECTED = auto()  # prefill has not offered the prompt
+    OFFERED = auto()  # prefill holds its blocks, and the scheduler has none for it yet
+    LANDING = auto()  # the scheduler has reserved blocks, and spans are read
+    DRAINING = auto()  # the landing failed, and reads may still write
     LANDED = auto()
     ENDED = auto()
 
@@ -65,7 +65,7 @@ class Broken:
 
 @dataclass(slots=True, frozen=True)
 class TimeUp:
-    """`deadline_s` has come."""
+    """The time `deadline_s` has come."""
 
 
 TakeTicket = Callable[[Key], int]
@@ -87,7 +87,7 @@ class LandingHandoff:
         self._take_ticket = take_ticket
         self._since_s = now_s
         self._progress_s = now_s
-        self._num_blocks = 0  # of the whole prompt, as offered
+        self._num_blocks = 0  # blocks of the whole prompt, as offered
         self._spans: list[Span] = []
         self._num_announced_blocks = 0
         self._end: End | None = None
@@ -107,7 +107,7 @@ class LandingHandoff:
 
     @property
     def renew_at_s(self) -> float | None:
-        """Return when the next renewal is due; that is at once if only the proof is missing."""
+        """Return when the next renewal is due: at once if only the proof is missing."""
         if self.state not in (LandingState.OFFERED, LandingState.LANDING):
             return None
         assert self.lease is not None
@@ -119,7 +119,7 @@ class LandingHandoff:
 
     @property
     def next_s(self) -> float:
-        """Return when something must be done if nothing comes: at a deadline or for a renewal."""
+        """Return when the next deadline or renewal is due if no event comes before."""
         deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
         return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
 
@@ -129,7 +129,7 @@ class LandingHandoff:
         return {} if self._reads is None else self._reads.quarantined
 
     def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
-        """Take an event. `peer` is the process that offered the prompt, or that sent `event`."""
+        """Handle an event. `peer` is the process that offered the prompt or that sent `event`."""
         match self.state:
             case LandingState.EXPECTED:
                 self._on_expected(now_s, event, peer, out)
@@ -153,7 +153,7 @@ class LandingHandoff:
         self.lease.renewed(now_s)
 
     def reads(self, ticket: int) -> bool:
-        """Return whether that read is one of this landing's that have not ended."""
+        """Return whether that read belongs to this landing and has not ended."""
         return self._reads is not None and ticket in self._reads.outstanding
 
     # --- inside: one method per state ----------------------------------------------------------
@@ -246,10 +246,10 @@ class LandingHandoff:
         problem: str | None = None
         match message:
             case Offered():
-                problem = "it was offered twice"
+                problem = "prefill offered the prompt twice"
             case Renewed():
                 if not self.lease.confirmed():
-                    problem = "a renewal was confirmed that was not sent"
+                    problem = "prefill confirmed a renewal that was not sent"
             case Span():
                 problem = self._problem_of(message)
                 if problem is None:
@@ -281,7 +281,7 @@ class LandingHandoff:
     def _begin(self, now_s: float, land: Land, out: Effects) -> None:
         assert self.peer is not None
         if land.first_block + len(land.block_ids) != self._num_blocks:
-            text = f"prefill holds {self._num_blocks} blocks, decode wants another number"
+            text = f"prefill holds {self._num_blocks} blocks, but decode expects another number"
             self._fail(now_s, _wrong(text), out)
             return
         self._reads = SpanReads(land.first_block, land.block_ids)
@@ -291,7 +291,7 @@ class LandingHandoff:
         out.tell(self.peer, Renew((self.key,)))
 
     def _read(self, now_s: float, peer: Peer | None, out: Effects) -> None:
-        """Post the reads of announced blocks that are missing, over every link that is up."""
+        """Post reads, over every link that is up, of announced blocks that are missing."""
         assert self._reads is not None
         assert peer is not None
         if peer.info is None or not peer.links:
@@ -326,7 +326,7 @@ class LandingHandoff:
         assert self.lease is not None
         assert self.peer is not None
         if self._reads.block_ids and not self.lease.covers(self._reads.last_end_s):
-            return  # the proof is on its way, or `renew_at_s` asks for it
+            return  # the proof is on its way, or `renew_at_s` requests it
         self.state = LandingState.LANDED
         out.tell(self.peer, Done(self.key))
         out.reports.append(
@@ -372,9 +372,9 @@ def _wrong(text: str) -> Failure:
 
 
 def _unreadable(span: Span, prefill: NodeInfo, edge: Edge) -> str | None:
-    """Return why the blocks of a span cannot be read of the node that announced it."""
+    """Return why the blocks of a span cannot be read from the node that announced it."""
     if not all(0 <= block < prefill.num_blocks for block in span.block_ids):
         return "a span names blocks that prefill does not have"
     if span.checksums and len(span.checksums) != len(prefill.ranks) * edge.num_pieces:
-        return "a span has checksums of other pieces than are read"
+        return "a span has checksums of pieces other than those that are read"
     return None

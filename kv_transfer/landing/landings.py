@@ -1,8 +1,8 @@
-"""All landings of this node: finds the machine of a key, parks early messages, or answers them.
+"""All landings of this node: find a key's machine, park early messages, and answer late ones.
 
-The connector holds it and tells it about channels, ranks and time. It renews the leases of all
-landings that read from one peer together. If prefill still speaks of a key that has ended, it says
-once more that decode is done, or why decode declined.
+The connector holds `Landings` and reports channels, ranks and time to it. It renews the leases of
+all landings that read from one peer together. If prefill still sends messages of a key that has
+ended, it repeats that decode is done, or why decode declined.
 """
 
 import itertools
@@ -50,7 +50,8 @@ class Landings:
         self._node = node
         self._peers = peers
         self._landings: dict[Key, LandingHandoff] = {}
-        self._next_s: dict[Key, float] = {}  # when each wants attention; kept for cheap steps
+        # When each landing needs attention, cached to keep steps cheap.
+        self._next_s: dict[Key, float] = {}
         self._tombstones: Tombstones[Done | Declined] = Tombstones()
         self._parking = Parking()
         self._tickets = itertools.count(1)
@@ -76,12 +77,12 @@ class Landings:
         self._next_s[key] = landing.deadline_s
         self._make_readable(now_s, landing, out)
         if parked is not None:
-            came_s = parked.until_s - PARKED_S  # from then on its lease has run
+            came_s = parked.until_s - PARKED_S  # its lease has run since then
             for message in parked.messages:
                 self.announced(came_s, self._peers.get(parked.peer), message, out)
 
     def advance(self, now_s: float, event: Land | Abandon, out: Effects) -> None:
-        """Take what the scheduler decides; an event that crossed the last report is dropped."""
+        """Handle a scheduler's event, or drop it if it crossed its key's last report."""
         landing = self._landings.get(event.key)
         if landing is not None and isinstance(event, Land):
             self._make_readable(now_s, landing, out)
@@ -90,10 +91,11 @@ class Landings:
             self._on(now_s, landing, event, out)
 
     def announced(self, now_s: float, peer: Peer, message: FromPrefill, out: Effects) -> None:
-        """Take what prefill says about a handoff."""
+        """Handle a message from prefill about a handoff."""
         key = message.key
         landing = self._landings.get(key)
-        wants_answer = not isinstance(message, Span | Renewed)  # another message of the key does
+        # Another message of the key makes its state clear.
+        wants_answer = not isinstance(message, Span | Renewed)
         if landing is not None:
             if landing.prefill_node == peer.name[0] and landing.peer in (None, peer.name):
                 self._on(now_s, landing, message, out, sender=peer)
@@ -119,7 +121,7 @@ class Landings:
             self.read_quiet(event.ticket, out)
 
     def read_quiet(self, ticket: int, out: Effects) -> None:
-        """Give the blocks of a read back that was not quiet before, if no other read names them."""
+        """Give back the blocks of a read that is quiet at last, unless another read names them."""
         key = self._readers.pop(ticket, None)
         if key is not None and key in self._landings:
             self._landings[key].quarantined.pop(ticket, None)
@@ -134,7 +136,7 @@ class Landings:
             self._on(now_s, landing, event, out)
 
     def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        """End the landings that read; the others may still land over a new connection."""
+        """End the landings that read from a lost rank; others may use a new connection."""
         for landing in self._of(peer):
             if landing.state is LandingState.LANDING:
                 self._on(now_s, landing, Broken(failure), out)
@@ -145,7 +147,7 @@ class Landings:
             self._on(now_s, landing, Broken(failure), out)
 
     def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        """End the landings that wait for that process: it can never feed this node."""
+        """End the landings that wait for that process, which can never send blocks to this node."""
         for landing in list(self._landings.values()):
             if landing.peer is None and landing.prefill_node == peer[0]:
                 self._on(now_s, landing, Broken(failure), out)
@@ -162,7 +164,7 @@ class Landings:
             self._decline(parked.peer, key, _unexpected(), out)
 
     def renew(self, now_s: float, out: Effects) -> None:
-        """Renew the leases that are due, and with each all others of that peer, in one message."""
+        """Renew the leases that are due, together with all others of the same peer."""
         due: set[PeerName] = set()
         for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
             landing = self._landings[key]
@@ -223,7 +225,7 @@ class Landings:
         return [landing for landing in self._landings.values() if landing.peer == peer]
 
     def _make_readable(self, now_s: float, landing: LandingHandoff, out: Effects) -> None:
-        """Connect to the ranks that will be read, as soon as their process is known."""
+        """Connect to the ranks that will be read as soon as their process is known."""
         if landing.state is LandingState.DRAINING:
             return
         if landing.peer is None:
@@ -247,7 +249,7 @@ class Landings:
         """Park or decline a message of a key that is not expected, or not yet."""
         key = message.key
         if isinstance(message, Renewed):
-            return  # of a landing that is long forgotten
+            return  # the landing was forgotten long ago
         if isinstance(message, Withdrawn):
             self._parking.take(key)
             self._decline(peer.name, key, message.failure, out)
@@ -266,7 +268,7 @@ class Landings:
             self._on(now_s, self._landings[lower], Broken(superseded()), out)
 
     def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
-        """Refuse a handoff for good: later messages of its key are answered with the same."""
+        """Refuse a handoff for good; later messages of its key get the same answer."""
         declined = Declined(key, failure)
         self._tombstones.bury(key, declined)
         out.tell(peer, declined)

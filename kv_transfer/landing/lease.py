@@ -1,8 +1,8 @@
-"""How long a reader may rely on what it reads, on its own clock.
+"""The time until which a reader may rely on what it reads, on the reader's own clock.
 
 Each landing holds a lease. A renewal counts from when it was *sent*, and only once the source has
-confirmed it: an unconfirmed renewal may have come after the blocks were given away. Confirmations
-come in the order of the renewals, because channels are FIFO, so they need no number.
+confirmed it: an unconfirmed renewal may have arrived after the blocks were given away. Channels are
+FIFO, so confirmations come in the order of the renewals and need no numbers.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ class ReaderLease:
     def __init__(self, now_s: float, lease_s: float) -> None:
         self.lease_s = lease_s
         self.until_s: float | None = None  # proven by a confirmation
-        # Nothing is proven yet. A source that confirms nothing within a lease counts as gone.
+        # Nothing is proven yet. If the source confirms nothing within a lease, it counts as gone.
         self._patience_s = now_s + lease_s
         self._interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
         self._unconfirmed: deque[float] = deque()
@@ -29,7 +29,7 @@ class ReaderLease:
 
     @property
     def limit_s(self) -> float:
-        """Return when to give up."""
+        """Return the time at which to give up."""
         return self._patience_s if self.until_s is None else self.until_s
 
     def renewed(self, now_s: float) -> None:
@@ -45,9 +45,9 @@ class ReaderLease:
         return True
 
     def covers(self, at_s: float) -> bool:
-        """Return whether it is proven that the blocks were held until `at_s`."""
+        """Return whether confirmations prove that the source held the blocks until `at_s`."""
         return self.until_s is not None and at_s <= self.until_s
 
     def may_cover(self, at_s: float) -> bool:
-        """Return whether the confirmations under way would prove it."""
+        """Return whether the confirmations that are still to come would prove it."""
         return bool(self._unconfirmed) and at_s <= self._unconfirmed[-1] + self.lease_s

@@ -1,8 +1,8 @@
 """The reads of one landing: which blocks of a span go where, and how each read ended.
 
 A landing machine holds it and decides when to post. Only blocks that decode lacks are read, once
-over every edge. A local block is free again when all of its reads have ended quiet. If that is not
-certain of one of them, the block is quarantined.
+over every edge. A local block is free again when all of its reads have ended and are quiet. If that
+is not certain for one of the reads, the block is quarantined.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class SpanReads:
     first_block: int
     block_ids: tuple[int, ...]
     num_posted: list[int] = field(default_factory=list)  # empty until the edges are known
-    # Our rank and its blocks, by ticket.
+    # The local rank and its blocks, by the read's ticket.
     outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     quarantined: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by ticket
     posted_s: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class SpanReads:
     def post(
         self, number: int, edge: Edge, span: Span, peer: Epoch, take_ticket: Callable[[], int]
     ) -> Read | None:
-        """Return the read of the blocks of `span` that are missing here; None when none are.
+        """Return the read of the blocks of `span` that are missing here; None if none is missing.
 
         `number` is the place of the edge among the edges of the peer.
         """
@@ -58,7 +58,7 @@ class SpanReads:
             self.num_bytes += event.num_bytes
 
     def give_up(self) -> None:
-        """Quarantine the blocks of every read that has not ended: it may still write to them."""
+        """Quarantine the blocks of every read that has not ended, because it may still write."""
         for ticket, (_, local) in self.outstanding.items():
             self.quarantined[ticket] = local
         self.outstanding.clear()
@@ -74,7 +74,7 @@ class SpanReads:
     def exposed_s(self, end_arrived_s: float) -> float:
         """Return the time from the last announcement to the last end of a read.
 
-        Waiting for landing blocks does not count.
+        The time of waiting for blocks to land in does not count.
         """
         if not self.posted_s:
             return 0.0

@@ -1,6 +1,6 @@
-"""The decoding of the addresses that ranks publish, for all transports.
+"""Decode the addresses that ranks publish, for all transports.
 
-An address comes from another process, so nothing but a whole one is taken.
+An address comes from another process, so a damaged one is refused.
 """
 
 from typing import TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def decode_address(data: bytes, kind: type[T], transport: str) -> T:
-    """Return the address of this `kind`. Raises `TransferError` that names the `transport`."""
+    """Return the address of this `kind`. Raises a `TransferError` that names the `transport`."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

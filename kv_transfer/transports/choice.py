@@ -1,10 +1,10 @@
 """Which transports a rank has, and which of them one rank takes to read another.
 
-`agent` asks for a rank's transports, the connector chooses for each pair of ranks that meets. The
-choice is a plain rule over what both have published: GPUs of one host that see each other take
-cuda_ipc, same host and shm on both sides take shm, other pairs take nixl. A setting forces one.
-Nothing is tried out here: a rank that could not be connected is chosen for again, without the
-transport that failed.
+`agent` makes a rank's transports here, and the connector chooses one for each pair of ranks. The
+choice is a plain rule over what both ranks have published: GPUs of one host that see each other
+take cuda_ipc, ranks on one host that both have shm take shm, and other pairs take nixl. A setting
+can force one transport. Nothing is tried here: if a pair cannot connect, the connector chooses
+again without the transport that failed.
 """
 
 import os
@@ -37,10 +37,10 @@ CUDA_IPC = CudaIpcTransport.name
 def make_transports(
     pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig
 ) -> list[Transport]:
-    """Return the transports of one rank; raises `ConfigError` if `config.transport` cannot work.
+    """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
 
-    `auto` adds nixl to shm only where it can be of use: loading it takes time and a thread, and
-    without a network device it reaches nothing that shm does not reach faster.
+    `auto` adds nixl to shm only where it is of use: nixl takes time to load and a thread, and
+    without a network device it reaches only what shm reaches faster.
     """
     if isinstance(pool, DevicePool):
         return _of_a_gpu(pool, epoch, config)
@@ -103,7 +103,7 @@ def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[st
     names = set.intersection(*({*rank.metadata} for rank in ranks))
     try:
         here = "/".join(this_place())
-    except OSError:  # a sandbox without /proc: the two may try
+    except OSError:  # a sandbox without /proc: the two nodes may try
         return ()
     if not names:  # a text that no other node has
         return (f"nothing@{here}/{os.getpid()}",)
@@ -121,9 +121,9 @@ def choose_transport(
     forced: TransportChoice,
     failed: Collection[str] = (),
 ) -> str:
-    """Return the transport by which `target` reads `source`; raises `TransferError` if none can.
+    """Return the transport by which `target` reads `source`. Raises `TransferError` if none works.
 
-    `failed` are those that were tried for this pair.
+    `failed` are the transports that did not connect this pair.
     """
     common = (source.metadata.keys() & target.metadata.keys()) - {*failed}
     if forced != "auto":

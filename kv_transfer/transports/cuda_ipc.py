@@ -1,10 +1,11 @@
 """Reads between GPUs of one host: the reader maps the peer's GPU memory and one kernel copies.
 
-The owner lends a table of generations as `shm` lends a pool (`owner_links`); with it comes proof of
-the same host and news of the owner's death. Its address carries the plain bytes of the GPU memory's
-handle. A read is one launch; when it has ended, the generations are read again: a block that got a
-new owner meanwhile fails the read. A launched copy cannot be stopped, so a read is quiet only once
-the GPU has ended it. Only an agent's thread calls it; what touches a GPU is in `PeerMemory`.
+The owner lends a table of generations as `shm` lends a pool (`owner_links`). The table proves that
+both are on one host, and shows when the owner has died. The address holds the bytes of the handle
+of the GPU memory. A read is one launch. When it has ended, the generations are read again, and the
+read fails if a block got a new owner meanwhile. A launched copy cannot be stopped, so a read is
+quiet only once the GPU has ended it. Only an agent's thread calls this transport; everything that
+touches a GPU is in `PeerMemory`.
 """
 
 import os
@@ -29,7 +30,7 @@ CLOSE_POLL_S = 0.0005
 
 
 class CudaIpcTransport:
-    """Lends the GPU pool `pool` to other processes of this host and reads the pools of peers.
+    """Lends the GPU pool `pool` to other processes of this host, and reads the pools of peers.
 
     Raises `ConfigError` where the memory cannot be shared.
     """
@@ -48,7 +49,7 @@ class CudaIpcTransport:
         self._peers: dict[PeerRank, _OpenPeer] = {}
         self._flights: dict[int, _Copy] = {}
         self._next_handle = 0
-        # Removed with copies in flight: unmapped when the last of them has ended.
+        # Peers that were removed with copies in flight are unmapped when the last copy has ended.
         self._leaving: list[_OpenPeer] = []
 
     def address(self) -> bytes:
@@ -73,7 +74,7 @@ class CudaIpcTransport:
         self._peers[peer] = _OpenPeer(where.handle, pieces)
 
     def connected(self, peer: PeerRank) -> bool:
-        """Open the GPU's memory once the table is mapped: then the owner is known and trusted."""
+        """Open the GPU's memory once the table is mapped, so that the owner is trusted."""
         if self._links.mapping(peer) is None:
             return False
         found = self._peers[peer]
@@ -129,7 +130,7 @@ class CudaIpcTransport:
             if not self._flights[handle].has_ended():
                 return False
         except TransferError:
-            pass  # the GPU has given the copy up
+            pass  # the GPU has abandoned the copy
         self._drop(handle)
         return True
 
@@ -141,7 +142,7 @@ class CudaIpcTransport:
         return self._links.service()
 
     def close(self) -> None:
-        """Wait for the copies that are in flight: the GPU would still store into the pool."""
+        """Wait for copies in flight, because the GPU would still store into the pool."""
         while self._flights:
             for handle in list(self._flights):
                 self.cancel(handle)
@@ -154,7 +155,7 @@ class CudaIpcTransport:
     # --- inside --------------------------------------------------------------------------------
 
     def _table_of(self, copy: "_Copy") -> Mapping:
-        """Return the generations to check a copy by. Raises `TransferError` without its owner."""
+        """Return the owner's generations. Raises `TransferError` if the owner is gone."""
         if self._peers.get(copy.peer) is not copy.owner:
             raise TransferError("the peer was removed")
         table = self._links.mapping(copy.peer)
@@ -186,8 +187,8 @@ class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
     block_bytes: int
     gpu: str
-    visible: tuple[str, ...]  # the GPUs that the process can use, as a reader
-    processes: str  # the namespaces that CUDA's handles live in
+    visible: tuple[str, ...]  # the GPUs that the process can read from
+    processes: str  # the namespaces in which CUDA's handles are valid
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -198,13 +199,13 @@ class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
         return decode_address(data, cls, "cuda_ipc")
 
     def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
-        """Return whether both are on one host, share handles, and the reader sees the GPU."""
+        """Return whether both are on one host and share handles, and the reader sees the GPU."""
         is_near = self.table.shares_host(reader.table) and self.processes == reader.processes
         return is_near and self.gpu in reader.visible
 
 
 def process_space() -> str:
-    """Return the namespaces of processes and of shared memory: CUDA's handles need both."""
+    """Return the namespaces of processes and of shared memory; CUDA's handles need both."""
     return "/".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "ipc"))
 
 

@@ -1,15 +1,16 @@
-"""Judges by the time of a read between two GPUs whether it took a fast lane. Pure.
+"""Judge by the time of a read between two GPUs whether it took a fast lane.
 
-UCX takes the fastest lane that it can use and does not say which. If it can use neither NVLink nor
-PCIe peer access, it stages GPU memory through the host or sends it by TCP: everything works, but
-many times slower. `nixl` times one read of each pair of GPUs and asks here.
+UCX takes the fastest lane that it can use and does not report which one. If it can use neither
+NVLink nor PCIe peer access, it copies GPU memory through the host or sends it by TCP: everything
+works, but many times more slowly. `nixl` times one read of each pair of GPUs and calls this file,
+which is pure.
 """
 
 import msgspec
 
 TIMED_BYTES = 64 << 20
-LEAST_BYTES = 4 << 20  # of a pool: less than that times the start of a read
-LEAST_BYTES_PER_S = 10e9  # PCIe 4.0 brings 20, NVLink hundreds, TCP on one host 1 to 3
+LEAST_BYTES = 4 << 20  # of a pool; reading less would mostly measure how long a read takes to start
+LEAST_BYTES_PER_S = 10e9  # PCIe 4.0 reaches 20, NVLink hundreds, and TCP on one host 1 to 3
 
 
 class TimedRead(msgspec.Struct, frozen=True):
@@ -23,9 +24,9 @@ class TimedRead(msgspec.Struct, frozen=True):
 
 
 def complaint(read: TimedRead, seconds: float) -> str:
-    """Return what to say of a read that took `seconds`; empty if nothing looks wrong.
+    """Return a warning about a read that took `seconds`; empty if nothing looks wrong.
 
-    Between hosts the network decides, and its speed is not known here.
+    Reads between hosts are not judged, because the speed of the network is unknown.
     """
     if not read.is_one_host or read.num_bytes < LEAST_BYTES:
         return ""

@@ -1,14 +1,14 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-Only an agent's thread calls it. A warm-up read connects each pair; between GPUs it lands in a spare
-block of the pool, because UCX would read GPU memory into host memory by TCP and so prove nothing,
-and a timed read follows, which tells NVLink from TCP (`lane`). CPU pools are not timed: between
-hosts 64 MiB would take the network from others, and on one host CMA is the only fast lane.
-For each peer it prepares one descriptor list, with the piece of every block that is read there, and
-reads name blocks in it by index. Giving up a read that is in flight does not stop it: measured, all
-of its bytes landed after its handle was released and its peer removed. So only a read that has
-ended, or that failed because its connection broke, counts as quiet. A read of a frozen peer never
-ends; the agent keeps the deadlines.
+Only an agent's thread calls it. A warm-up read connects each pair. Between GPUs it lands in a spare
+block of the pool, because UCX would read GPU memory into host memory by TCP, which would prove
+nothing. A timed read follows, which tells NVLink from TCP (`lane`). CPU pools are not timed:
+between hosts, 64 MiB would take bandwidth from others, and on one host CMA is the only fast lane.
+For each peer, this transport prepares one descriptor list with the piece of every block that is
+read there, and reads name blocks in it by index. Giving up a read in flight does not stop it: in a
+measurement, all of its bytes landed after its handle was released and its peer removed. So only a
+read that has ended, or that failed because its connection broke, counts as quiet. A read of a
+frozen peer never ends; the agent keeps the deadlines.
 """
 
 import contextlib
@@ -40,19 +40,19 @@ from baton.runtime.log import logger
 log = logger("transfer")
 
 MAX_PARKED = 8
-WARM_UP_S = 600.0  # then a warm-up that has not ended is given up, connection and all
-PROGRESS_S = 0.001  # a peer's read ends only if the UCX of the pool's owner makes progress
+WARM_UP_S = 600.0  # after this time, a warm-up that has not ended is given up with its connection
+PROGRESS_S = 0.001  # a peer's read ends only while the UCX of the pool's owner makes progress
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
 
 
 class NixlTransport:
-    """Lends the pool at `memory` to other processes and reads the pools of peers.
+    """Lends the pool at `memory` to other processes, and reads the pools of peers.
 
-    `memory` must stay until `close`; one on a GPU has a spare block. `network_device` is UCX's name
-    for the device, such as `mlx5_0:1`; empty stays on loopback. With `has_thread`, a thread of
-    NIXL's own makes progress. Without it `service` must: on GPUs that thread crashes (NIXL's issue
-    2102). Raises `ConfigError` when NIXL is missing or cannot start.
+    `memory` must exist until `close`; on a GPU it has a spare block. `network_device` is UCX's name
+    for the device, such as `mlx5_0:1`; if it is empty, UCX uses loopback. With `has_thread`, a
+    thread of NIXL makes progress; without it `service` does, because on GPUs that thread crashes
+    (NIXL's issue 2102). Raises `ConfigError` if NIXL is missing or cannot start.
     """
 
     name = "nixl"
@@ -79,25 +79,26 @@ class NixlTransport:
         self._agent, self._errors = make_agent(
             self._agent_name, network_device, is_on_gpu=is_on_gpu, has_thread=has_thread
         )
-        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # where a CPU's warm-ups land
+        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # where warm-ups of CPU pools land
         try:
             self._sink = self._register()
         except self._errors.at_start as error:
             raise ConfigError(f"nixl cannot register the pool: {error}") from error
-        # Our side of reads: the prepared pieces of all our blocks, by offset and length.
+        # The local side of reads: the prepared pieces of all our blocks, by offset and length.
         self._targets: dict[tuple[int, int], Releasable] = {}
         self._peers: dict[PeerRank, _PreparedPeer] = {}
-        # Removed with reads in flight: forgotten when the last of them has ended.
+        # Peers that were removed with reads in flight are forgotten when the last read has ended.
         self._leaving: list[_PreparedPeer] = []
-        # Agents that were removed while their connection was well, with their metadata. Adding one
-        # again reuses it: NIXL leaves a socket open at both ends when it drops a live one.
+        # Agents that were removed while their connection worked, with their metadata. Adding such
+        # an agent again reuses the connection, because NIXL leaves a socket open at both ends when
+        # it drops a live one.
         self._parked: dict[str, bytes] = {}
         self._reads: dict[int, _Flight] = {}
         self._next_handle = 0
         self._gone: list[PeerRank] = []
 
     def _register(self) -> Releasable:
-        """Register the pool and where warm-ups land; return the prepared descriptor of those."""
+        """Register the pool and the warm-up's target, and return the latter's descriptor."""
         memory = self._memory
         kind, device = segment(memory.device)
         size = (memory.num_blocks + memory.num_spare) * memory.block_bytes
@@ -144,7 +145,7 @@ class NixlTransport:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
     def _prepare(self, where: "NixlAddress", piece: BlockPiece) -> "_PreparedPeer":
-        """Load the metadata, prepare the pieces of the pool and post the transfer that connects."""
+        """Load the metadata, prepare the pieces of the pool, and post the read that connects."""
         parked = self._parked.pop(where.agent, None)
         added = where.agent
         if parked != where.metadata:
@@ -172,7 +173,7 @@ class NixlTransport:
         return peer
 
     def _target(self, piece: BlockPiece) -> Releasable:
-        """Return where reads of that piece go; peers of one shape share it."""
+        """Return the target of reads of that piece, which peers of one shape share."""
         place = (piece.local_offset, piece.num_bytes)
         if place not in self._targets:
             kind, _ = segment(self._memory.device)
@@ -191,7 +192,7 @@ class NixlTransport:
         return found.warm_up is None
 
     def _begin_timing(self, peer: "_PreparedPeer") -> None:
-        """Read many pieces into the spare block: the first read's cost of connecting is past."""
+        """Time a read of many pieces into the spare block, after the first read has connected."""
         peer.is_to_be_timed = False
         where, size = peer.where, peer.piece.num_bytes
         num_blocks = min(where.num_blocks, -(-TIMED_BYTES // size))
@@ -234,7 +235,7 @@ class NixlTransport:
         found = self._peer(peer)
         mine = self._memory.num_blocks
         source, target = check_read(remote, found.where.num_blocks, local, mine)
-        order = np.argsort(target, kind="stable")  # NIXL makes one request of neighbours
+        order = np.argsort(target, kind="stable")  # NIXL merges neighbours into one request
         into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
         try:
             handle = self._agent.make_prepped_xfer("READ", found.target, into, found.pieces, out_of)
@@ -263,24 +264,24 @@ class NixlTransport:
         try:
             return self.test(handle)
         except TransferError:
-            return True  # the connection broke, and with it everything that was on its way
+            return True  # the connection broke, and nothing that was in flight can land
 
     def fileno(self) -> int:
         return -1
 
     def service(self) -> list[PeerRank]:
         if self.progress_s is not None:
-            with contextlib.suppress(*self._errors.all):  # a dead peer's read says so itself
+            with contextlib.suppress(*self._errors.all):  # the read itself reports a dead peer
                 self._agent.get_new_notifs()
         self._forget_quiet_ones()
         gone, self._gone = self._gone, []
         return gone
 
     def close(self) -> None:
-        """End the NIXL agent, and with it every read that is still in flight.
+        """End the NIXL agent, which ends every read in flight.
 
-        This waits a little for them: measured, a peer that is answering over TCP may abort when its
-        reader's agent goes away.
+        It waits a little for these reads, because a peer that is answering over TCP may abort when
+        its reader's agent goes away, as was measured.
         """
         for _ in range(round(CLOSE_WAIT_S / CLOSE_POLL_S)):
             if all(self.cancel(handle) for handle in list(self._reads)):
@@ -298,7 +299,7 @@ class NixlTransport:
         self._reads.clear()
         self._peers.clear()
         self._leaving.clear()
-        # NIXL ends an agent when its last reference goes: nothing may keep one in a traceback.
+        # NIXL ends an agent with its last reference, so no traceback may hold one.
         del self._agent, self._sink
 
     def _peer(self, peer: PeerRank) -> "_PreparedPeer":
@@ -330,7 +331,7 @@ class NixlTransport:
         flight.release()
 
     def _forget_quiet_ones(self) -> None:
-        """Forget removed peers that have nothing in flight any more."""
+        """Forget removed peers that have no reads in flight any more."""
         if not self._leaving:
             return
         for handle, flight in list(self._reads.items()):
@@ -338,7 +339,7 @@ class NixlTransport:
                 self.cancel(handle)
         for peer in [peer for peer in self._leaving if not peer.num_in_flight]:
             if self._is_warming(peer):
-                continue  # the next attempt finds it further on
+                continue  # the next attempt may succeed
             self._leaving.remove(peer)
             connected = peer.warm_up is None and not peer.gone
             peer.release()

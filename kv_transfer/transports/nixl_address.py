@@ -1,6 +1,6 @@
 """The address of a NIXL agent: what one rank publishes so that another can read its pool.
 
-Only `nixl` and tools use it.
+Only `nixl` and the tools use it.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     """An agent's metadata and where its pool lies.
 
-    NIXL's own parser can crash on damaged metadata, so the encoded form carries a digest that is
-    checked before NIXL sees a byte. It protects against damage, not against a forger: addresses may
-    only be taken from authenticated peers.
+    NIXL's own parser can crash on damaged metadata, so the encoded form has a digest that is
+    checked before NIXL parses anything. The digest protects against damage, not against forgery:
+    addresses may only be accepted from authenticated peers.
     """
 
     epoch: Epoch
@@ -34,7 +34,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: BlockCount
     block_bytes: NumBytes
     metadata: bytes
-    host: str = ""  # where the pool lies; an older owner does not say
+    host: str = ""  # the pool's place; an older owner does not publish it
 
     def encode(self) -> bytes:
         body = msgspec.msgpack.encode(self)

@@ -1,4 +1,4 @@
-"""The part of NIXL's Python API that baton uses, as types, and the making of its agents.
+"""The part of NIXL's Python API that baton uses, as types, and a function that makes its agents.
 
 Only `nixl` imports this. The wheel is an optional extra, loaded when the first agent is made.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from baton.protocol.errors import ConfigError
 
 WHEELS = ("nixl_cu13", "nixl_cu12")
-PROGRESS_DELAY_US = 1000  # NIXL's wrapper sets 0, and the progress thread then spins a core
+PROGRESS_DELAY_US = 1000  # NIXL's wrapper sets 0, which makes the progress thread occupy a core
 
 
 class Releasable(Protocol):
@@ -52,7 +52,7 @@ class NixlAgent(Protocol):
 
 
 class NixlErrors:
-    """NIXL's exceptions, which have no root of their own."""
+    """NIXL's exceptions, which have no common root."""
 
     def __init__(self, api: ModuleType) -> None:
         found = vars(api.nixlBind).items()
@@ -71,17 +71,18 @@ def is_installed() -> bool:
 def make_agent(
     name: str, network_device: str, *, is_on_gpu: bool = False, has_thread: bool = True
 ) -> tuple[NixlAgent, NixlErrors]:
-    """Make an agent with the UCX backend that notices dead peers. Raises `ConfigError`.
+    """Return an agent with a UCX backend that notices dead peers. Raises `ConfigError`.
 
-    `network_device` (empty: loopback) goes into the environment, where UCX reads it, so the whole
-    process has one. `is_on_gpu` says where the agent's pool lies. Without `has_thread` the agent's
-    owner calls `get_new_notifs` now and then, which makes the reads of peers progress too.
+    `network_device` (empty means loopback) is set in the environment, where UCX reads it, so a
+    process has one device. `is_on_gpu` says where the agent's pool is. Without `has_thread`, the
+    agent's owner calls `get_new_notifs` regularly, which also makes the reads of peers progress.
     """
     os.environ["UCX_NET_DEVICES"] = network_device or "lo"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     if is_on_gpu:
-        # Where UCX sees no active NVLink, reads between processes of one GPU would go through TCP.
-        # Without a GPU, UCX warns that the variable is unused.
+        # If UCX sees no active NVLink, reads between processes of one GPU would go through TCP
+        # without this variable. On a host without a GPU, UCX would warn that the variable is
+        # unused.
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     api = _load()
     errors = NixlErrors(api)
@@ -89,7 +90,7 @@ def make_agent(
         with _unspun(api):
             config = api.nixl_agent_config(enable_prog_thread=has_thread, backends=[])
             agent: NixlAgent = api.nixl_agent(name, config)
-        # Without it a transfer whose peer dies never ends.
+        # Without this mode, a transfer whose peer dies never ends.
         agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
     except errors.at_start as error:
         raise ConfigError(f"nixl cannot start: {error}") from error
@@ -111,7 +112,7 @@ def _load() -> ModuleType:
 
 @contextmanager
 def _unspun(api: ModuleType) -> Iterator[None]:
-    """Make agents whose progress thread sleeps; the wrapper has no option for it."""
+    """Return a class of agents whose progress thread sleeps; the wrapper has no option for it."""
     original = api.nixlBind.nixlAgentConfig
 
     class Config(original):  # type: ignore[misc, valid-type]

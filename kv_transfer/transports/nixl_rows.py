@@ -1,4 +1,4 @@
-"""Memory as NIXL names it: rows of address, length and device number, each of one memory type.
+"""Describe memory to NIXL: as rows of address, length and device number, of one memory type.
 
 Only `nixl` uses it.
 """
@@ -30,8 +30,7 @@ def warm_up_bytes(block_bytes: int) -> int:
 
 
 def block_rows(memory: PoolMemory, offset: int, num_bytes: int) -> NDArray[np.uint64]:
-    """Return one descriptor per block for those bytes of it: [num_blocks, 3] of address, length,
-    device."""
+    """Return a descriptor (address, length, device) for a range of each block: [num_blocks, 3]."""
     rows = np.empty((memory.num_blocks, 3), np.uint64)
     offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(memory.block_bytes)
     rows[:, 0] = offsets + np.uint64(memory.address + offset)

@@ -2,9 +2,9 @@
 
 `shm` and `cuda_ipc` use it, on the agent's thread. An owner passes its memfd over a unix socket to
 a reader that knows the pool's nonce (`pool_lender`). The reader maps it read-only and finds the
-nonce in the mapping: the proof that both see the same memory. The socket stays open, and its end is
-the death of the owner's process. Never `multiprocessing.shared_memory`: it unlinks when any
-attacher exits and outlives a killed owner.
+nonce in the mapping, which proves that both see the same memory. The socket stays open; when it
+closes, the owner's process has died. `multiprocessing.shared_memory` cannot be used: it unlinks the
+memory when any attacher exits, and the memory outlives a killed owner.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from baton.protocol.errors import TransferError
 
 
 class OwnerLinks:
-    """Lends `pool` and maps the pools of peers. Watch `fileno`; call `service` when readable."""
+    """Lends `pool` and maps peers' pools. Call `service` when `fileno` is readable."""
 
     def __init__(self, pool: HostPool) -> None:
         self._peers: dict[PeerRank, _LinkedPeer] = {}
@@ -46,7 +46,7 @@ class OwnerLinks:
         try:
             link.connect("\0" + owner)
             if not is_trusted(link):
-                raise OSError("its socket is another user's")
+                raise OSError("the socket of the pool's owner belongs to another user")
             link.send(nonce)
         except (OSError, ValueError) as error:
             link.close()
@@ -75,7 +75,7 @@ class OwnerLinks:
         return self._poller.fileno()
 
     def service(self) -> list[PeerRank]:
-        """Answer readers and owners; return the peers whose processes are gone."""
+        """Serve readers and owners, and return the peers whose processes are gone."""
         for descriptor, _ in self._poller.poll(0):
             if descriptor == self._lender.fileno():
                 self._lender.service()
@@ -93,7 +93,7 @@ class OwnerLinks:
     # --- inside --------------------------------------------------------------------------------
 
     def _hear_owner(self, descriptor: int) -> None:
-        """Take the pool that the owner sent, or notice that its process ended."""
+        """Map the pool that the owner has sent, or note that its process has ended."""
         owner = self._links[descriptor]
         peer = self._peers[owner]
         assert peer.link is not None
@@ -134,15 +134,16 @@ class _LinkedPeer:
 
 
 class Mapping:
-    """A peer's pool, mapped read-only. Raises `TransferError` when it is not what was announced."""
+    """A peer's pool, mapped read-only. Raises `TransferError` if it is not what was announced."""
 
     def __init__(self, descriptor: int, shape: PoolShape, nonce: bytes) -> None:
         self.shape = shape
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if os.fstat(descriptor).st_size != shape.file_bytes:
-                raise TransferError("the pool has another size than announced")
-            # Unless it is sealed, a shrinking file would be SIGBUS in the middle of a copy.
+                raise TransferError("the size of the pool differs from the announced size")
+            # Without the seal, the file could shrink, which would cause SIGBUS in the middle of a
+            # copy.
             if not seals & fcntl.F_SEAL_SHRINK:
                 raise TransferError("the pool is not sealed against shrinking")
             self.file = mmap.mmap(descriptor, shape.file_bytes, prot=mmap.PROT_READ)
@@ -151,7 +152,9 @@ class Mapping:
         begin = shape.nonce_offset
         if self.file[begin : begin + NONCE_BYTES] != nonce:
             self.file.close()
-            raise TransferError("the pool's nonce is not in the mapping: not the same memory")
+            raise TransferError(
+                "the mapping does not contain the pool's nonce, so it is not the announced memory"
+            )
         self._generations = np.frombuffer(
             self.file, np.uint32, shape.num_blocks, shape.generations_offset
         )
@@ -164,5 +167,5 @@ class Mapping:
             raise TransferError(f"block {block} of the peer has a new owner", code="stale_block")
 
     def close(self) -> None:
-        del self._generations  # a view would keep the file open
+        del self._generations  # an array's view would keep the file open
         self.file.close()

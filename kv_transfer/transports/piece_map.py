@@ -1,4 +1,4 @@
-"""Which pieces of a peer's pool a rank reads on its own host, and where in its own pool they go.
+"""Map the pieces of a peer's pool to the pieces of the local pool, for reads on one host.
 
 `shm` and `cuda_ipc` keep one map for each peer. Both pools are cut into pieces of one size, and a
 piece is named by its number in its pool.
@@ -17,7 +17,7 @@ from baton.protocol.errors import TransferError
 
 
 class PieceRead(NamedTuple):
-    """One checked read: the peer's blocks with their generations, and the pieces to copy."""
+    """One checked read: the peer's blocks and generations, and the pieces to copy."""
 
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
@@ -27,7 +27,7 @@ class PieceRead(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class PieceMap:
-    """Raises `TransferError` unless both pools can be cut into such pieces."""
+    """The pieces of one peer. Raises `TransferError` unless both pools can be cut into them."""
 
     theirs: PoolShape
     ours: PoolShape
@@ -60,5 +60,5 @@ class PieceMap:
 def piece_numbers(
     blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockPiece
 ) -> NDArray[np.int64]:
-    """Return the number of the piece that lies at `offset` in each of `blocks`."""
+    """Return the number of the piece at `offset` in each of `blocks`."""
     return blocks * (shape.block_bytes // piece.num_bytes) + offset // piece.num_bytes

@@ -1,9 +1,9 @@
-"""The owner's side of shm: passes the pool's descriptor to readers that know the pool's nonce.
+"""The owner's side of shm, which passes the pool's descriptor to readers that know its nonce.
 
 Only `shm` uses it, on the agent's thread. Every process in this network namespace can connect to an
 abstract socket, so a connection has to prove itself: its process must be this user's or root's, and
 its first packet must be the nonce, which only travels over authenticated control channels. A
-connection that proves nothing is closed soon, and never keeps a reader out.
+connection that proves nothing is closed soon, and cannot keep a reader out.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool
 from baton.runtime.channels.alarm import Alarm
 from baton.runtime.clock import monotonic
 
-BACKLOG = 4096  # the kernel cuts it to its own limit
-MAX_READERS = 1024  # that have the pool: one for each rank that reads it
+BACKLOG = 4096  # the kernel reduces it to its own limit
+MAX_READERS = 1024  # connections that have the pool, one for each rank that reads it
 MAX_UNPROVEN = 32  # the oldest makes room
-PROVE_S = 5.0  # a reader sends the nonce as it connects
-ACCEPTED_AT_ONCE = 64  # then the agent's other work has its turn
-PAUSE_S = 0.2  # without descriptors, a listener that stayed watched would spin
+PROVE_S = 5.0  # a reader sends the nonce when it connects
+ACCEPTED_AT_ONCE = 64  # after this number, the agent's other work has its turn
+PAUSE_S = 0.2  # while the process has no descriptors, a watched listener would spin
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class PoolLender:
-    """Watch `fileno` and call `service` whenever it is readable."""
+    """Lends one pool. Watch `fileno`, and call `service` whenever it is readable."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -47,7 +47,7 @@ class PoolLender:
         return self._poller.fileno()
 
     def service(self) -> None:
-        """Take new connections, answer those that speak, close those that ended or say nothing."""
+        """Accept connections, answer readers, and close connections that ended or stay silent."""
         now_s = monotonic()
         if self._paused_until_s is not None and self._paused_until_s <= now_s:
             self._paused_until_s = None
@@ -58,7 +58,7 @@ class PoolLender:
             elif descriptor in self._unproven:
                 self._prove(descriptor)
             elif descriptor in self._readers:
-                self._drop(descriptor)  # a reader has nothing more to say: it left
+                self._drop(descriptor)  # a reader sends nothing more, so it has disconnected
         for descriptor, (_, since_s) in list(self._unproven.items()):
             if since_s + PROVE_S <= now_s:
                 self._drop(descriptor)
@@ -79,7 +79,7 @@ class PoolLender:
                 reader, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is left: one that proved nothing makes room
+            except OSError:  # no descriptor is left, so a connection that proved nothing makes room
                 if not self._unproven:
                     self._paused_until_s = monotonic() + PAUSE_S
                     self._poller.unregister(self._listener)
@@ -94,10 +94,10 @@ class PoolLender:
             reader.setblocking(False)
             self._unproven[reader.fileno()] = (reader, monotonic())
             self._poller.register(reader, select.EPOLLIN)
-            self._prove(reader.fileno())  # the nonce has usually come along
+            self._prove(reader.fileno())  # the nonce has usually arrived with the connection
 
     def _prove(self, descriptor: int) -> None:
-        """Pass the pool on for the right nonce; anything else ends the connection."""
+        """Pass on the pool for the right nonce, and close the connection for anything else."""
         reader, _ = self._unproven[descriptor]
         with contextlib.suppress(OSError):
             try:
@@ -117,7 +117,7 @@ class PoolLender:
         reader.close()
 
     def _set_alarm(self, now_s: float) -> None:
-        """Wake up to close the oldest connection that has proved nothing, or to end a pause."""
+        """Set the time to close the oldest connection without proof, or to end a pause."""
         times = [since_s + PROVE_S for _, since_s in self._unproven.values()][:1]
         if self._paused_until_s is not None:
             times.append(self._paused_until_s)

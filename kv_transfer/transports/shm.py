@@ -1,8 +1,9 @@
 """Reads between processes of one host: the reader maps the peer's pool and copies its blocks.
 
 The owner lends its memfd to readers that know the pool's nonce (`owner_links`, `pool_lender`). The
-reader reads the generations again after each copy: a block that got a new owner meanwhile fails the
-read. Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands later.
+reader reads the generations again after each copy, and the read fails if a block got a new owner
+meanwhile. Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands
+later.
 """
 
 import mmap
@@ -25,9 +26,9 @@ from baton.protocol.ids import Epoch
 
 
 class ShmTransport:
-    """Lends the local `pool` to other processes and reads the pools of peers.
+    """Lends the local `pool` to other processes, and reads the pools of peers.
 
-    Raises `ConfigError` where the order of reads cannot be enforced (`fence`).
+    Raises `ConfigError` if the order of reads cannot be enforced (`fence`).
     """
 
     name = "shm"
@@ -81,8 +82,8 @@ class ShmTransport:
             piece_view(mapping.file, pieces.theirs, pieces.piece),
             read.remote,
         )
-        # After the copy: a generation is bumped before the first store of a block's next owner, so
-        # equal numbers mean that nothing of the next owner was copied.
+        # The check follows the copy. A block's generation grows before the first store of its next
+        # owner, so equal numbers mean that nothing of the next owner was copied.
         self._fence()
         mapping.check_generations(read.blocks, read.generations)
         self._next_handle += 1
@@ -108,13 +109,13 @@ class ShmTransport:
 
 
 class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where to get the descriptor of a rank's pool, and on which host."""
+    """The host of a rank's pool, and the socket that passes on the pool's descriptor."""
 
     host: str  # boot id of the kernel
     socket: str  # name in the abstract namespace
     nonce: bytes
     epoch: Epoch
-    network: str = ""  # the namespace of the socket; an older owner does not say
+    network: str = ""  # the namespace of the socket; an older owner does not publish it
 
     @classmethod
     def of(cls, links: OwnerLinks, pool: HostPool, epoch: Epoch) -> "ShmAddress":
@@ -137,13 +138,13 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError("the address is not that peer's")
 
     def shares_host(self, other: "ShmAddress") -> bool:
-        """Return whether both name one host. The proof is the nonce in the reader's mapping."""
+        """Return whether both name one host. The nonce in the reader's mapping then proves it."""
         is_one_network = "" in (self.network, other.network) or self.network == other.network
         return self.host == other.host and is_one_network
 
 
 def this_place() -> tuple[str, str]:
-    """Return the id of this boot of the kernel, and of the namespace of our abstract sockets."""
+    """Return the ids of this boot of the kernel and of the namespace of our abstract sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
 
@@ -151,7 +152,7 @@ def this_place() -> tuple[str, str]:
 def piece_view(
     buffer: mmap.mmap | memoryview, shape: PoolShape, piece: BlockPiece
 ) -> NDArray[np.void]:
-    """Return the pieces of a pool in order, each as one opaque element."""
+    """Return the pieces of a pool in order, as an array with one opaque element each."""
     num_pieces = shape.pool_bytes // piece.num_bytes
     return np.ndarray(num_pieces, np.dtype((np.void, piece.num_bytes)), buffer)
 
@@ -164,9 +165,10 @@ def copy_blocks(
 ) -> None:
     """Copy element `source[i]` to `target[i]`; ids are in range, no target occurs twice.
 
-    Neighbours in both pools are one copy. Where that joins little, a run of neighbours in one pool
-    is one gather or one scatter. Each call releases the GIL, and a busy thread may then keep it: so
-    fewer calls are faster. `mode="clip"` because the default would copy twice.
+    Blocks that are neighbours in both pools are copied in one call. If there are few of those, a
+    run of neighbours in one pool becomes one gather or one scatter. Each call releases the GIL,
+    which a busy thread may then keep, so fewer calls are faster. The default of `mode` would copy
+    twice.
     """
     order = np.argsort(target, kind="stable")
     target, source = target[order], source[order]
