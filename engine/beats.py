@@ -1,8 +1,8 @@
-"""A node's vital signs, sent from a thread of their own however long a step takes.
+"""Send a node's vital signs from a separate thread, however long a step takes.
 
 The node's loop writes into `Vitals`; `BeatThread` sends `Starting` once a second until the node is
 ready and `Beat` from then on, over its own socket to every router. It never touches the node's
-other channels and never waits for the loop: the beats must go on and show a loop that hangs.
+other channels and never waits for the loop, because the beats must show that a loop hangs.
 """
 
 import threading
@@ -41,10 +41,11 @@ class VitalSigns(msgspec.Struct, frozen=True):
 
 
 class Vitals:
-    """The state that the node's loop last noted; any thread may read it."""
+    """The state that the node's loop noted last. Any thread may read it."""
 
     def __init__(self) -> None:
-        # A frozen value behind one reference: replacing it is atomic, and only one thread writes.
+        # This is a frozen value behind one reference: replacing it is atomic, and only one thread
+        # writes.
         self._signs = VitalSigns()
         self._turned_s: float | None = None
         self._totals: Callable[[], Totals] = Totals
@@ -60,7 +61,7 @@ class Vitals:
         return 0.0 if self._turned_s is None else max(0.0, now_s - self._turned_s)
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Note how far the start is; has the form of an executor's `Progress`."""
+        """Note the progress of the start, with the signature of an executor's `Progress`."""
         self._signs = msgspec.structs.replace(self._signs, phase=phase, done=done, total=total)
 
     def count_with(self, totals: Callable[[], Totals]) -> None:
@@ -114,8 +115,8 @@ class BeatThread:
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self) -> None:
-        """Raises `ConfigError` when an endpoint cannot or must not be dialled."""
-        # An own context has an own I/O thread, so traffic of the node cannot delay a beat.
+        """Start the thread. Raises `ConfigError` if an endpoint cannot or must not be dialled."""
+        # A separate context has its own I/O thread, so traffic of the node cannot delay a beat.
         self._context = zmq.Context(io_threads=1)
         identity = f"beats:{self._node_id}".encode()
         self._dialers = [
@@ -127,7 +128,7 @@ class BeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Idempotent; no beat is sent after it returns."""
+        """End the thread. No beat is sent after this returns; a second call does nothing."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT_S)
@@ -161,7 +162,7 @@ class BeatThread:
                     was_connected = dialer.connected
                     while dialer.receive() is not None:
                         pass
-                    # Beats of the past are worthless, so none is queued for an absent router.
+                    # Old beats are worthless, so none is queued for an absent router.
                     if dialer.connected and (everyone or not was_connected):
                         dialer.send(beat)
                     self._watch.look(now_s, dialer)

@@ -1,8 +1,8 @@
 """The owners of this node's KV blocks: reference counts, generations, quarantine.
 
-The pool lives on the host; only schedulers call it. A block is free, owned (references > 0), idle
-in the prefix cache (evictable), or quarantined. Bytes of a read may still land in a quarantined
-block, so the pool does not hand it out until it is readmitted.
+The pool is a table on the host; only schedulers call it. A block is free, owned (references > 0),
+idle in the prefix cache (evictable), or quarantined. Bytes of a read may still land in a
+quarantined block, so the pool does not hand it out until it is readmitted.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from baton.protocol.errors import InvariantBroken
 
 @dataclass(slots=True)
 class PoolCounts:
-    """What the pool has counted since the start, by the names in `Totals`."""
+    """The pool's counts since the start, with the names of `Totals`."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -24,7 +24,7 @@ class PoolCounts:
 
 
 class BlockPool:
-    """The `num_blocks` blocks of a node. Without `cache_prefixes` no released block is kept."""
+    """The `num_blocks` blocks of a node. Without `cache_prefixes`, released blocks are not kept."""
 
     def __init__(self, num_blocks: int, block_size: int, *, cache_prefixes: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -72,7 +72,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference each. Later blocks of a sequence become evictable first."""
+        """Drop one reference to each block. Later blocks of a sequence become evictable first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] < 0:
@@ -85,7 +85,7 @@ class BlockPool:
                 self._free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Take owned blocks out of circulation: bytes may still land in them."""
+        """Take owned blocks out of circulation, because bytes may still land in them."""
         for block in blocks:
             if self._references[block] != 1 or self.cache.holds(block):
                 raise InvariantBroken(f"block {block} is shared and cannot be quarantined")
@@ -93,7 +93,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def readmit(self, blocks: Iterable[int]) -> None:
-        """Take quarantined blocks back: nothing can land in them any more."""
+        """Take quarantined blocks back, because nothing can land in them any more."""
         for block in blocks:
             if block not in self._quarantined:
                 raise InvariantBroken(f"block {block} is not quarantined")
@@ -107,7 +107,7 @@ class BlockPool:
         return blocks
 
     def store(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """Offer whole, settled blocks (still owned) to the prefix cache."""
+        """Offer whole, settled blocks, which are still owned, to the prefix cache."""
         if self._cache_prefixes:
             for block_hash, block in zip(hashes, blocks, strict=True):
                 self.cache.insert(block_hash, block)

@@ -1,4 +1,4 @@
-"""An index of the items of a scheduler by request, so that no message makes it scan all requests.
+"""An index of a scheduler's items by request, so that no message takes a scan of all requests.
 
 Both schedulers keep one beside their queues. A request has few items at a time: its attempts that
 have not ended, and the sequences of the attempt that runs.
@@ -25,5 +25,5 @@ class ByRequest(Generic[T]):
             del self._items[key.request_id]
 
     def of(self, request_id: RequestId) -> list[T]:
-        """Return the items of a request in order of arrival; the list is the caller's own."""
+        """Return the items of a request in order of arrival, in a new list."""
         return list(self._items.get(request_id, {}).values())

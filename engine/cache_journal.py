@@ -1,9 +1,9 @@
-"""The changes of the prefix cache that routers have not heard of yet. Pure.
+"""The changes of the prefix cache that have not been sent to routers yet.
 
-`PrefixCache` notes every block that it takes in or gives up; the engine loop takes the messages and
-sends them. A router that watches hears of all blocks first and of changes from then on. A block
-that came and went between two messages is not mentioned, so no more than twice the blocks of the
-pool ever wait for a router.
+`PrefixCache` notes every block that it adds or removes; the engine loop takes the messages and
+sends them. A router that watches gets all blocks first and changes from then on. A block that was
+added and removed between two messages is not mentioned, so the number of pending changes for a
+router is at most twice the number of blocks in the pool. This file is pure.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,13 +15,13 @@ from baton.protocol.blocks import BlockHash, pack_keys
 from baton.protocol.bounds import MAX_KEYS
 from baton.protocol.messages import CacheChanges
 
-# A router that hears of each step at once spends more on listening than on placing requests.
+# A router that got a message for each step would spend more time on them than on placing requests.
 INTERVAL_S = 0.1
 
 
 @dataclass(slots=True)
 class _Reader:
-    """`untold` maps a block to whether the cache holds it now; the router believes the opposite."""
+    """`untold` says which blocks the cache holds where the router assumes the opposite."""
 
     untold: dict[BlockHash, bool]
     number: int = 0
@@ -37,21 +37,21 @@ class CacheJournal:
         self._readers: dict[Origin, _Reader] = {}
 
     def watch(self, origin: Origin, held: Iterable[BlockHash]) -> None:
-        """Begin anew for a router: the cache holds the blocks `held`."""
+        """Start over for a router: the cache holds the blocks `held`."""
         self._readers[origin] = _Reader(dict.fromkeys(held, True))
 
     def forget(self, origin: Origin) -> None:
         self._readers.pop(origin, None)
 
     def note(self, block_hash: BlockHash, *, is_held: bool) -> None:
-        """Note that the cache has just taken a block in, or given it up."""
+        """Note that the cache has just added or removed a block."""
         for reader in self._readers.values():
             if reader.untold.pop(block_hash, None) is None:
                 reader.untold[block_hash] = is_held
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when `take` will have something to say; None as long as nothing changes."""
+        """Return when `take` will have a message; None while nothing changes."""
         due = [reader.due_s for reader in self._readers.values() if reader.has_news]
         return min(due, default=None)
 

@@ -1,7 +1,7 @@
 """`python -m baton.engine.check_compute`: print the `ComputeFacts` of this machine as JSON.
 
-`baton doctor` runs it in a process of its own. It compiles nothing and takes no GPU memory but that
-of a CUDA context.
+`baton doctor` runs it in a separate process. It compiles nothing and takes no GPU memory except
+that of a CUDA context.
 """
 
 import ctypes
@@ -41,6 +41,6 @@ def _driver_cuda() -> str:
 
 
 if __name__ == "__main__":
-    # Libraries may print; the facts are the last line.
+    # Libraries may print too, so the facts are the last line.
     sys.stdout.flush()
     os.write(1, b"\n" + msgspec.json.encode(compute_facts()) + b"\n")

@@ -1,6 +1,7 @@
-"""The choices that one message about a prompt asks for, and which of them are still wanted. Pure.
+"""The choices that a message about a prompt asks for, and which of them are still wanted.
 
-Both schedulers hold it from the message until its sequences run by themselves.
+Both schedulers hold a `Choices` from the arrival of the message until its sequences run. This file
+is pure.
 """
 
 from dataclasses import dataclass
@@ -26,15 +27,15 @@ class Choices:
         return tuple(self.key.of_choice(choice) for choice in self.every)
 
     def overlaps(self, other: "Choices") -> bool:
-        """Return whether both have a sequence with the same key, still wanted or not."""
+        """Return whether both have a sequence with the same key, even an unwanted one."""
         return self._is_same_try(other.key) and not set(self.every).isdisjoint(other.every)
 
     def cancel(self, keys: tuple[Key, ...]) -> bool:
-        """Strike the choices that `keys` name; return True when none is left because of it."""
+        """Remove the choices that `keys` name. Return True if that removed the last one."""
         return self._strike({key.choice for key in keys if self._is_same_try(key)})
 
     def supersede(self, newer: "Choices") -> bool:
-        """Strike the choices of a higher attempt; return True when none is left because of it."""
+        """Remove choices that have a higher attempt. Return True if that removed the last."""
         if newer.key.request_id != self.key.request_id or newer.key.attempt <= self.key.attempt:
             return False
         return self._strike(set(newer.every))

@@ -1,7 +1,8 @@
-"""What CUDA's errors mean for the person who runs a node: one line that says what to do. Pure.
+"""Explain CUDA's errors to the person who runs a node, in one line that says what to do.
 
-`cuda_start` asks here at a rank's start, `rank` when no pool fits. A line goes to the log, to the
-router's list of nodes and to the end of the command; the other nodes go on.
+`cuda_start` calls it when a rank starts, and `rank` when no pool fits. The line is written to the
+log, to the router's list of nodes and at the end of the command; the other nodes go on. This file
+is pure.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_AL
 SMALL = (
     "lower cache.memory_mib, engine.chunk_tokens or engine.max_num_seqs, or set engine.graphs=false"
 )
-# What an error contains, and what it means.
+# A text that an error contains, and its meaning.
 MEANINGS = (
     (
         ("busy or unavailable", "cudaErrorDevicesUnavailable"),
-        "another program has the GPU to itself: end it, or let several share the GPU with "
-        "`nvidia-smi -c DEFAULT`",
+        "another program has exclusive use of the GPU: end it, or let several programs share the "
+        "GPU with `nvidia-smi -c DEFAULT`",
     ),
     (
         ("driver on your system is too old", "driver version is insufficient"),
@@ -29,24 +30,24 @@ MEANINGS = (
     ),
     (
         ("driver/library version mismatch", "system has unsupported display driver"),
-        "the driver was updated while the machine ran: restart the machine, or load the new "
-        "driver's module",
+        "the driver was updated while the machine was running: restart the machine, or load the "
+        "new driver's module",
     ),
     (
         ("forward compatibility was attempted",),
-        "the CUDA compatibility libraries do not fit this GPU: take them out of LD_LIBRARY_PATH, "
+        "the CUDA compatibility libraries do not fit this GPU: remove them from LD_LIBRARY_PATH, "
         "or update the driver",
     ),
     (
         ("system not yet initialized",),
-        "the GPUs' NVLink fabric is not up: start nvidia-fabricmanager",
+        "the NVLink fabric of the GPUs is not running: start nvidia-fabricmanager",
     ),
 )
 
 
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
-    """The bytes of a GPU: those that are free, all of them, and those of this process."""
+    """The bytes of a GPU's memory: the free ones, all of them, and those that this process uses."""
 
     free: int
     total: int
@@ -64,7 +65,7 @@ class GpuMemory:
 
 
 def line_of(error: str, doing: str, memory: GpuMemory | None) -> str:
-    """Return the line for an error that CUDA or torch raised, with its own first line."""
+    """Return the line for an error that CUDA or torch raised, including the error's first line."""
     first = error.strip().split("\n")[0].rstrip(".")
     if memory is not None and any(text in error for text in OUT_OF_MEMORY):
         return f"the GPU has no memory left {doing}: {memory}; {_what_to_free(memory)}{SMALL}"
@@ -75,7 +76,7 @@ def line_of(error: str, doing: str, memory: GpuMemory | None) -> str:
 
 
 def meaning_of(error: str) -> str:
-    """Return what is known of an error and helps; empty if nothing is."""
+    """Return what an error means and what to do about it; empty if that is unknown."""
     for texts, meaning in MEANINGS:
         if any(text in error for text in texts):
             return meaning

@@ -1,6 +1,6 @@
-"""The work of a GPU's steps: one stream, pinned memory for ids, an event for each step.
+"""The queue of a GPU's steps: one stream, pinned memory for ids, and an event for each step.
 
-The rank's loader makes it if the rank computes on CUDA. One thread launches everything, has the
+The rank's loader makes it if the rank computes on CUDA. One thread launches everything, owns the
 library handles and captures the graphs; the thread that collects only waits for events.
 """
 
@@ -30,7 +30,7 @@ class CudaQueue:
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
     def launch(self, work: StepWork) -> None:
-        torch.cuda.set_device(self.device)  # each thread has its own
+        torch.cuda.set_device(self.device)  # each thread has its own current device
         if not self._has_begun:
             self._wait_for_others()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -53,9 +53,10 @@ class CudaQueue:
         self._wait_for_others()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            work()  # compiles and loads what a capture may not
+            work()  # compile and load modules, which is not allowed during a capture
             self._stream.synchronize()
-            # What other threads ask of CUDA meanwhile, such as NCCL's watchdog, spoils no capture.
+            # In this mode, CUDA calls of other threads, such as NCCL's watchdog, do not invalidate
+            # a capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -68,9 +69,9 @@ class CudaQueue:
         return replay
 
     def _wait_for_others(self) -> None:
-        """Let the stream wait for what this thread and the default stream have put on the device.
+        """Let the stream wait for the earlier work of this thread's stream and the default stream.
 
-        Weights, tables, and the inputs of a graph are written there.
+        Weights, tables and the inputs of a graph are written on those streams.
         """
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         self._stream.wait_stream(torch.cuda.current_stream(self.device))

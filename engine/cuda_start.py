@@ -1,7 +1,7 @@
 """The start of a rank on a GPU: check that the GPU works, size the pool, warm up and capture.
 
-Only the rank's loader calls it, on the thread that will launch. If the GPU cannot be used, it gives
-one line that says what to do.
+Only the rank's loader calls it, on the thread that will launch steps. If the GPU cannot be used, it
+raises an error of one line that says what to do.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from baton.runtime.gpus import num_gpus
 
-POOL_SHARE = 0.9  # of the memory that the weights and the largest step leave
-CONTEXT_BYTES = 1 << 29  # what CUDA itself takes for a process, about
+POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
+CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
 
 
 def why_no_gpu() -> str:
@@ -33,23 +33,23 @@ def why_no_gpu() -> str:
         reason = str(error).strip().split("\n")[0]
         if not num_gpus():
             return (
-                f"no NVIDIA driver or GPU was found: install the driver, or take --device cpu "
+                f"no NVIDIA driver or GPU was found: install the driver, or use --device cpu "
                 f"({reason})"
             )
         if meaning := meaning_of(str(error)):
             return f"{meaning} ({reason})"
-        return f"the GPU cannot be used, check it and its driver with nvidia-smi: {reason}"
+        return f"the GPU cannot be used; check it and its driver with nvidia-smi: {reason}"
     return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES leaves no GPU"
 
 
 @contextmanager
 def one_line_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Turn what CUDA raises into a `NodeError` that says what to do."""
+    """Turn CUDA's exceptions into a `NodeError` that says what to do."""
     try:
         yield
-    except RuntimeError as error:  # the root of what CUDA, its libraries and torch raise
+    except RuntimeError as error:  # the base class of the errors of CUDA, its libraries and torch
         memory = None
-        with suppress(RuntimeError):  # after some errors the device answers nothing more
+        with suppress(RuntimeError):  # after some errors the device answers no more calls
             memory = memory_of(device)
         raise NodeError(line_of(str(error), doing, memory)) from error
 
@@ -62,9 +62,9 @@ def memory_of(device: torch.device) -> GpuMemory:
 def free_for_pool(
     probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int, shared_by: int
 ) -> int:
-    """Return the bytes that a pool may take beside the largest steps, which run on `probe`.
+    """Return the bytes that a pool may take beside the largest steps, which are tried on `probe`.
 
-    Nodes that share a GPU each take an equal part of it, whichever is the first to look.
+    Nodes that share a GPU take equal parts of it, in any order of starting.
     """
     device = probe.device
     torch.cuda.empty_cache()
@@ -79,14 +79,15 @@ def free_for_pool(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free = fair_share(free, total, torch.cuda.memory_reserved(device), shared_by)
-    # The captured steps keep memory of their own, at most what the largest one needs.
+    # Captured steps keep memory of their own, at most as much as the largest one needs.
     return max(0, int(POOL_SHARE * (free - 2 * needed)))
 
 
 def fair_share(free: int, total: int, reserved: int, shared_by: int) -> int:
     """Return the bytes of a GPU that one of `shared_by` nodes may still take.
 
-    What is free depends on how far the others have started, so equal parts of the whole count.
+    The free memory depends on how far the other nodes have started, so each node takes an equal
+    part of the whole.
     """
     if shared_by == 1:
         return free
@@ -94,7 +95,7 @@ def fair_share(free: int, total: int, reserved: int, shared_by: int) -> int:
 
 
 def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graphs: bool) -> None:
-    """Compile every kernel and capture the decode steps, which would look like a stuck step."""
+    """Compile every kernel and capture the decode steps; later it would look like a hang."""
     progress("kernels", 0, 1)
     warm_up(runner)
     progress("kernels", 1, 1)
@@ -103,10 +104,10 @@ def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graph
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute a prompt of two tokens, its last one again, and one of a context as long as any.
+    """Compute a prompt of two tokens, its last token again, and a token of the longest context.
 
-    This compiles every kernel, including the one that merges the parts of long contexts. All stores
-    go to block 0: it has no owner yet, and its first owner stores before it reads.
+    This compiles every kernel, including the one that merges the splits of long contexts. All
+    stores go to block 0, which has no owner yet and whose first owner stores before it reads.
     """
     key = Key(RequestId("warm-up"))
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
@@ -118,7 +119,7 @@ def warm_up(runner: Runner) -> None:
 
 
 def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
-    """Return a slice whose keys and values all lie in block 0."""
+    """Return a slice whose keys and values are all in block 0."""
     num_blocks = -(-(start + length) // probe.cache.pool.shape[4])
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
     tokens, table = (0,) * length, (0,) * num_blocks

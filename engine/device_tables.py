@@ -1,9 +1,9 @@
 """The block tables of sequences in a device's memory, where attention kernels read them.
 
-A sequence keeps its row from step to step, and a step sends only the blocks that are new. The
-packer notes them on the host with `follow`, the runner writes them before the step that needs them.
-Rows are not given back: the sequence that was named least recently loses its row to a new one, and
-is sent whole if it comes again.
+A sequence keeps its row from step to step, and a step sends only new blocks. The packer notes them
+on the host with `follow`, and the runner writes them before the step that needs them. Rows are not
+given back: a new sequence takes the row of the sequence that was used least recently, whose whole
+table is sent again if it returns.
 """
 
 import torch
@@ -12,25 +12,27 @@ from torch import Tensor
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
 
-IDLE_ROW = 0  # no sequence has it: padding reads it
+IDLE_ROW = 0  # no sequence has this row, which padding reads
 
 
 class DeviceTables:
-    """`blocks` is `[1 + num_sequences, num_blocks]` int32, undefined behind a sequence's blocks."""
+    """`blocks` is `[1 + num_sequences, num_blocks]` int32, undefined after a sequence's blocks."""
 
     def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
         self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)
         self._num_blocks = num_blocks
         self._free = list(range(num_sequences, IDLE_ROW, -1))
-        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently named first
+        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently used first
 
     def check_fits(self, num_sequences: int) -> None:
-        """Refuse a step in which one sequence would take the row of another."""
+        """Refuse a step that has more sequences than the tables have rows."""
         if num_sequences >= len(self.blocks):
-            raise InvariantBroken(f"a step of {num_sequences} sequences, too many for the tables")
+            raise InvariantBroken(
+                f"a step of {num_sequences} sequences has too many for the tables"
+            )
 
     def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
-        """Return the row of a sequence with this table; add (place, block) of what must change."""
+        """Return the row of a sequence with this table; add the changes as (place, block)."""
         row, known = self._rows.pop(key, (0, ()))
         if not row:
             row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))[0]
@@ -44,5 +46,5 @@ class DeviceTables:
         return row
 
     def write(self, places: Tensor, blocks: Tensor) -> None:
-        """Make the changes of a step, in the order of the device's work."""
+        """Write the changes of a step, in the order of the device's work."""
         self.blocks.view(-1).index_copy_(0, places, blocks)

@@ -1,8 +1,8 @@
 """The last events of one loop, written to a file when an invariant breaks.
 
-The engine loop records its events and its node dumps the ring, so a bug report is a file. The
-events hold prompts, so only the user of the process may read the file. Nothing here reads a clock.
-The stages of a single request travel as `StageTimes` instead.
+The engine loop records its events and its node dumps the ring, so a bug report is a file. Events
+hold prompts, so only the user of the process may read the file. Nothing here reads a clock. The
+stages of a single request are sent as `StageTimes` instead.
 """
 
 import os
@@ -17,9 +17,9 @@ MAX_TOKENS = 1_000_000
 
 
 class EventRing:
-    """The last `capacity` events of one loop, kept as they came and encoded only when dumped.
+    """The last `capacity` events of one loop, which are encoded only when they are dumped.
 
-    There are fewer if their prompts have more than `max_tokens` tokens together.
+    It holds fewer events if their prompts have more than `max_tokens` tokens together.
     """
 
     def __init__(self, capacity: int = 10_000, max_tokens: int = MAX_TOKENS) -> None:
@@ -40,9 +40,9 @@ class EventRing:
         return len(self._events)
 
     def dump(self, path: Path) -> int:
-        """Write one JSON object `{"now_s", "type", "event"}` a line; return how many.
+        """Write one JSON object `{"now_s", "type", "event"}` per line; return how many.
 
-        The file is new and has mode 0600; raises `FileExistsError` if there is one already.
+        The file gets mode 0600. Raises `FileExistsError` if it exists.
         """
         encoder = msgspec.json.Encoder()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -1,8 +1,8 @@
-"""The contract between a node's loop and what computes its steps.
+"""The contract between a node's loop and the executor that computes its steps.
 
 It has two implementations under one contract suite: `InProcessExecutor` (one rank, threads of this
-process) and `WorkerExecutor` (one process per rank, typed messages over sockets). The loop never
-learns which one it drives.
+process) and `WorkerExecutor` (one process per rank, typed messages over sockets). The loop does not
+know which one it drives.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from baton.engine.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import TransferPort
 from baton.protocol.messages import KVLayout, NodeFacts, RankAddress
 
-RANK_KILLED = "rank_killed"  # code of the error when a signal from outside ended a rank
+RANK_KILLED = "rank_killed"  # the error's code if a signal from outside ended a rank
 
 # Called with (phase, done, total) at least once a second during start.
 Progress = Callable[[str, int, int], None]
@@ -42,21 +42,21 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
 
 class Executor(Protocol):
     def start(self, progress: Progress) -> ExecutorInfo:
-        """Load and allocate. Raises `ConfigError` or `NodeError`; has a deadline."""
+        """Load and allocate, within a deadline. Raises `ConfigError` or `NodeError`."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step. At most two may be unsettled; their results come in order."""
+        """Queue a step. At most two may be unsettled; their results are returned in order."""
         ...
 
     def poll(self) -> StepResult | None:
-        """Return the next finished step, or None. Never blocks. `NodeError` if a rank died."""
+        """Return the next finished step or None at once. Raises `NodeError` if a rank died."""
         ...
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `poll` may return something.
 
-        Calling `poll` until it returns None lowers the signal.
+        Calling `poll` until it returns None clears the signal.
         """
         ...
 
@@ -66,5 +66,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """End every thread and process. Idempotent, at most 5 s."""
+        """End every thread and process within 5 s. A second call does nothing."""
         ...

@@ -1,8 +1,8 @@
-"""Decode steps that a device replays: captured once for each bucket of rows, on the same inputs.
+"""Decode steps that a device replays, captured once for each bucket of rows.
 
 The runner captures them before the first plan and replays the one that a step was padded to. All
-buckets read their inputs from one piece of device memory. A replay runs what the eager step of its
-bucket runs, so it gives the same bits. Mixed and prefill steps are never replayed.
+buckets read their inputs from one piece of device memory. A replay runs the same kernels as an
+eager step of its bucket, so it gives the same bits. Mixed and prefill steps are never replayed.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.engine.packing import PackedStep, StepInputs
 from baton.engine.step_queue import StepWork
 
-SPARE_WORDS = 1 << 16  # for changes of block tables; a step with more is run eagerly
+SPARE_WORDS = 1 << 16  # room for changes of block tables; a step with more changes runs eagerly
 
 
 def buckets_up_to(num_sequences: int) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def buckets_up_to(num_sequences: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """The captured steps of one runner; they share `words` on its device."""
+    """The captured steps of one runner, which share `words` on its device."""
 
     def __init__(self, largest: PackedStep, device: torch.device) -> None:
         num_words = len(largest.inputs.words) + SPARE_WORDS
@@ -38,7 +38,7 @@ class DecodeGraphs:
         capture: Callable[[StepWork], StepWork],
         forward: Callable[[PackedStep, StepInputs], Tensor],
     ) -> None:
-        """Capture the bucket of `step`, which is padding alone."""
+        """Capture the bucket of `step`, which consists of padding."""
         inputs = self._filled(step)
         self._replays[step.bucket] = capture(lambda: forward(step, inputs))
 
@@ -46,12 +46,12 @@ class DecodeGraphs:
         return step.bucket in self._replays and len(step.inputs.words) <= len(self._words)
 
     def replay(self, step: PackedStep, write_tables: Callable[[StepInputs], None]) -> Tensor:
-        """Run a step; return the ids of its rows, padding left out."""
+        """Run a step, and return the ids of its rows without the padding."""
         write_tables(self._filled(step))
         return self._replays[step.bucket]()[: len(step.plan.slices)]
 
     def _filled(self, step: PackedStep) -> StepInputs:
-        """Put the inputs where the graphs read them: the one copy of the step."""
+        """Copy the inputs to where the graphs read them, which is the only copy of a step."""
         words = step.inputs.words
         self._words[: len(words)].copy_(words, non_blocking=True)
         return replace(step.inputs, words=self._words)

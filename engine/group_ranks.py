@@ -3,7 +3,7 @@
 A worker whose rank is on a GPU joins the group before it loads. Collectives run in the order of
 their caller's stream, so a captured step contains them, and every rank replays the same ones in the
 same order because all ranks get the same plans. Tests join over gloo, which runs the same code on
-CPUs. It decides nothing about devices or models.
+CPUs. This file decides nothing about devices or models.
 """
 
 import os
@@ -12,17 +12,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is there at run time
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # it exists at run time
 
 from baton.engine.tensor_parallel import sum_in_order
 from baton.protocol.errors import NodeError
 
 
 class GroupRanks:
-    """The `Ranks` of a process group. `is_ordered` adds up all parts in rank order, in float32.
+    """The `Ranks` of a process group. `is_ordered` adds all parts in rank order, in float32.
 
-    Without it NCCL chooses an order, which may depend on the size of the tensor; with it each sum
-    moves as many times the bytes as there are ranks. Both give the same bits on every rank.
+    Without it, NCCL chooses an order, which may depend on the size of the tensor. With it, a sum
+    moves the tensor once per rank. Both give the same bits on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, is_ordered: bool) -> None:
@@ -50,13 +50,14 @@ class GroupRanks:
 def join(
     device: torch.device, place: tuple[int, int], memory: int, timeout_s: float, *, is_ordered: bool
 ) -> GroupRanks:
-    """Meet the other ranks of this host, NCCL on GPUs and gloo on CPUs. Raises `NodeError`.
+    """Meet the other ranks of this host, over NCCL or, on CPUs, gloo. Raises `NodeError`.
 
-    `place` is the rank of this process and their number; `memory` is the descriptor of an empty
-    file that all of them inherited. A collective that takes longer than `timeout_s` ends its rank.
+    `place` is the rank of this process and the number of ranks; `memory` is the descriptor of an
+    empty file that all ranks inherited. A collective that takes longer than `timeout_s` ends its
+    rank.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # NCCL opens ports for the ranks to meet; no other host has a part in this.
+    # NCCL opens ports on which the ranks meet; no other host takes part.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rank, size = place
     try:

@@ -1,8 +1,8 @@
-"""One rank's KV pool as compute sees it: a tensor over the pool's memory.
+"""One rank's KV pool for compute: a tensor over the pool's memory.
 
-The rank's loader makes it; the runner copies blocks and writes generations through it, attention
-reads and writes the tensor. `BlockPool` decides which sequence owns a block, and nothing here
-checks it.
+The rank's loader makes it. The runner copies blocks and writes generations through it, and
+attention reads and writes the tensor. `BlockPool` decides which sequence owns a block, and nothing
+here checks that.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import KVLayout
 
-SPARE_BLOCKS = 1  # behind a GPU's pool, for reads that only try a connection
-HOST_SHARE = 0.25  # of the free memory; weights and other programs need memory too
+SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection
+HOST_SHARE = 0.25  # the share of the free memory; weights and other programs need memory too
 
 
 class KVCache:
     """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
 
-    On a GPU the blocks lie in device memory, `generations` in host memory.
+    On a GPU, the blocks are in device memory and `generations` in host memory.
     """
 
     def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
@@ -35,7 +35,7 @@ class KVCache:
         self.generations = generations
 
     def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
-        """Note new owners, before their first store, so that readers can tell."""
+        """Write new owners' generations before their first store, so that readers notice them."""
         for block, generation in generations:
             self.generations[block] = generation
 
@@ -53,10 +53,10 @@ def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCa
 def device_cache(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, table: HostPool | None = None
 ) -> KVCache:
-    """Return a cache in device memory, with spare blocks behind its own.
+    """Return a cache in device memory, with spare blocks after its own.
 
-    Its generations lie in `table`, where readers on this host see them; without it, in memory of
-    this process.
+    Its generations are in `table`, where readers on this host see them, or without a table, in
+    memory of this process.
     """
     whole = torch.zeros((shape[0] + SPARE_BLOCKS, *shape[1:]), dtype=dtype, device=device)
     generations = np.zeros(shape[0], np.uint32) if table is None else table.generations
@@ -91,9 +91,9 @@ def kv_layout(
 def num_blocks_for(
     cache: CacheConfig, layout: KVLayout, num_ranks: int, num_bytes: int, most_tokens: int
 ) -> int:
-    """Return how many blocks are configured or fit the memory; `ConfigError` if none fits.
+    """Return how many blocks are configured or fit. Raises `ConfigError` if none fits.
 
-    Without a setting they take at most `num_bytes`, and hold at most `most_tokens`.
+    Without a setting, they take at most `num_bytes` and hold at most `most_tokens`.
     """
     if cache.num_blocks:
         return cache.num_blocks
@@ -113,7 +113,7 @@ def num_blocks_for(
 
 
 def host_bytes(cache: CacheConfig) -> int:
-    """Return the memory of this host that a pool takes without a setting."""
+    """Return how much of this host's memory a pool takes without a setting."""
     return int(HOST_SHARE * available_bytes()) // cache.shared_by
 
 

@@ -1,4 +1,4 @@
-"""The connections of an engine loop to other processes, as the loop sees them.
+"""The interface of an engine loop to its connections to other processes.
 
 `engine/sockets.py` implements them over ZMQ. Only the loop calls them, and only `wait` blocks.
 """
@@ -39,5 +39,5 @@ class Links(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have come, after `timeout_s` seconds at the latest."""
+        """Return when something may have arrived, or after `timeout_s` seconds."""
         ...

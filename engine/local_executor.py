@@ -1,6 +1,6 @@
-"""One rank in this process, with threads that launch its steps and collect them.
+"""Run one rank in this process, with threads that launch its steps and collect them.
 
-The loop's thread submits and polls, and an eventfd tells it of results. An error in one of the
+The loop's thread submits and polls, and an eventfd signals results to it. An error in one of the
 other threads ends the node.
 """
 
@@ -21,7 +21,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch
 
-CLOSE_S = 4.0  # of the five seconds a close may take; the rest is the port's
+CLOSE_S = 4.0  # out of the five seconds that a close may take; the rest is for the port
 
 
 class InProcessExecutor:
@@ -48,13 +48,14 @@ class InProcessExecutor:
 
     def poll(self) -> StepResult | None:
         if not self._results:
-            # Lower the flag, then look again: a result may have come in between.
+            # Clear the flag, then look again, because a result may have arrived in between.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
-        error = self._error  # read first: then `_results` has every result before the error
+        # Read it first, so that `_results` has every result from before the error.
+        error = self._error
         if self._results:
             if error is not None:
-                os.eventfd_write(self._event_fd, 1)  # the flag of the error may have been lowered
+                os.eventfd_write(self._event_fd, 1)  # the flag of the error may have been cleared
             return self._results.popleft()
         if error is not None:
             raise error

@@ -43,20 +43,20 @@ from baton.protocol.messages import (
     WatchCache,
 )
 
-MAX_LAUNCHED = 2  # plans at the executor: one runs, the next is ready when it ends
+MAX_LAUNCHED = 2  # plans at the executor: one runs, and the next one is ready when it ends
 MAX_WAIT_S = 0.25
 RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
-# The first step may load, map and compile. A router takes a node for stuck after eight times that.
+# The first step may load, map and compile. A router considers a node stuck after eight times this.
 COLD_STEP_S = 15.0
 DRAINING = Failure(
-    "draining", "this node takes no more requests: it ends", retryable=True, http_status=503
+    "draining", "this node is ending and takes no more requests", retryable=True, http_status=503
 )
-FORECAST_WEIGHT = 0.1  # of the newest step, if it was quicker than predicted
+FORECAST_WEIGHT = 0.1  # the share of the newest step if it was quicker than predicted
 
 
 class LoopObserver(Protocol):
-    """Hears what happens, for the beat thread, the stats line and the step records."""
+    """Receives the loop's events, for the beat thread, the stats line and the step records."""
 
     def step_started(self, at_s: float, predicted_s: float) -> None: ...
 
@@ -67,19 +67,19 @@ class LoopObserver(Protocol):
     def reported(self, report: ConnectorReport) -> None: ...
 
     def set_load(self, load: Load) -> None:
-        """Hear the load at the end of each turn of the loop."""
+        """Take the load at the end of each turn of the loop."""
         ...
 
 
 class StepForecast:
-    """Predicts the seconds of a step from recent steps of about as many tokens.
+    """Predicts the seconds of a step from recent steps with about as many tokens.
 
-    It rises at once and falls slowly, because a router that takes a long step for one that hangs
-    ends every stream of the node.
+    The prediction rises at once and falls slowly, because a router that mistakes a long step for a
+    hanging one ends every stream of the node.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by the number of tokens, in powers of two
+        self._seconds: dict[int, float] = {}  # by the number of tokens, rounded to powers of two
 
     def predict(self, plan: StepPlan) -> float:
         size, known = _size(plan), self._seconds
@@ -103,7 +103,7 @@ def _size(plan: StepPlan) -> int:
 class EngineLoop:
     """Drives one scheduler, one executor and one connector over `links`.
 
-    An error ends the process; its supervisor starts it afresh. `ring` holds the last events.
+    An error ends the process, and its supervisor restarts it. `ring` holds the last events.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class EngineLoop:
     def turn(self) -> None:
         """Do everything that can be done now, then wait for the next event."""
         events = self.links.receive()
-        # The clock is read after the messages came, or leases that they renew would end early.
+        # The clock is read after the messages arrived; otherwise leases that they renew would end
+        # early.
         now_s = self._clock()
         for event in events:
             self.ring.record(now_s, event)
@@ -151,12 +152,12 @@ class EngineLoop:
         self.links.wait(min(max(wake_s - self._clock(), 0.0), MAX_WAIT_S))
 
     def drain(self) -> None:
-        """Take no more requests; those that are here go on."""
+        """Take no more requests; existing requests go on."""
         self._is_draining = True
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing runs or waits here, and no peer may still read a block."""
+        """Return whether nothing runs or waits on this node and no peer may still read a block."""
         load = self.scheduler.load()
         has_all_blocks = load.free_blocks + load.quarantined_blocks == load.total_blocks
         return has_all_blocks and not (load.num_running or load.num_waiting or self._launched)
@@ -188,7 +189,7 @@ class EngineLoop:
                 self.scheduler.attach(now_s, origin, message)
             case Drain():
                 self.is_told_to_drain = True
-            case DrainState():  # not for nodes
+            case DrainState():  # routers alone get it
                 pass
             case WatchCache():
                 self.scheduler.pool.cache.watch(origin)
@@ -210,7 +211,7 @@ class EngineLoop:
                 self.observer.step_started(now_s, self._forecast.predict(self._launched[0]))
 
     def _settled(self, now_s: float) -> StepResult | None:
-        """Settle the oldest step if it has ended. Its requests are charged with its error."""
+        """Settle the oldest step if it has ended. Its error is charged to its requests."""
         try:
             result = self.executor.poll()
             if result is None:
@@ -221,14 +222,14 @@ class EngineLoop:
                 raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
             self.scheduler.settle(now_s, plan, result)
         except Exception as error:
-            # A rank that was killed from outside is no fault of the step that it was in.
+            # If a rank was killed from outside, the step that it was computing is not at fault.
             if self._launched and not (isinstance(error, NodeError) and error.code == RANK_KILLED):
                 self.crashed_in = self._launched[0]
             raise
         return result
 
     def _connect(self, now_s: float) -> None:
-        """Run the connector until it and the scheduler have nothing new for each other."""
+        """Run the connector until it and the scheduler have no new events for each other."""
         for rank, port in enumerate(self.executor.ports):
             for event in port.poll():
                 if isinstance(event, ReadEnded):
@@ -253,10 +254,10 @@ class EngineLoop:
             self._events.extend(self.scheduler.outputs.take_connector_events())
 
     def _launch(self, now_s: float) -> None:
-        """Keep the executor busy.
+        """Plan and submit steps while the executor can take them.
 
-        Planning may admit prompts, which are then offered or landed. A prompt that lands at once is
-        planned at once, because no event will wake this loop for it.
+        Planning may admit prompts, which are then offered or landed. A prompt that lands
+        immediately is planned immediately, because no event will wake this loop for it.
         """
         while True:
             while len(self._launched) < MAX_LAUNCHED:

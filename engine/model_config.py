@@ -1,8 +1,9 @@
 """Read, check and complete the description of a decoder in a Hugging Face folder.
 
 `engine/models`, the KV cache and the executors read `DecoderConfig`; no other module opens
-`config.json`. This module refuses what baton cannot compute exactly, before any weight is loaded:
-an unknown activation or rotary scaling would run and give wrong text. It never imports torch.
+`config.json`. This module refuses what baton cannot compute exactly, before any weight is loaded: a
+model with an unknown activation or rotary scaling would run and give wrong text. It never imports
+torch.
 """
 
 from pathlib import Path
@@ -33,7 +34,7 @@ ROPE_THETA = 10000.0
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary embedding: linear and llama3 use `factor`, only llama3 uses the other three."""
+    """The rotary embedding. Only llama3 uses the last three; linear uses `factor` too."""
 
     theta: float
     scaling: RopeScaling = "default"
@@ -46,8 +47,8 @@ class Rope(msgspec.Struct, frozen=True):
 class DecoderConfig(msgspec.Struct, frozen=True):
     """A Llama-family decoder.
 
-    `sliding_window` holds for every layer: a token sees itself and `sliding_window - 1` tokens
-    before it. `dtype` is the checkpoint's (float16 is widened); a setting may overrule it.
+    `sliding_window` applies to every layer: a token sees itself and `sliding_window - 1` tokens
+    before it. `dtype` is the checkpoint's (float16 is widened); a setting may override it.
     """
 
     family: ModelFamily
@@ -73,7 +74,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:
-    """Return the decoder of a folder; raises a one-line `ConfigError` that names file and field."""
+    """Return a folder's decoder. Raises a one-line `ConfigError` that names file and field."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a Hugging Face model folder is needed")
     file = folder / "config.json"
@@ -114,7 +115,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
 
 
 class _Kind(msgspec.Struct):
-    """The fields that are read first, to report an unknown architecture and not a missing field."""
+    """The fields that are read first, so that an unknown architecture is reported as such."""
 
     architectures: tuple[str, ...] | None = None
     model_type: str = ""
@@ -138,7 +139,7 @@ class _RawQuantization(msgspec.Struct):
 
 
 class _RawConfig(msgspec.Struct):
-    """The fields of config.json that change what is computed; all others are ignored."""
+    """The fields of config.json that affect the computation; all others are ignored."""
 
     vocab_size: Positive
     hidden_size: Positive
@@ -239,7 +240,7 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
 
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
-    """Return the window that all layers have, or None. One as long as the model does not count."""
+    """Return the window of all layers, or None without one shorter than the model's length."""
     if family == "llama":
         return None
     window = SLIDING_WINDOW if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window

@@ -1,8 +1,8 @@
-"""An engine process from start to exit, wired alike for prefill and decode nodes.
+"""An engine process from start to exit, which is the same for prefill and decode nodes.
 
-The `main.run` of both rooms calls it. Beats start before anything heavy, so the router sees
-progress while weights load; one deadline covers start-up; a fatal error is one log line and a
-non-zero exit.
+The `main.run` of both rooms calls it. Beats start before any slow work, so the router sees progress
+while weights load. One deadline covers the start. A fatal error is one log line and a non-zero
+exit.
 """
 
 import os
@@ -71,7 +71,7 @@ log = logger("node")
 class NodeObserver:
     """Passes the loop's reports on to the beat thread, the records and the stats line.
 
-    It logs no stats line for an interval in which the node did nothing.
+    It logs no stats line for an interval in which the node was idle.
     """
 
     def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
@@ -142,7 +142,7 @@ class EngineNode:
         device = config.transfer.device or devices_for(config.node)
         if not device and reaches_out(config.node):
             log.warning(
-                "no network device was found on the way to the routers, so only nodes on this host "
+                "found no network device that leads to the routers, so only nodes on this host "
                 "can be paired with this one; correct the names, or set transfer.device",
                 routers=",".join(config.node.routers),
             )
@@ -175,7 +175,7 @@ class EngineNode:
         return 0
 
     def stop(self) -> None:
-        """Ask `serve` to return; any thread may."""
+        """Ask `serve` to return. Any thread may call this."""
         self._stopping.set()
 
     def drain(self) -> None:
@@ -248,7 +248,7 @@ class EngineNode:
         self._say_ready(info)
         try:
             self._work(loop, sockets)
-        except (InvariantBroken, AssertionError, LookupError):  # each of them is a bug
+        except (InvariantBroken, AssertionError, LookupError):  # each of these exceptions is a bug
             path = folder_for_dumps(self.config.log.records)
             path /= f"{self.node_id}-{self.epoch}.events.jsonl"
             loop.ring.dump(path)
@@ -259,7 +259,7 @@ class EngineNode:
             raise
 
     def _published(self, info: ExecutorInfo, endpoint: str) -> NodeInfo:
-        """Return what the routers and peers are told about this node."""
+        """Return the information about this node that its routers and peers get."""
         return NodeInfo(
             node_id=self.node_id,
             epoch=self.epoch,
@@ -305,9 +305,10 @@ class EngineNode:
                 loop.turn()
         except Exception as error:
             if loop.crashed_in is not None:
-                # A request that does this to node after node must be known to the routers.
+                # The routers must learn which requests were in the step, to stop one that ends node
+                # after node.
                 keys = tuple(part.key for part in loop.crashed_in.slices)
-                failure = NodeError(f"{self.node_id} ends by an error of its own: {error}")
+                failure = NodeError(f"{self.node_id} ends because of an unexpected error: {error}")
                 sockets.last_words(Crashed(keys, failure.to_failure()))
             raise
 
@@ -324,16 +325,16 @@ class EngineNode:
             load = loop.scheduler.load()
             sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
-                log.info("draining: running sequences finish, new ones are refused")
+                log.info("draining: running sequences finish, and new ones are refused")
         if loop.is_idle:
             return True
         if now_s < self._drain_by_s:
             return False
-        log.warning("not drained in time: the rest goes on at other nodes")
+        log.warning("not drained in time: the remaining sequences go on at other nodes")
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
-        """Load under one deadline: end the process if its start hangs or a router refuses it."""
+        """Load within one deadline. End the process if its start hangs or a router refuses it."""
         seconds = self.config.node.start_timeout_s
         watchdog = threading.Timer(seconds, self._too_late, (seconds,))
         watchdog.daemon = True
@@ -368,7 +369,7 @@ def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
 
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
-    """Make the executor that `config` asks for."""
+    """Return the executor that `config` asks for."""
     if config.engine.tensor_parallel > 1:
         return WorkerExecutor(config, epoch)
     return InProcessExecutor(config, epoch)

@@ -1,8 +1,8 @@
 """The HTTP side of a node, for probes and Prometheus: `/live`, `/ready` and `/metrics`.
 
-The node's shell starts it when `node.http` asks for it. It runs on an event loop in a thread of its
-own and only reads `Vitals`, so it never waits for the engine loop, nor the engine loop for it. The
-number of its connections is bounded, because they take descriptors of the node.
+The node's shell starts it if `node.http` is set. It runs on an event loop in its own thread and
+only reads `Vitals`, so it and the engine loop never wait for each other. The number of its
+connections is bounded, because they take descriptors of the node.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from baton.runtime.exposition import CONTENT_TYPE, Page
 from baton.runtime.node_health import NodeHealth
 from baton.runtime.node_metrics import add_nodes
 
-# A loop that hangs for so long does not come back. Routers take a node for stuck before that.
+# A loop that hangs for this long will not recover. Routers consider the node stuck before that.
 DEAD_S = 60.0
-DEAD_FACTOR = 16.0  # of the predicted time of a step
+DEAD_FACTOR = 16.0  # times the predicted time of a step
 STOP_S = 2.0
-# Probes and scrapes need a few. A new connection takes the place of the oldest.
+# Probes and scrapes need a few connections. A new connection replaces the oldest.
 MAX_CONNECTIONS = 64
-ACCEPTS = 16  # at once, before the connections that make room for them are gone
+ACCEPTS = 16  # connections accepted at once, before the replaced ones are closed
 BACKLOG = 1024  # that may wait
 
 
 class NodeHttp:
     """Serves from `start` to `stop`.
 
-    `info` returns what the node published, None until then; `routers` returns what each router
-    makes of it.
+    `info` returns what the node has published, or None before that; `routers` returns the node's
+    standing at each router.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeHttp:
         self._thread: threading.Thread | None = None
 
     def start(self, address: str) -> None:
-        """Serve on `host:port`; raises `ConfigError` if that cannot be bound."""
+        """Serve on `host:port`. Raises `ConfigError` if that address cannot be bound."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdecimal() or int(port) > 65535:
@@ -87,7 +87,7 @@ class NodeHttp:
         self._started.result()
 
     def stop(self) -> None:
-        """Close the port. May be called again, and without `start`."""
+        """Close the port. It may be called twice, and without `start`."""
         if self._loop is not None and self._ending is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ending.set)
         if self._thread is not None:
@@ -112,10 +112,11 @@ class NodeHttp:
                 accepting = await self._loop.create_server(
                     _bounded(runner.server), sock=listener, backlog=ACCEPTS
                 )
-                # asyncio has one number for how many it accepts at once and how many may wait.
+                # asyncio uses one number for both: connections to accept at once and connections
+                # that may wait.
                 listener.listen(BACKLOG)
             except Exception as error:
-                self._started.set_exception(error)  # `start` raises it
+                self._started.set_exception(error)  # `start` raises the error
                 raise
             self._started.set_result(None)
             await self._ending.wait()
@@ -128,7 +129,7 @@ class NodeHttp:
         """Answer 503 if only a restart can help."""
         now_s, signs = self._clock(), self._vitals.read()
         if self._vitals.loop_age_s(now_s) > DEAD_S:
-            return _json("the node's loop hangs", 503)
+            return _json("the node's engine loop hangs", 503)
         if signs.step_age_s(now_s) > max(DEAD_S, DEAD_FACTOR * signs.predicted_s):
             return _json("a step of the model hangs", 503)
         return _json("live", 200)
@@ -161,7 +162,7 @@ class NodeHttp:
 
 
 def _bounded(server: web.Server) -> Callable[[], web.RequestHandler]:
-    """Return what makes the protocol of each connection, and room for it."""
+    """Return a factory that makes each connection's protocol, and room for it."""
 
     def make() -> web.RequestHandler:
         connections = server.connections

@@ -1,4 +1,4 @@
-"""The messages of a scheduler to routers and to the connector, until the loop takes them.
+"""Holds a scheduler's messages to routers and to the connector until the loop takes them.
 
 `origin` is opaque to schedulers: it is the loop's number of the router that sent a request.
 """
@@ -9,7 +9,7 @@ from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.protocol.messages import TokenEntry, Tokens, ToRouter
 
 Origin = int
-# Stands for a router that is gone: messages to it are dropped.
+# Stands for a router that is gone; messages to it are dropped.
 NO_ROUTER: Origin = -1
 
 

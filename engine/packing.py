@@ -1,9 +1,9 @@
-"""From the slices of a plan to the inputs of a step, in one piece of host memory.
+"""Pack the slices of a plan into the inputs of a step, in one piece of host memory.
 
 The runner packs a plan when it launches the step, while the step before may still compute. One copy
 takes the piece to the device. A token that is not known yet is named by its place in the ring of
-sampled tokens, which the device keeps. A decode step can be padded to a bucket, so that all steps
-of that bucket have their inputs at the same places: padding adds rows, never sequences.
+sampled tokens on the device. A decode step can be padded to a bucket, so that all steps of that
+bucket have their inputs at the same places: padding adds rows, never sequences.
 """
 
 import math
@@ -26,12 +26,12 @@ from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
 from baton.protocol.sampling import Sampling
 
-# Steps whose sampled tokens are kept: a plan may leave out a token only while its step is unsettled
-# (two steps at most), so older ones cannot be asked for.
+# The number of steps whose sampled tokens are kept. A plan may leave out a token only while its
+# step is unsettled (two steps at most), so no plan needs older ones.
 REMEMBERED_STEPS = 4
 RING_TOKENS = 1 << 17
-IDLE_PLACE = RING_TOKENS - 1  # takes what padding draws
-BUCKET_HELD_BACK = 8  # ids that a padded row may hold back; a step with more is not padded
+IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding draws
+BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
 IDLE_DRAW = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
     torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
@@ -63,7 +63,7 @@ class StepInputs:
     tokens: ArrayPlace  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
     rows: ArrayPlace  # [num_rows]: those whose logits are needed
     repeats: ArrayPlace | None  # [num_draws]: the logits that each draw takes, if not its own row's
-    places: ArrayPlace  # [num_draws]: where in the ring each drawn token goes
+    places: ArrayPlace  # [num_draws]: the place of each drawn token in the ring
     draws: tuple[ArrayPlace, ArrayPlace, ArrayPlace]
     tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = (
         None  # rows of the device's tables, lengths, starts
@@ -82,14 +82,14 @@ class PackedStep:
 
     plan: StepPlan
     inputs: StepInputs
-    chunks: tuple[Chunk, ...]  # none if the step is padded
+    chunks: tuple[Chunk, ...]  # empty if the step is padded
     num_decoding: int  # sequences at the head that decode one token
-    table_blocks: int | None  # of the longest context; None, in padded steps, is all that fit
+    table_blocks: int | None  # of the longest context; None in padded steps means as many as fit
     has_unknown_tokens: bool
     bucket: int  # rows after padding, 0 if there is none
 
     def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
-        """Return the batch of `inputs`, which may be a copy of this step's own."""
+        """Return the batch of `inputs`, which may be a copy of this step's inputs."""
         _, positions, slots = inputs.tokens.of(inputs.words)
         if tables is None or inputs.tables is None:
             return Batch(token_ids, positions, slots, self.chunks)
@@ -131,8 +131,9 @@ class _Lists:
 class Packer:
     """Packs the plans of one runner.
 
-    `allocate` returns host memory of that many words, which is one step's alone. `buckets`, none at
-    first, are the numbers of rows to which decode steps are padded, in order; larger steps are not.
+    `allocate` returns host memory of that many words, for one step alone. `buckets`, empty at
+    first, are the numbers of rows to which decode steps are padded, in order; larger steps are not
+    padded.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Packer:
         )
 
     def idle(self, bucket: int) -> PackedStep:
-        """Return a step of padding alone, by which a bucket is captured."""
+        """Return a step of padding alone, with which a bucket is captured."""
         return self._padded(StepPlan(0, ()), _Lists(), [], bucket)
 
     # --- inside --------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ class Packer:
 
     def _add_tokens(self, lists: _Lists, part: Slice) -> None:
         start, length, table, size = part.start, part.length, part.block_table, self._block_size
-        if length == 1:  # a decode step: an array of one would cost more than it saves
+        if length == 1:  # a decode step, for which an array of one element costs more than it saves
             if part.token_ids:
                 lists.ids.append(part.token_ids[0])
             else:
@@ -214,7 +215,7 @@ class Packer:
         if not part.draws:
             return
         if part.sampling is None:
-            raise InvariantBroken(f"{part.key}: a draw without sampling")
+            raise InvariantBroken(f"{part.key}: a slice with draws has no sampling parameters")
         position = part.start + part.length
         num_output_tokens = position - part.num_prompt_tokens
         for choice in part.draws:
@@ -265,7 +266,7 @@ class Packer:
                 ),
             ),
         )  # fmt: skip
-        if num_draws > len(lists.rows):  # choices of one prompt share its logits
+        if num_draws > len(lists.rows):  # the choices of one prompt share its logits
             inputs.repeats = into.put(lists.repeats, num_draws)
         if self._tables is not None:
             inputs.tables = (
@@ -284,14 +285,14 @@ class Packer:
 
 
 class _SampledPlaces:
-    """Where the ring has the tokens of the last steps."""
+    """The places of the last steps' tokens in the ring."""
 
     def __init__(self) -> None:
         self._steps: deque[dict[Key, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._next = 0
 
     def stand_in(self, part: Slice) -> int:
-        """Return the number below 0 that stands for the token that was last sampled for a key."""
+        """Return the negative number that stands for the token that was sampled last for a key."""
         for step in reversed(self._steps):
             place = step.get(part.key)
             if place is not None:
@@ -299,7 +300,7 @@ class _SampledPlaces:
         raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
 
     def add(self, slices: Sequence[Slice]) -> list[int]:
-        """Give a place to each draw of a step; return them in order."""
+        """Assign a place to each draw of a step, and return the places in order."""
         num_draws = sum(len(part.draws) for part in slices)
         if num_draws > IDLE_PLACE // REMEMBERED_STEPS:
             raise InvariantBroken(f"a step draws {num_draws} tokens")

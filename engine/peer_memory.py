@@ -1,9 +1,9 @@
-"""A GPU's pool as other processes of this host see it, and theirs as this process sees them.
+"""Share a GPU's pool with other processes of this host, and map their pools.
 
 The rank's loader makes it for the `cuda_ipc` transport, whose thread calls it. Memory is shared by
 the driver's IPC handles, plain bytes: nothing that a peer sends is unpickled. Copies run on a
 stream of their own beside the steps, one launch each, and an event says when one has ended. The
-driver is called through ctypes because torch offers handles in pickles only.
+driver is called through ctypes because torch offers handles only as pickles.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ SUCCESS = 0
 
 
 class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation's handle, and where in it the pool lies. Peers of one version exchange it."""
+    """An allocation's handle, and the pool's offset in it. Peers of one version exchange it."""
 
     handle: bytes
     offset: int
@@ -46,7 +46,7 @@ class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaPeerMemory:
-    """The `PeerMemory` of a pool; its memory goes on for `SPARE_BLOCKS` behind `num_blocks`."""
+    """The `PeerMemory` of a pool, in whose memory `SPARE_BLOCKS` follow `num_blocks`."""
 
     def __init__(self, pool: Tensor, num_blocks: int) -> None:
         self.device = pool.device
@@ -74,7 +74,7 @@ class CudaPeerMemory:
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
-        # A thread has no CUDA context before its first call that needs one, and UCX asks for it.
+        # A thread has no CUDA context before its first call that needs one, but UCX requires it.
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         spare = np.array([len(self.blocks) - 1])
@@ -86,7 +86,7 @@ class CudaPeerMemory:
             raise TransferError("the handle is of another pool")
         base = self.driver.open(found.handle)
         view = _DeviceArray(base + found.offset, (shape.num_blocks, found.num_words))
-        # Some versions of torch copy the memory if the device is not named, or is not its own.
+        # Some versions of torch copy the memory if the device is not named or is another one.
         device = torch.device("cuda", self.driver.device_of(base))
         return OpenedPool(self, torch.as_tensor(view, device=device), base)
 
@@ -102,7 +102,7 @@ class OpenedPool:
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
     ) -> Callable[[], bool]:
-        # Triton is there on Linux only, and slow to import: see `rank`.
+        # Triton exists on Linux only and is slow to import; see `rank`.
         from baton.kernels.block_copy import move_blocks
 
         memory = self._memory
@@ -142,7 +142,7 @@ class CudaDriver:
             raise ConfigError(f"the CUDA driver cannot be loaded: {error}") from error
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return the handle of the allocation around `address`, and where that begins."""
+        """Return the handle of the allocation around `address`, and the allocation's start."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         try:
             self._call(
@@ -152,8 +152,8 @@ class CudaDriver:
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         except TransferError as error:
             raise ConfigError(
-                f"this GPU's memory cannot be shared ({error.message}); leave "
-                "PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or use NIXL: "
+                f"this GPU's memory cannot be shared ({error.message}); remove "
+                "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use NIXL: "
                 "`pip install -e '.[nixl]'`"
             ) from error
         return bytes(handle), base.value
@@ -168,7 +168,7 @@ class CudaDriver:
         return address.value
 
     def device_of(self, address: int) -> int:
-        """Return the number of the GPU that has the memory, as this process counts them."""
+        """Return the number, in this process, of the GPU that has the memory."""
         number = ctypes.c_int()
         self._call(
             "cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(POINTER_DEVICE_ORDINAL),
@@ -185,7 +185,7 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(status, ctypes.byref(text))
             said = (text.value or b"an unknown error").decode()
-            raise TransferError(f"{name} said {said}")
+            raise TransferError(f"{name} reported {said}")
 
 
 class _Handle(ctypes.Structure):
@@ -195,7 +195,7 @@ class _Handle(ctypes.Structure):
 
 
 class _DeviceArray:
-    """Memory of a GPU in the form that torch takes from other libraries, without a copy."""
+    """Memory of a GPU in the form in which torch takes it from other libraries without a copy."""
 
     def __init__(self, address: int, shape: tuple[int, int]) -> None:
         self.__cuda_array_interface__ = {

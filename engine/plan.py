@@ -1,7 +1,8 @@
 """What one step computes and what it returns: the language between scheduler and executor.
 
-Host-only, and it travels to worker processes as msgpack. A decode step is a slice of length one;
-a chunk of a prompt is a longer slice; one plan mixes both. A plan carries what a cost model needs.
+A plan is host-only data and is sent to worker processes as msgpack. A decode step is a slice of
+length one; a chunk of a prompt is a longer slice; one plan mixes both. A plan contains everything
+that a cost model needs.
 """
 
 import msgspec
@@ -13,10 +14,10 @@ from baton.protocol.sampling import Sampling
 class Slice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, start + length) of one sequence.
 
-    Empty `token_ids` stand for the token that was last sampled for this key (length 1), so a step
-    can be planned while the one before it still runs. `block_table` covers every position below
-    start + length. The last position is sampled once per entry of `draws`, a choice index
-    each; with no entry, no token is wanted.
+    Empty `token_ids` stand for the token that was sampled last for this key (length 1), so a step
+    can be planned while the step before it still runs. `block_table` covers every position below
+    start + length. The last position is sampled once per entry of `draws`, a choice index each;
+    with no entry, no token is wanted.
     """
 
     key: Key
@@ -26,15 +27,15 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     block_table: tuple[int, ...]
     draws: tuple[int, ...] = ()
     sampling: Sampling | None = None  # set whenever draws is not empty
-    num_prompt_tokens: int = 0  # where output begins, for min_tokens
+    num_prompt_tokens: int = 0  # the position where output begins, for min_tokens
 
 
 class StepPlan(msgspec.Struct, frozen=True):
     """One step. `copies` (source block, target block) are made before any slice is computed.
 
     `generations` are (block, generation) of the blocks that got a new owner since the last plan;
-    they are written to the pool's generation table before anything is stored, so that a reader can
-    recognise a stale block.
+    they are written to the pool's generation table before anything is stored, so that a reader
+    notices a stale block.
     """
 
     step_id: int

@@ -1,7 +1,7 @@
 """The blocks that hold known prefixes, and which of them are idle.
 
 Only `BlockPool` calls it. The least recently used idle block is evicted first. A block enters whole
-and settled; when the same content is offered twice, the block that came first stays.
+and settled. If the same content is offered twice, the first block stays.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from baton.protocol.blocks import BlockHash
 
 
 class PrefixCache:
-    """`journal` hears of every block that comes or goes, for the routers that watch."""
+    """Known prefixes. Every block that is added or removed is noted in `journal`, for routers."""
 
     def __init__(self) -> None:
         self.journal = CacheJournal()
@@ -48,7 +48,7 @@ class PrefixCache:
             self.journal.note(block_hash, is_held=True)
 
     def rest(self, block: int) -> None:
-        """Let a block that has lost its last user be evicted."""
+        """Make a block that has lost its last user evictable."""
         self._idle[block] = None
 
     def revive(self, block: int) -> None:
@@ -63,5 +63,5 @@ class PrefixCache:
         return block
 
     def watch(self, origin: Origin) -> None:
-        """Let a router hear of every block that is here, and then of every change."""
+        """Let a router get every block of the cache, and then every change."""
         self.journal.watch(origin, self._block_of)

@@ -1,8 +1,8 @@
-"""Everything that computes one rank: weights, pool, runner and transfer port, made in one place.
+"""Make everything that computes one rank: weights, pool, runner and transfer port.
 
 `InProcessExecutor` and each rank's worker process call it. It decides what a configuration means
-for a rank (device, dtype, block count) and refuses what cannot work before anything large is
-allocated. It starts no thread but the port's own.
+for a rank (device, dtype, block count) and refuses settings that cannot work before anything large
+is allocated. It starts no thread except the port's.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ log = logger("rank")
 
 @dataclass(slots=True, frozen=True)
 class RankPlan:
-    """The settings of each rank, as they follow from a configuration and its model."""
+    """The settings of each rank, which follow from a configuration and its model."""
 
     folder: Path
     decoder: DecoderConfig
@@ -78,7 +78,7 @@ class RankPlan:
     dtype: torch.dtype
     max_model_len: int
     layout: KVLayout
-    num_blocks: int  # 0: on a GPU, what fits beside the weights and the largest step
+    num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
     chunk_tokens: int
     max_num_seqs: int
 
@@ -93,7 +93,7 @@ class LoadedRank:
     info: ExecutorInfo
 
     def close(self) -> None:
-        """End the port, then let go of the pool."""
+        """End the port, then release the pool."""
         self.port.close()
         self.pool.close()
 
@@ -101,7 +101,7 @@ class LoadedRank:
 def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
     """Load and allocate one rank. Raises `ConfigError`.
 
-    Sets the number of threads that torch uses in this process, and how it keeps freed memory.
+    It also sets torch's number of threads in this process, and how freed memory is kept.
     """
     plan = plan_rank(config, ranks.size)
     _keep_freed_memory()
@@ -134,9 +134,9 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
 
 
 def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
-    """Return the plan of each rank; raises `ConfigError` if settings and model do not fit."""
+    """Return the plan of each rank. Raises `ConfigError` if settings and model do not fit."""
     if not config.model.path:
-        raise ConfigError("model.path: no model folder is given")
+        raise ConfigError("model.path is empty: name the folder of a model")
     folder = Path(config.model.path)
     decoder = read_decoder_config(folder)
     check_split(decoder, num_ranks)
@@ -176,7 +176,7 @@ def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int
 def load_runner(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
 ) -> tuple[Runner, HostPool | DevicePool]:
-    """Load the weights, then make the pool; raises `ConfigError` for a bad folder."""
+    """Load the weights, then make the pool. Raises `ConfigError` for a bad folder."""
     checkpoint = Checkpoint(plan.folder)
     library = None
     if plan.device.type == "cpu":
@@ -216,7 +216,7 @@ def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
 def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
     if plan.device.type != "cuda" or not config.engine.deterministic:
         return None
-    # Triton again: see `_on_gpu`.
+    # Triton is imported here for the same reason as in `_on_gpu`.
     from baton.kernels.fixed_product import fixed_product
 
     return fixed_product
@@ -279,7 +279,7 @@ def is_batch_invariant(runner: Runner) -> bool:
 def compute_path(runner: Runner) -> str:
     """Return a text that is equal for ranks of one model that should compute the same bits."""
     digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
-    if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of so many parts
+    if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of this many parts
         digest.update(str(size).encode())
     if runner.device.type == "cuda":
         digest.update(torch.cuda.get_device_name(runner.device).encode())
@@ -289,18 +289,18 @@ def compute_path(runner: Runner) -> str:
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library reuse large buffers; else every operation on a chunk maps fresh pages.
+    """Let the C library reuse large buffers; otherwise each operation on a chunk maps new pages.
 
-    On CPUs an RMS norm of 512 tokens took eight times as long without.
+    On CPUs, an RMS norm of 512 tokens took eight times as long without this.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has this function
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
 def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> torch.device:
-    """Return the device to compute on; `auto` says in one line why it is not the GPU there."""
+    """Return the device to compute on. `auto` logs one line if it cannot be the GPU."""
     wanted = config.engine.device
     is_there = torch.cuda.is_available() or num_gpus() > 0
     if wanted == "cpu" or (wanted == "auto" and not is_there):
@@ -315,10 +315,10 @@ def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> to
 
 
 def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
-    # One rank takes the GPU that torch has found, also where none shows in /dev, as under WSL.
+    # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         return (
-            f"{num_ranks} ranks (engine.tensor_parallel) need a GPU each, and this node sees "
+            f"{num_ranks} ranks (engine.tensor_parallel) need one GPU each, but this node sees "
             f"{num_seen}"
         )
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.

@@ -25,7 +25,7 @@ class SliceRecord(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag="step"):
-    """Times are seconds since the host's boot."""
+    """One step of a node. Times are seconds since the host's boot."""
 
     step_id: int
     started_s: float
@@ -47,7 +47,7 @@ Record = StepRecord | ReadRecord
 
 
 class Counters(msgspec.Struct):
-    """What a node has counted since it started, by the names in `Totals`."""
+    """The counts of a node since it started, with the names of `Totals`."""
 
     prompt_tokens: int = 0  # computed here
     output_tokens: int = 0  # sampled here
@@ -58,10 +58,10 @@ class Counters(msgspec.Struct):
     read_bytes: int = 0
     reads_s: float = 0.0
     failed_reads: int = 0
-    corrupt_reads: int = 0  # reads in which a block had other bytes than were sent (verify_kv)
+    corrupt_reads: int = 0  # reads whose checksums were wrong (verify_kv)
 
     def totals(self, pool: PoolCounts) -> Totals:
-        """Return these counts and those of the pool as they travel."""
+        """Return these counts and those of the pool in one `Totals`."""
         return Totals(**msgspec.structs.asdict(self), **asdict(pool))
 
 

@@ -1,7 +1,7 @@
-"""Tells the log which routers a node cannot find, and why, but seldom.
+"""Log, at long intervals, which routers a node cannot find, and why.
 
-The beat thread asks it to look, because that thread runs from the start of a node to its end. Names
-are looked up in a thread of their own: a slow name server must not hold up the beats.
+The beat thread calls it, because that thread runs from the start of a node to its end. Names are
+looked up in a separate thread, because a slow name server must not delay the beats.
 """
 
 import socket
@@ -20,7 +20,7 @@ log = logger("node")
 
 
 class RouterLink(Protocol):
-    """What `RouterWatch` needs of a dialer."""
+    """The part of a dialer that `RouterWatch` needs."""
 
     endpoint: str
     connected: bool
@@ -29,7 +29,7 @@ class RouterLink(Protocol):
 
 @dataclass(slots=True)
 class _Absence:
-    """How long a router has been missing, and when the log says so (again)."""
+    """Since when a router has been missing, and when that is logged (again)."""
 
     tell_at_s: float
     wait_s: float = FIRST_S
@@ -41,7 +41,7 @@ class RouterWatch:
         self._absences: dict[str, _Absence] = {}
 
     def look(self, now_s: float, router: RouterLink) -> None:
-        """Note whether a router answers; log its absence after 5 s, then ever more rarely."""
+        """Note whether a router answers. Log its absence after 5 s, then at growing intervals."""
         absence = self._absences.get(router.endpoint)
         if router.connected:
             if absence is not None:
@@ -52,7 +52,7 @@ class RouterWatch:
         if absence is None:
             self._absences[router.endpoint] = _Absence(now_s + FIRST_S)
             return
-        if now_s < absence.tell_at_s or router.refusals:  # the node's channel tells of refusals
+        if now_s < absence.tell_at_s or router.refusals:  # the node's channel reports refusals
             return
         absence.was_told = True
         absence.wait_s = min(absence.wait_s * 4, LONGEST_S)
@@ -61,7 +61,7 @@ class RouterWatch:
 
 
 def tell(endpoint: str) -> None:
-    """Log that a router does not answer, and why, as far as this host can tell."""
+    """Log that a router does not answer, and why, if this host can find out."""
     reason = "nothing answers there"
     try:
         address = bindable(endpoint)

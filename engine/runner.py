@@ -1,10 +1,10 @@
-"""A step on one rank: from a plan to tokens.
+"""Run the steps of one rank, from a plan to tokens.
 
-Called by the executor of a rank, which launches plans and collects their results in order. A step
-is packed, takes one copy to the device, and runs the decoder and the sampler there; on a GPU the
-host waits for nothing before it collects. The runner keeps nothing of a sequence but its block
-table and the tokens that a plan in flight may refer to. It trusts its plans: block tables and
-positions are the scheduler's.
+The executor of a rank calls it, launching plans and collecting their results in order. A step is
+packed, copied to the device once, and run there through the decoder and the sampler; on a GPU the
+host waits for nothing before it collects. Of a sequence, the runner keeps only the block table and
+the tokens to which a plan in flight may refer. It trusts its plans, because the scheduler has set
+block tables and positions.
 """
 
 from collections import deque
@@ -26,7 +26,8 @@ from baton.engine.sampler import Sampler
 from baton.engine.step_queue import GraphQueue, StepQueue
 from baton.runtime.clock import Clock
 
-MAX_SEQUENCES = 1024  # that have a table on the device: as many as the kernels take in one step
+# Sequences with a table on the device: as many as the kernels take in one step.
+MAX_SEQUENCES = 1024
 
 
 class Runner:
@@ -55,30 +56,31 @@ class Runner:
         )
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
         self._graphs: DecodeGraphs | None = None
-        self._launched: deque[tuple[StepPlan, float]] = deque()  # with the time of the launch
+        self._launched: deque[tuple[StepPlan, float]] = deque()  # each with the time of its launch
         self._ended_s = 0.0  # the last step that was collected
 
     def capture(self, buckets: Sequence[int], progress: Progress) -> None:
-        """Capture the decode steps of these sizes, in order; called where plans are launched."""
+        """Capture the decode steps of these sizes, in order, on the thread that launches plans."""
         assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
         self._graphs = DecodeGraphs(self._packer.idle(buckets[-1]), self.device)
-        for done, bucket in enumerate(reversed(buckets)):  # the memory of the largest serves all
+        # All sizes share the memory of the largest.
+        for done, bucket in enumerate(reversed(buckets)):
             progress("graphs", done, len(buckets))
             self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
         self._packer.buckets = buckets
         progress("graphs", len(buckets), len(buckets))
 
     def launch(self, plan: StepPlan) -> None:
-        """Queue a step behind those that were launched. At most two may be uncollected."""
+        """Queue a step after those already launched. At most two may be uncollected."""
         launched_s = self._clock()
-        # A reader that still knows the former owner of a block must refuse it from here on.
+        # From here on, a reader that expects a block's former owner must refuse the block.
         self.cache.write_generations(plan.generations)
         step = self._packer.pack(plan)
         self._launched.append((plan, launched_s))
         self._queue.launch(lambda: self._compute(step))
 
     def collect(self) -> StepResult:
-        """Return the result of the oldest step when every store of it is visible to transports."""
+        """Return the oldest step's result once transports can see all of its stores."""
         ids = iter(self._queue.collect())
         plan, launched_s = self._launched.popleft()
         tokens = tuple(tuple(next(ids) for _ in part.draws) for part in plan.slices)
@@ -105,7 +107,7 @@ class Runner:
         return self._forward(step, self._sent(step.inputs))
 
     def _sent(self, inputs: StepInputs) -> StepInputs:
-        """Copy the inputs to the device, and bring its block tables up to date."""
+        """Copy the inputs to the device, and update its block tables."""
         sent = replace(inputs, words=inputs.words.to(self.device, non_blocking=True))
         self._write_tables(sent)
         return sent

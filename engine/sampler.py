@@ -1,12 +1,12 @@
 """Draw tokens from logits: filters, then the Gumbel-max trick with noise that can be replayed.
 
-The runner calls it once a step. A row's token is a pure function of its own logits and of (seed,
-choice, position): the same in any batch, order, process or node, so a resumed sequence draws what
-the uninterrupted one would have drawn. There is no generator, and no draw depends on another.
+The runner calls it once per step. A row's token is a pure function of its own logits and of (seed,
+choice, position). It is the same in any batch, order, process or node, so a resumed sequence draws
+the same tokens as an uninterrupted one. There is no generator, and no draw depends on another.
 
 Sums are integers, because an integer sum is the same in every order of addition. The kernels of
-`kernels.cpu_sampling` and `kernels.device_sampling` take the place of the torch code here, which
-says what they compute.
+`kernels.cpu_sampling` and `kernels.device_sampling` replace the torch code here, which defines what
+they compute.
 """
 
 import math
@@ -31,7 +31,8 @@ from baton.protocol.sampling import Sampling
 
 MASK_64 = (1 << 64) - 1
 NUCLEUS_CANDIDATES = 1024
-CHUNK_ELEMENTS = 1 << 18  # rows x vocabulary at a time on a CPU: as many as its caches hold
+# Numbers (rows x vocabulary) at a time on a CPU: as many as its caches hold.
+CHUNK_ELEMENTS = 1 << 18
 SEED, CHOICE, POSITION, TOP_K = range(4)  # the columns of `Draws.ints`
 TEMPERATURE, LOG_MIN_P, TOP_P = range(3)  # the columns of `Draws.reals`
 
@@ -54,7 +55,7 @@ class SampleRow(msgspec.Struct, frozen=True):
         return sampling.temperature, _log(sampling.min_p), sampling.top_p
 
     def held_back(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids that may not be drawn yet: all that would end the sequence."""
+        """Return the ids that may not be drawn yet, which are all that would end the sequence."""
         if self.num_output_tokens >= self.sampling.min_tokens:
             return ()
         return (*eos_token_ids, *self.sampling.stop_token_ids)
@@ -86,7 +87,7 @@ class Draws:
 
 
 class SampleKernel(Protocol):
-    """Draws on one kind of device what `Sampler` says, given the fields of `Draws`."""
+    """Draws as `Sampler` does, on one kind of device, from the fields of `Draws`."""
 
     def __call__(
         self, logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor, /
@@ -94,9 +95,9 @@ class SampleKernel(Protocol):
 
 
 class Sampler:
-    """Samples for one model. `eos_token_ids` are kept back, like stop ids, until `min_tokens`.
+    """Samples for one model. `eos_token_ids` and stop ids are not drawn before `min_tokens`.
 
-    With a `kernel`, it draws in place of torch.
+    With a `kernel`, the kernel draws instead of torch.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Sampler:
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """Draw for rows on the host: what `draw` returns, as a list."""
+        """Draw for rows on the host, and return the result of `draw` as a list."""
         assert logits.shape[0] == len(rows), "one row per draw"
         if not rows:
             return []
@@ -117,7 +118,7 @@ class Sampler:
         return ids
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Return one id per row; `logits` is [num_draws, vocab] in float32, may be overwritten.
+        """Return one id per row. `logits`, [num_draws, vocab] in float32, may be overwritten.
 
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
@@ -142,7 +143,7 @@ class Sampler:
             rows = range(first, min(first + at_once, len(logits)))
             part = draws.picked(rows)
             weights = _weights(logits[first : rows.stop], part)
-            # p / e with exponential e has its maximum where log p + Gumbel noise has it.
+            # With exponential noise e, p / e has its maximum where log p plus Gumbel noise has it.
             weights /= self._exponentials(part, vocab, logits.device)
             tokens.append(weights.argmax(dim=-1))
         return torch.cat(tokens)
@@ -180,7 +181,7 @@ def compiled(kernel: CpuSampler) -> SampleKernel:
 
 
 def _hold_back(logits: Tensor, held_back: Tensor) -> None:
-    """Make it impossible to draw these ids, as far as the vocabulary has them."""
+    """Make it impossible to draw these ids; ids outside the vocabulary are ignored."""
     if not held_back.shape[1]:
         return
     for index, ids in enumerate(held_back.tolist()):
@@ -229,7 +230,7 @@ def _keep_top_p(weights: Tensor, shares: Sequence[float]) -> None:
     vocab = weights.shape[1]
     count = min(NUCLEUS_CANDIDATES, vocab)
     largest, before = _descending(part, count)
-    # A few hundred tokens nearly always hold the nucleus; a flat row needs the whole order.
+    # A few hundred tokens nearly always hold the nucleus; a flat row must be sorted as a whole.
     if count < vocab and bool((before[:, -1:] < wanted).any()):
         largest, before = _descending(part, vocab)
     num_kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
@@ -238,7 +239,7 @@ def _keep_top_p(weights: Tensor, shares: Sequence[float]) -> None:
 
 
 def _descending(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest of each row, and for each the sum of all before it."""
+    """Return the `count` largest of each row, and for each one the sum of all larger ones."""
     largest = weights.topk(count, dim=-1).values
     scaled = (largest * WEIGHT_SCALE).to(torch.int64)
     return largest, scaled.cumsum(dim=-1) - scaled

@@ -1,7 +1,7 @@
-"""One sequence on a node: its tokens, its blocks, and how far computing has come.
+"""One sequence on a node: its tokens, its blocks, and how much of it is computed.
 
-Shared by both schedulers. Tokens are *planned* when a step that computes them was launched and
-*computed* when that step is settled; blocks may be given back only when nothing is in flight.
+Both schedulers use it. Tokens are *planned* when a step that computes them was launched and
+*computed* when that step is settled. Blocks may be given back only when nothing is in flight.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Sequence:
 
     @classmethod
     def of(cls, message: Prefill | Decode) -> "Sequence":
-        """Return the sequence of a prompt, before anything of it is computed."""
+        """Return the sequence of a prompt of which nothing is computed yet."""
         return cls(message.key, message.token_ids, message.num_prompt_tokens, message.sampling)
 
     @property
@@ -46,14 +46,14 @@ class Sequence:
         return self.num_unsettled == 0
 
     def hash_blocks(self, block_size: int, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the full blocks among the first `num_tokens`; extends `hashes`."""
+        """Return the hashes of the full blocks among the first `num_tokens`, extending `hashes`."""
         num_blocks = num_tokens // block_size
         if num_blocks > len(self.hashes):
             self.hashes = block_hashes(self.token_ids[:num_tokens], block_size, self.hashes)
         return self.hashes[:num_blocks]
 
     def start_at(self, position: int) -> None:
-        """Count the tokens before `position` as computed: their blocks hold them already."""
+        """Count the tokens before `position` as computed, because blocks hold them already."""
         self.num_computed_tokens = self.num_planned_tokens = position
 
     def slice(self, length: int, draws: tuple[int, ...]) -> Slice:
@@ -73,7 +73,7 @@ class Sequence:
         )
 
     def chunk(self, budget: int, draws: tuple[int, ...]) -> Slice:
-        """Return the next tokens, at most `budget`, as a slice. The last chunk draws."""
+        """Return at most `budget` next tokens as a slice. The last chunk draws."""
         length = min(budget, self.num_unplanned_tokens)
         return self.slice(length, draws if length == self.num_unplanned_tokens else ())
 
@@ -82,7 +82,7 @@ class Sequence:
         self.num_computed_tokens = done.start + done.length
 
     def store_prefix(self, pool: BlockPool) -> None:
-        """Offer every whole computed block to the prefix cache.
+        """Offer every whole block that is computed to the prefix cache.
 
         A step that was launched before a cancel computes one token more than `token_ids` has.
         """
@@ -92,11 +92,11 @@ class Sequence:
         pool.store(hashes, self.block_table[: len(hashes)])
 
     def first_tokens(self, token_ids: Iterable[int], limits: NodeLimits) -> tuple[FirstToken, ...]:
-        """Return the first token of each choice, each with the reason if it ends the sequence."""
+        """Return each choice's first token, with a finish reason if it ends the sequence."""
         return tuple(FirstToken(token, self.finish_reason(token, limits)) for token in token_ids)
 
     def finish_reason(self, token_id: int, limits: NodeLimits) -> FinishReason | None:
-        """Return why `token_id`, which is not appended yet, ends this sequence, if it does."""
+        """Return why `token_id`, which is not appended yet, ends this sequence, or None."""
         num_tokens = self.num_tokens + 1
         num_output_tokens = num_tokens - self.num_prompt_tokens
         if num_output_tokens > self.sampling.min_tokens:

@@ -1,7 +1,7 @@
 """The ZMQ side of an engine process: channels to its routers and to its peer nodes.
 
-Implements `Links` for the engine loop, its only caller, on one thread. A router hears Hello and
-Ready again whenever its channel begins anew, so a router that restarts needs no memory.
+It implements `Links` for the engine loop, its only caller, on one thread. Hello and Ready are sent
+again in every new session of a channel, so a router that restarts needs no memory.
 """
 
 import math
@@ -44,7 +44,7 @@ from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
-# How long a process that ends by an error waits for its routers to hear of it.
+# How long a process that ends because of an error waits for its routers to confirm it.
 LAST_WORDS_S = 1.0
 LAST_WORDS_POLL_S = 0.05
 
@@ -57,7 +57,7 @@ log = logger("sockets")
 
 @dataclass(slots=True)
 class Introduced:
-    """The peer that made a connection, as it introduced itself."""
+    """The peer of a connection, by its PeerHello."""
 
     hello: PeerHello
     is_answered: bool = False
@@ -70,7 +70,7 @@ class Introduced:
 
 @dataclass(slots=True)
 class _Wait:
-    """A router refused this ready node, which asks again after ever longer pauses."""
+    """A router has refused this ready node, which asks again after growing pauses."""
 
     ask_at_s: float = 0.0
     _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_WAIT_S, LONGEST_WAIT_S))
@@ -80,10 +80,10 @@ class _Wait:
 
 
 class EngineSockets:
-    """Dials `routers`; `listen` opens the endpoint that prefill nodes dial (decode nodes only)."""
+    """Dials `routers`. On decode nodes, `listen` opens the endpoint that prefill nodes dial."""
 
     def __init__(self, routers: tuple[str, ...], hello: Hello, keys: Keys = NO_KEYS) -> None:
-        """Raises `ConfigError` when a router cannot or must not be dialled."""
+        """Dial the routers. Raises `ConfigError` if one cannot or must not be dialled."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hello = hello
         self._keys = keys
@@ -146,7 +146,7 @@ class EngineSockets:
         return events
 
     def starting(self) -> None:
-        """Hear the routers during the start; raises `NodeError` if one refuses this node."""
+        """Read routers' messages during the start. Raises `NodeError` if one refuses the node."""
         for dialer in self._routers:
             while (message := dialer.receive()) is not None:
                 if isinstance(message, Disconnected):
@@ -165,7 +165,7 @@ class EngineSockets:
                 dialer.send(message)
 
     def last_words(self, message: Crashed) -> None:
-        """Tell the routers why this process ends; wait until they have heard, for a second."""
+        """Tell the routers why this process ends, and wait up to a second for their answers."""
         waiting = [one for one in self._routers if one.connected and one.send(message)]
         deadline_s = monotonic() + LAST_WORDS_S
         while waiting and monotonic() < deadline_s:
@@ -190,7 +190,7 @@ class EngineSockets:
         self._epoll.poll(timeout_s)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close every channel. What was said to routers may still leave within `linger_ms`."""
+        """Close every channel. Queued messages to routers may still be sent within `linger_ms`."""
         for dialer in self._routers:
             dialer.close(linger_ms if dialer.connected else 0)
         for peer in list(self._dialled):
@@ -210,7 +210,7 @@ class EngineSockets:
     def _note_answer(
         self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable], message: object
     ) -> None:
-        """Wait for another answer after a refusal: the set of nodes may change, or the router."""
+        """Wait for another answer after a refusal, because nodes or routers may change."""
         if isinstance(message, Refused):
             wait = self._waits.get(origin)
             if wait is None:
@@ -231,7 +231,7 @@ class EngineSockets:
             self._introduce(dialer)
 
     def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
-        """Log a refusal once, not once per try."""
+        """Log a refusal once, and not once per attempt."""
         if dialer.connected:
             self._refusing.discard(origin)
         elif dialer.refusals >= REFUSALS_TO_TELL and origin not in self._refusing:
@@ -254,7 +254,7 @@ class EngineSockets:
                 info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
                 self._context, self._keys,
             )  # fmt: skip
-        except ConfigError as error:  # the peer has published a wrong address
+        except ConfigError as error:  # the peer has published an invalid address
             log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
             self._lost.append(PeerLost(*peer))
             return
@@ -278,7 +278,8 @@ class EngineSockets:
                 continue
             if isinstance(message, PeerHello):
                 if known.is_answered:
-                    return  # a second one would say that this process began anew
+                    # A second PeerHello would mean that this process has restarted its session.
+                    return
                 known.is_answered = True
             self._listener.send(identity, message)  # type: ignore[arg-type]
             return
@@ -301,15 +302,15 @@ class EngineSockets:
                 self._forget(received.peer, events)
             elif isinstance(received.message, PeerHello):
                 self._meet(received.peer, received.message, events)
-            elif known is not None:  # before its PeerHello a peer is not heard
+            elif known is not None:  # messages before a peer's PeerHello are ignored
                 if known.is_dropped:
-                    # Only this side dropped it; for the peer it is the same connection.
+                    # Only this side has dropped the connection; the peer still uses it.
                     known.is_dropped = False
                     events.append(FromPeer(*known.peer, known.hello))
                 events.append(FromPeer(*known.peer, received.message))
 
     def _meet(self, identity: bytes, hello: PeerHello, events: list[LinkEvent]) -> None:
-        """Take a peer's name: one connection has one name, and one name has one connection."""
+        """Note a peer's name. One connection has one name, and one name has one connection."""
         met = Introduced(hello)
         known = self._introduced.get(identity)
         if known is not None and known.peer != met.peer:

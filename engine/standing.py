@@ -1,6 +1,7 @@
-"""What each router of a node makes of it: whether it gives the node work.
+"""A node's standing at each of its routers: whether that router gives the node work.
 
-`EngineSockets` writes it as the routers speak; the node's HTTP side reads it on its own thread.
+`EngineSockets` writes it when routers send messages; the node's HTTP side reads it on its own
+thread.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,15 @@ from baton.engine.outputs import Origin
 from baton.engine.router_watch import RouterLink
 from baton.protocol.messages import Peers, Refused
 
-# Failed handshakes in a row before a node says that a router refuses its key: one may fail because
-# a router ends.
+# The number of failed handshakes in a row after which a node reports that a router refuses its key.
+# A single one may fail because a router ends.
 REFUSALS_TO_TELL = 3
 
 Standing = Literal["absent", "joining", "in service", "out of service", "refused"]
 
 
 class RouterStanding(msgspec.Struct, frozen=True):
-    """One router's word. A router that says nothing is `absent`, or `joining` if it is there."""
+    """A node's standing at one router. A silent router is `absent`, or `joining` if connected."""
 
     router: str  # its endpoint
     state: Standing
@@ -28,11 +29,11 @@ class RouterStanding(msgspec.Struct, frozen=True):
 
 
 class Standings:
-    """The last word of each router since its channel began."""
+    """The latest standing at each router since its channel began."""
 
     def __init__(self, dialers: Sequence[RouterLink]) -> None:
         self._dialers = dialers
-        # A frozen value per router: replacing it is atomic, and only one thread writes.
+        # Each value is frozen: replacing it is atomic, and only one thread writes.
         self._words: list[RouterStanding | None] = [None] * len(dialers)
 
     def heard(self, origin: Origin, message: object) -> None:
@@ -47,7 +48,7 @@ class Standings:
         self._words[origin] = None
 
     def read(self) -> tuple[RouterStanding, ...]:
-        """Return the standing at every router; any thread may ask."""
+        """Return the standing at every router. Any thread may call this."""
         return tuple(map(self._read, self._dialers, self._words))
 
     def _read(self, dialer: RouterLink, word: RouterStanding | None) -> RouterStanding:

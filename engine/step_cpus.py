@@ -1,4 +1,4 @@
-"""How many threads a step computes with: this node's share of the host, or more while others idle.
+"""The number of threads of a step: this node's share of the host, or more while others are idle.
 
 The thread that computes on a CPU calls `begin` and `end` around each step. The number cannot change
 a bit: kernels never share a sum between threads, and row rules hold for every number that is used.
@@ -12,13 +12,13 @@ from baton.protocol.config import EngineConfig
 from baton.runtime.cpus import thread_counts
 from baton.runtime.shared_cpus import SharedCpus
 
-# Fewer tokens are computed as fast by one thread, and leave the other CPUs to the router.
+# One thread computes fewer tokens just as fast, and leaves the other CPUs to the router.
 MIN_TOKENS = 64
 
 
 class StepCpus:
     def __init__(self, engine: EngineConfig) -> None:
-        """Raises `ConfigError` for a file (`engine.shared_cpus`) that cannot be used."""
+        """Raises `ConfigError` if the file (`engine.shared_cpus`) cannot be used."""
         self.share, *more = thread_counts(engine)
         self._shared = SharedCpus(Path(engine.shared_cpus), self.share, more[0]) if more else None
 

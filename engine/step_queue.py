@@ -1,7 +1,7 @@
-"""How a device takes the work of steps: the runner launches, and collects in the same order.
+"""The interface by which a runner launches the work of steps and collects it in the same order.
 
-A CPU computes a step when it is collected. A GPU takes the work when it is launched; collecting
-waits for it. One thread launches, another may collect.
+A CPU computes a step when it is collected. A GPU computes it when it is launched, and collecting
+waits for it. One thread launches, and another may collect.
 """
 
 from collections import deque
@@ -15,26 +15,26 @@ StepWork = Callable[[], Tensor]  # returns the sampled ids, [num_draws] int64, o
 
 
 class StepQueue(Protocol):
-    """One device's work, in order. An error of the work is raised by `launch` or by `collect`."""
+    """One device's work, in order. `launch` or `collect` raises an error of the work."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def overlaps(self) -> bool:
-        """Return whether the device works while Python goes on."""
+        """Return whether the device computes while Python continues."""
         ...
 
     def allocate(self, num_words: int) -> Tensor:
-        """Return int64 memory on the host from which the device copies without a wait."""
+        """Return int64 memory on the host from which the device can copy asynchronously."""
         ...
 
     def launch(self, work: StepWork) -> None:
-        """Take the work of a step in; only its Python code may have run on return."""
+        """Queue the work of a step. On return, only its Python code may have run."""
         ...
 
     def collect(self) -> list[int]:
-        """Return the ids of the oldest step when all that it stores is visible to transports."""
+        """Return the oldest step's ids once transports can see all of its stores."""
         ...
 
 
@@ -43,15 +43,15 @@ class GraphQueue(StepQueue, Protocol):
     """The queue of a device that can repeat work without Python."""
 
     def capture(self, work: StepWork) -> StepWork:
-        """Return what repeats the work on the same memory, without running its Python code.
+        """Return a function that repeats the work on the same memory without its Python code.
 
-        Runs the work itself first. Called where `launch` is called.
+        It runs the work once itself. The thread that calls `launch` calls it.
         """
         ...
 
 
 class HostQueue:
-    """Work of a CPU, done by the thread that collects it."""
+    """The work of a CPU, which runs on the thread that collects it."""
 
     device = torch.device("cpu")
     overlaps = False

@@ -1,9 +1,9 @@
 """The threads of a rank's runner: one loads it and launches plans, another collects results.
 
-Executors and workers make it; only these threads touch the runner. On a GPU the first launches the
-next step while the second waits. On a CPU, where a second thread would only take turns with the
-first, one computes each step in a call. Results and errors come in the order of the plans; an error
-ends the threads.
+Executors and workers make it; only these threads touch the runner. On a GPU the first thread
+launches the next step while the second one waits. On a CPU, where two threads would only take
+turns, one thread computes each step in a single call. Results and errors come in the order of the
+plans; an error ends the threads.
 """
 
 import queue
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class StepThreads:
-    """`hear` is called by the thread that collects, with nothing more after an error."""
+    """The threads. The one that collects calls `hear` with results, and last with an error."""
 
     def __init__(self, cpus: StepCpus, hear: Hear) -> None:
         self._cpus = cpus
@@ -41,7 +41,7 @@ class StepThreads:
         self._threads: list[threading.Thread] = []
 
     def start(self, load: MakeRank, progress: Progress) -> LoadedRank:
-        """Load on the thread that will launch; `progress` is called by the caller's thread."""
+        """Load on the thread that will launch, and call `progress` on the caller's thread."""
         self._begin("launch", self._load_and_launch, load)
         last: Report = ("start", 0, 1)
         while True:
@@ -62,7 +62,7 @@ class StepThreads:
         self._plans.put(plan)
 
     def close(self, wait_s: float) -> bool:
-        """End after the steps that were submitted; return whether all threads ended in time."""
+        """End after the submitted steps, and return whether all threads ended in time."""
         self._plans.put(None)
         deadline_s = monotonic() + wait_s
         for thread in self._threads:
@@ -75,7 +75,7 @@ class StepThreads:
         thread.start()
 
     def _load_and_launch(self, load: MakeRank) -> None:
-        torch.set_num_threads(self._cpus.share)  # each thread of a process has its own
+        torch.set_num_threads(self._cpus.share)  # each thread has a number of its own
         try:
             rank = load(lambda *report: self._loading.put(report))
         except BaseException as error:  # noqa: BLE001  (`start` raises it)

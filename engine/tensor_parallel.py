@@ -1,7 +1,7 @@
-"""The other ranks of one model, as its layers see them.
+"""The interface of a model's layers to its other ranks.
 
-A decoder gets one `Ranks` and calls it where partial results meet: after a row-parallel product
-and where logits are put together. It never learns how ranks talk. Every rank calls the same
+A decoder gets one `Ranks` and calls it where partial results are combined: after a row-parallel
+product and for the logits. It does not know how ranks communicate. Every rank calls the same
 collectives in the same order with equal shapes; nothing here decides or samples.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from baton.protocol.errors import NodeError
 
-SLOT_BYTES = 4 << 20  # the limit for one rank in one exchange; larger tensors go in pieces
+SLOT_BYTES = 4 << 20  # the limit for one rank in one exchange; larger tensors are sent in pieces
 
 
 class Ranks(Protocol):
-    """`size` processes that hold one model; this is number `rank`. All calls are blocking."""
+    """`size` processes that hold one model; this is number `rank`. All calls block."""
 
     @property
     def rank(self) -> int: ...
@@ -34,7 +34,7 @@ class Ranks(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks in place and return the tensor; bit-equal on every rank."""
+        """Sum over ranks in place and return the tensor, which is bit-equal on every rank."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -59,9 +59,9 @@ class SingleRank:
 class SharedMemoryRanks:
     """Ranks on one host, with CPU tensors in shared memory and a byte on a socket as the signal.
 
-    Each element is summed in rank order in float32, so its bits depend neither on the rank that
-    asks nor on what else is in the batch (a ring would cut a tensor at places that its size
-    decides). A peer that dies ends its socket, and the calls of all others raise `NodeError`.
+    Each element is summed in rank order in float32, so its bits depend neither on the calling rank
+    nor on the rest of the batch (a ring would cut a tensor at places that depend on its size). If a
+    peer dies, its socket closes, and the calls of all others raise `NodeError`.
 
     Slots alternate: a rank writes into one pair's half again only after every peer has signalled
     the exchange in between, and a peer does that after it has read this half.
@@ -70,7 +70,7 @@ class SharedMemoryRanks:
     is_batch_invariant = True
 
     def __init__(self, rank: int, memory: int, peers: Sequence[socket.socket]) -> None:
-        """Map `memory`, an empty file's descriptor that all share; `peers` are in rank order."""
+        """Map `memory`, an empty file's descriptor that all share. `peers` are in rank order."""
         self.rank = rank
         self.size = len(peers) + 1
         self._peers = peers
@@ -93,7 +93,7 @@ class SharedMemoryRanks:
         return torch.cat(gathered).view(*tensor.shape[:-1], self.size * tensor.shape[-1])
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """Return every rank's piece, in rank order; valid until the next exchange."""
+        """Return every rank's piece, in rank order. They are valid until the next exchange."""
         slots, self._half = self._slots[self._half], 1 - self._half
         num_bytes = piece.numel() * piece.element_size()
         parts = [slot[:num_bytes].view(piece.dtype).view(piece.shape) for slot in slots]
@@ -117,7 +117,7 @@ def sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """Return the smallest of the ranks' numbers, on which all of them agree."""
+    """Return the smallest of the ranks' numbers, which is the same on all ranks."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 

@@ -1,7 +1,7 @@
 """Read the tensors of a Hugging Face folder by name, a slice at a time, and fingerprint them.
 
-Model loaders ask a `Checkpoint` for the slices that their rank needs; no other part of a tensor is
-read from disk. `fingerprint` lets two nodes refuse to exchange blocks of different weights. This
+Model loaders read from a `Checkpoint` the slices that their rank needs; no other part of a tensor
+is read from disk. `fingerprint` lets two nodes refuse to exchange blocks of different weights. This
 module does not know names, shapes or layout of a model, and never writes a file.
 """
 
@@ -18,7 +18,7 @@ from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Fields of config.json that differ between copies of one model.
+# Fields of config.json that may differ between copies of one model.
 INCIDENTAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 WHOLE_BYTES = 65536  # a tensor up to this size is hashed in full
 SAMPLES = 16
@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 class Checkpoint:
     """`model.safetensors` or the shards that `model.safetensors.index.json` lists.
 
-    Files are opened, and read through a memory map, when one of their tensors is first asked for.
+    A file is opened, and read through a memory map, when one of its tensors is first read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,9 +41,9 @@ class Checkpoint:
         return frozenset(self._shard_of)
 
     def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """Return the tensor in the checkpoint's dtype; `columns` needs two dimensions.
+        """Return a tensor or slice in the checkpoint's dtype; `columns` needs two dimensions.
 
-        It may be a view of the memory map, shared with other processes: never write into it.
+        The tensor may be a view of the memory map, shared with other processes: never write to it.
         Raises `ConfigError` if there is no such tensor or its file is damaged.
         """
         shard = self._shard_of.get(name)
@@ -66,10 +66,10 @@ class Checkpoint:
 
 
 def fingerprint(folder: Path, dtype: str) -> str:
-    """Return a text that is equal for equal models in `dtype`, however files split the tensors.
+    """Return a text that is equal for equal models in `dtype`, in any split into files.
 
-    It covers the configuration, all names, shapes and types, and bytes sampled from every tensor:
-    two trainings of one architecture differ, and a folder of any size takes well under a second.
+    It covers the configuration, all names, shapes and types, and bytes sampled from every tensor.
+    So two trainings of one architecture differ, and a folder of any size takes well under a second.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(dtype.encode())
@@ -89,7 +89,7 @@ class _View(Protocol):
 
 
 class _OpenFile(Protocol):
-    """The part of `safe_open` that is used here; safetensors declares no types."""
+    """The part of `safe_open` that is used here, because safetensors declares no types."""
 
     def get_tensor(self, name: str) -> Tensor: ...
 
@@ -160,7 +160,7 @@ def _samples(file: Path, span: tuple[int, int]) -> Iterator[bytes]:
 
 
 def _significant_config(file: Path) -> bytes:
-    """Return config.json in one spelling, without the fields that do not change the model."""
+    """Return config.json in canonical form, without the fields that do not change the model."""
     try:
         fields = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except FileNotFoundError:

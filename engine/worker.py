@@ -1,9 +1,9 @@
 """The process of one rank: it loads the rank, then runs plan after plan for its executor.
 
 `python -m baton.engine.worker STEPS PORT`, where both are inherited socket descriptors. The main
-thread takes plans in for the threads that compute them; another one carries the transfer agent's
-commands and events. The process ends when its executor's end of the sockets closes, and with a
-non-zero code after any error.
+thread receives plans for the threads that compute them; another thread passes on the transfer
+agent's commands and events. The process ends when its executor's end of the sockets closes, and
+with a non-zero code after any error.
 """
 
 import os
@@ -42,12 +42,13 @@ log = logger("worker")
 
 
 class Worker:
-    """One rank from its first message to the end of its sockets."""
+    """One rank, from its first message to the end of its sockets."""
 
     def __init__(self, steps: socket.socket, port: socket.socket) -> None:
         self._steps = MessageSocket[ToWorker](steps, ToWorker)  # type: ignore[arg-type]
         self._port = port
-        self._error: BatonError | None = None  # of a step; it closes the socket of steps
+        # An error of a step, which closes the socket of steps.
+        self._error: BatonError | None = None
 
     def run(self) -> int:
         """Load, compute until the executor is gone, and return the exit code."""
@@ -95,7 +96,7 @@ class Worker:
             log.exception("the worker failed")
         self._error = outcome
         self._tell(WorkerFailed(outcome.to_failure()))
-        self._steps.close()  # the main thread waits for a plan: this ends it
+        self._steps.close()  # the main thread waits for a plan, and this ends its wait
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self._tell(Loading(phase, done, total))
@@ -105,7 +106,7 @@ class Worker:
 
 
 class PortPump:
-    """A thread between the executor's socket and this rank's transfer agent."""
+    """The thread between the executor's socket and this rank's transfer agent."""
 
     def __init__(
         self, port: TransferPort, stream: socket.socket, tell: Callable[[FromWorker], None]
@@ -156,7 +157,7 @@ def _join(load: LoadRank) -> Ranks:
     config, size = load.config, len(load.peers) + 1
     device = plan_rank(config, size).device
     if device.type == "cuda":
-        # Ranks that do not meet say so before the executor gives them up.
+        # Ranks that do not meet report it before the executor gives them up.
         place, timeout_s = (load.rank, size), config.node.start_timeout_s / 2
         is_ordered = config.engine.deterministic
         return join(device, place, load.memory, timeout_s, is_ordered=is_ordered)

@@ -1,8 +1,8 @@
-"""One process per rank under one `Executor`: it spawns workers, sends plans, gathers results.
+"""An `Executor` with one process per rank: it spawns workers, sends plans and gathers results.
 
 The node's loop calls it like `InProcessExecutor`. Every plan goes to every rank; `poll` returns a
 result when all ranks have finished the step and agree on its tokens. A rank that dies or fails ends
-the node: nothing is restarted here. Only `start` and `close` block.
+the node, because nothing is restarted here. Only `start` and `close` block.
 """
 
 import os
@@ -40,8 +40,8 @@ from baton.runtime.gpus import VARIABLE, gpus_of
 from baton.runtime.process import Child, Command
 
 PROGRESS_EVERY_S = 0.5
-EXIT_S = 0.5  # from the end of a worker's stream to its exit code
-GRACE_S = 3.0  # of the five seconds that a close may take
+EXIT_S = 0.5  # from the end of a worker's stream until its exit code is known
+GRACE_S = 3.0  # out of the five seconds that a close may take
 
 
 class WorkerExecutor:
@@ -117,13 +117,13 @@ class WorkerExecutor:
         self._watch(worker)
 
     def _watch(self, worker: "_RankProcess") -> None:
-        """Watch for room too while a plan larger than the socket's buffer is being sent."""
+        """Also watch for room while a plan larger than the socket's buffer is being sent."""
         unsent = select.EPOLLOUT if worker.steps.has_unsent else 0
         if not worker.steps.is_closed:
             self._epoll.modify(worker.steps, select.EPOLLIN | unsent)
 
     def _hear(self, timeout_s: float) -> None:
-        """Take every message of the workers; wait at most `timeout_s` for the first."""
+        """Handle all messages of the workers, after waiting up to `timeout_s` for the first."""
         if self._epoll.closed:
             return
         by_fd = {worker.steps.fileno(): worker for worker in self._workers}
@@ -136,7 +136,7 @@ class WorkerExecutor:
             if worker.steps.is_closed:
                 self._epoll.unregister(descriptor)
                 loss = worker.loss()
-                # The other ranks fail because of it, and may say so first.
+                # The other ranks fail because of it, and may report that first.
                 if self._error is None or loss.code == RANK_KILLED:
                     self._error = loss
 
@@ -182,18 +182,18 @@ class _RankProcess:
             )
 
     def loss(self) -> NodeError:
-        """Return why the stream ended, as far as the process shows."""
+        """Return why the stream ended, if the process shows it."""
         if not self.child.wait(monotonic() + EXIT_S):
             return NodeError(f"rank {self.rank} closed its socket")
         code = self.child.exit_code
-        last = self.child.tail[-1] if self.child.tail else "it wrote nothing"
+        last = self.child.tail[-1] if self.child.tail else "the process wrote nothing"
         text = f"rank {self.rank} ended with exit code {code}: {last}"
         is_killed = code in (-signal.SIGKILL, -signal.SIGTERM)
         return NodeError(text, code=RANK_KILLED) if is_killed else NodeError(text)
 
 
 class RemotePort:
-    """The `TransferPort` of a rank whose agent lives in its worker."""
+    """The `TransferPort` of a rank whose agent runs in its worker."""
 
     def __init__(self, rank: int, stream: socket.socket) -> None:
         self._rank = rank
@@ -201,12 +201,12 @@ class RemotePort:
         self._is_closed = False
 
     def send(self, command: AgentCommand) -> None:
-        """Send a command; the rest of a full socket goes with the next `send` or `poll`."""
+        """Send a command. If the socket is full, the next `send` or `poll` sends the rest."""
         if not self._is_closed:
             self._socket.send(command)
 
     def poll(self) -> list[AgentEvent]:
-        """Return new events. Raises `NodeError` once the worker is gone and none are left."""
+        """Return new events. Raises `NodeError` once the worker is gone and no event is left."""
         if self._is_closed:
             return []
         self._socket.flush()
@@ -225,7 +225,7 @@ class RemotePort:
 
 @contextmanager
 def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
-    """Make what the ranks inherit: memory that all share, and a socket between any two."""
+    """Make what the ranks inherit: memory that all share, and a socket between each two."""
     with ExitStack() as stack:
         memory = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
         stack.callback(os.close, memory)
@@ -240,7 +240,7 @@ def _meeting(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
 def environment_of(
     rank: int, engine: EngineConfig, *, is_on_gpus: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the variables of a rank's process: its threads and, on GPUs, its own GPU first."""
+    """Return the environment of a rank: its threads and, on GPUs, the GPUs with its own first."""
     threads = ("OMP_NUM_THREADS", str(threads_per_rank(engine)))
     return (threads, (VARIABLE, ",".join(gpus_of(rank)))) if is_on_gpus else (threads,)
 
@@ -248,7 +248,7 @@ def environment_of(
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     """Return one info with the addresses and compute paths of all ranks.
 
-    The ranks must agree on all the rest.
+    The ranks must agree on all other fields.
     """
     shared = {
         "ranks": tuple(address for info in infos for address in info.ranks),
@@ -263,7 +263,7 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
 
 
 def _settled(config: ClusterConfig) -> tuple[ClusterConfig, bool]:
-    """Return the settings that each rank is given, and whether each rank has a GPU of its own.
+    """Return the settings of each rank, and whether each rank has a GPU of its own.
 
     The size of a pool in host memory is settled here, since each rank would find less memory free.
     """
@@ -273,7 +273,7 @@ def _settled(config: ClusterConfig) -> tuple[ClusterConfig, bool]:
 
 
 def _agreed(results: Sequence[StepResult]) -> StepResult:
-    """Return one result for all ranks. They must agree on the tokens, or their KV would differ."""
+    """Return one result for all ranks, which must agree on the tokens, or their KV would differ."""
     first = results[0]
     for rank, result in enumerate(results):
         if (result.step_id, result.tokens) != (first.step_id, first.tokens):

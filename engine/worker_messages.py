@@ -1,6 +1,6 @@
-"""The messages between an executor and the worker of each rank, and the socket that carries them.
+"""The messages between an executor and the worker of each rank, and the socket for them.
 
-Two socket pairs join them: one for steps, one for the rank's transfer agent, so that a long step
+Two socket pairs join them, one for steps and one for the rank's transfer agent, so that a long step
 delays no lease. A message is four bytes of length and msgpack; the end of a stream means that the
 other process is gone. Nothing here knows what a plan means.
 """
@@ -26,12 +26,15 @@ T = TypeVar("T")
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of everything between an executor and a worker."""
+    """The root of all messages between an executor and a worker."""
 
 
 class LoadRank(WorkerMessage, frozen=True):
-    """The first message to a worker. `memory` and `peers` are descriptors that it inherited: an
-    empty file that the ranks share, and a socket to each of the others in rank order."""
+    """The first message to a worker.
+
+    `memory` and `peers` are descriptors that the worker inherited: an empty file that the ranks
+    share, and a socket to each of the others in rank order.
+    """
 
     config: ClusterConfig
     epoch: Epoch
@@ -41,7 +44,7 @@ class LoadRank(WorkerMessage, frozen=True):
 
 
 class RunStep(WorkerMessage, frozen=True):
-    """Answered by one `StepDone`, in order."""
+    """Runs a step. One `StepDone` answers each, in order."""
 
     plan: StepPlan
 
@@ -56,19 +59,19 @@ class Loading(WorkerMessage, frozen=True):
 
 
 class Loaded(WorkerMessage, frozen=True):
-    """`info.ranks` holds this rank's address alone."""
+    """The answer to `LoadRank`. `info.ranks` holds this rank's address alone."""
 
     info: ExecutorInfo
 
 
 class StepDone(WorkerMessage, frozen=True):
-    """Every store of this rank is visible to its agent. Each rank samples; they must agree."""
+    """The rank's agent can see all stores of a step. Each rank samples, and all must agree."""
 
     result: StepResult
 
 
 class WorkerFailed(WorkerMessage, frozen=True):
-    """The last message of a worker that ends by itself."""
+    """The last message of a worker that ends because of an error."""
 
     failure: Failure
 
@@ -77,7 +80,7 @@ FromWorker = Loading | Loaded | StepDone | WorkerFailed
 
 
 class MessageSocket(Generic[T]):
-    """Typed messages over one end of a stream socket. `T` is the union of what comes in.
+    """Typed messages over one end of a stream socket. `T` is the union of incoming messages.
 
     `send` may be called from any thread, everything else from one. Whether calls block is the
     socket's own setting.
@@ -101,7 +104,7 @@ class MessageSocket(Generic[T]):
         return bool(self._out)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message whole and in order. What a full socket does not take waits for `flush`."""
+        """Send a message whole and in order. Bytes that a full socket refuses wait for `flush`."""
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(f"message of {len(body)} bytes exceeds {MAX_MESSAGE_BYTES}")
@@ -114,7 +117,7 @@ class MessageSocket(Generic[T]):
             self._flush()
 
     def receive(self) -> list[T]:
-        """Return what a non-blocking socket holds. Sets `is_closed` at the end of the stream."""
+        """Return the messages of a non-blocking socket. Set `is_closed` at the stream's end."""
         while self._read():
             pass
         messages = []
@@ -130,7 +133,7 @@ class MessageSocket(Generic[T]):
         return message
 
     def close(self) -> None:
-        """End the stream, even if a child still holds this end. Idempotent."""
+        """End the stream, even if a child process still holds this end."""
         self.is_closed = True
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
@@ -143,11 +146,11 @@ class MessageSocket(Generic[T]):
         except BlockingIOError:
             return
         except OSError:
-            # The reading side notices the end too; it decides what that means.
+            # The reading side notices the end too, and decides what that means.
             self._out.clear()
 
     def _read(self) -> bool:
-        """Read what is there, and return whether anything came."""
+        """Read the bytes that have arrived, and return whether there were any."""
         try:
             data = self._stream.recv(READ_BYTES)
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""What a decoder asks of the device it runs on, and the batch of one step.
+"""The interface of a decoder to the device it runs on, and the batch of one step.
 
-The decoder is the same on every device; a backend brings attention over the paged pool and the few
-operations that are fused differently. The rank's loader makes it and `engine.models` calls it. A
-backend never sees requests, keys or plans, and never decides which token is computed.
+The decoder is the same on every device. A backend provides attention over the paged pool and the
+few operations that are fused differently. The rank's loader makes it and `engine.models` calls it.
+A backend never sees requests, keys or plans, and never decides which token is computed.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from torch import Tensor
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + length) of one sequence, in rows [row, row + length) of the batch.
 
-    Their keys and values are not yet in the pool; those of every position below `start` are.
+    The pool holds the keys and values of every position below `start`, but not yet those of the
+    chunk.
     """
 
     row: int
@@ -33,7 +34,7 @@ class Tables:
     """The sequences of a batch as kernels read them on the device.
 
     The first `num_decoding` sequences have one row each. `query_starts` counts the rows of the
-    others, from the first of theirs.
+    others, beginning with their first row.
     """
 
     blocks: Tensor  # [num_sequences, num_blocks] int32
@@ -46,7 +47,7 @@ class Tables:
 class Batch:
     """The tokens of one step, packed: a row for each.
 
-    `chunks` says on the host what `tables` says on the device; a backend reads one of them.
+    `chunks` on the host and `tables` on the device describe the same; a backend reads one of them.
     """
 
     token_ids: Tensor  # [num_tokens] int64
@@ -63,9 +64,9 @@ class Batch:
 class Backend(Protocol):
     """One device's attention and fused operations over one pool.
 
-    `name` tells apart backends that compute other bits. `is_batch_invariant` says that the bits of
-    a token depend on its own sequence alone, whatever else is in the batch. `table_blocks` is how
-    many blocks the longest sequence has if the backend reads `Batch.tables`, 0 if it reads chunks.
+    `name` differs between backends that compute different bits. `is_batch_invariant` says that the
+    bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
+    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks.
     """
 
     @property
@@ -82,7 +83,7 @@ class Backend(Protocol):
         ...
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
-        """Store the batch's keys and values, then attend: `[num_tokens, num_heads * head_dim]`.
+        """Store the batch's keys and values, and return `[num_tokens, num_heads * head_dim]`.
 
         `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`.
         `head_norms`, one RMS norm weight for each query and key head

@@ -1,8 +1,8 @@
 """Attention and the fused operations on CPUs: baton's compiled kernels behind `Backend`.
 
 A token's bits depend on its own sequence alone, because every kernel adds its terms in an order
-that the batch, the chunk and the number of threads do not enter. Made by `make_cpu_backend`, which
-takes plain torch where `cpu_library` has no kernels.
+that does not depend on the batch, the chunk or the number of threads. `make_cpu_backend` makes the
+backend, with plain torch where `cpu_library` has no kernels.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ log = logger("attention")
 def cpu_library(
     dtype: torch.dtype, wanted: KernelChoice, progress: Callable[[int, int], None]
 ) -> CpuLibrary | None:
-    """Return the compiled kernels, or None where their twins in torch take their place.
+    """Return the compiled kernels, or None where plain torch replaces them.
 
-    `progress` hears of (kernels done, in all) while they are compiled. Raises `ConfigError` if they
-    are wanted and cannot be had.
+    While they are compiled, (kernels done, total) is reported to `progress`. Raises `ConfigError`
+    if the settings ask for kernels that cannot be compiled.
     """
     if wanted == "torch":
         return None
@@ -56,7 +56,7 @@ def make_cpu_backend(
 
 
 class CpuBackend:
-    """Kernels over a host pool."""
+    """The compiled kernels over a host pool."""
 
     is_batch_invariant = True
     table_blocks = 0
@@ -70,8 +70,8 @@ class CpuBackend:
         eps: float,
         window: int | None,  # keys that a query sees, itself included
     ) -> None:
-        # Attention with bf16 products has other bits, and those are the CPU's as well: rules of
-        # linear layers, which the same instruction computes, tell such CPUs apart.
+        # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
+        # linear layers, which use the same instruction, tell such CPUs apart.
         self.name = "compiled-bf16" if library.in_pairs else "compiled"
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps

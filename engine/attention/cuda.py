@@ -1,8 +1,8 @@
 """Attention and the fused operations on GPUs: baton's Triton kernels behind the `Backend` protocol.
 
-Imported only where a rank computes on CUDA, because it imports Triton. Sequences at the head of a
-batch that decode one token share a split-context kernel; from the first longer slice on, rows go
-through the prefill kernel, which is exact for single tokens too.
+Only ranks that compute on CUDA import this file, because it imports Triton. Sequences at the head
+of a batch that decode one token share a split-context kernel. From the first longer slice on, rows
+go through the prefill kernel, which is exact for single tokens too.
 """
 
 import torch
@@ -18,7 +18,7 @@ from baton.kernels.silu_mul import silu_mul
 
 
 class CudaBackend:
-    """Kernels over a pool in device memory."""
+    """The Triton kernels over a pool in device memory."""
 
     def __init__(
         self,

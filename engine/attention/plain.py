@@ -1,7 +1,7 @@
-"""Attention and the fused operations in plain torch, where no kernels can be had.
+"""Attention and the fused operations in plain torch, for machines without kernels.
 
-The kernels' twins behind `Backend`: right on every device that torch knows, and slow. A library
-picks the order of their sums, so a token's bits may depend on what is computed beside it.
+It puts the kernels' twins behind `Backend`. They are correct on every device that torch knows, but
+slow. torch chooses the order of their sums, so a token's bits may depend on the rest of the batch.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.engine.attention.backend import Batch
 from baton.kernels import reference
 
-QUERIES = 128  # of one sequence at a time, which bounds the memory that their scores take
+QUERIES = 128  # queries of one sequence at a time, which bounds the memory for their scores
 
 
 class PlainBackend:

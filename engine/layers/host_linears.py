@@ -1,11 +1,11 @@
 """Make the linear layers of one rank on a CPU, each with its weight packed.
 
-Where the compiled kernels multiply bf16 numbers as such, they compute the layers, and every number
-of rows keeps its bits. Elsewhere torch's library does, by a row rule.
+If the compiled kernels multiply bf16 numbers directly, they compute the layers, and a row keeps its
+bits with any number of rows. Otherwise torch's library computes them by a row rule.
 
 The loader calls `make` for every layer. The first layer of each kind costs a search with trial
-data; all others of that kind share what it found. Whether weights are packed decides bits, so it
-follows from what the machine can do and from the search, and never from a time.
+data, whose result all others of that kind share. Packing a weight changes bits, so the decision
+follows from the machine's abilities and from the search, and never from a measured time.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ log = logger("linear")
 
 TRIAL_SHAPE = 64, 512
 
-# Logits are computed for the tokens that are drawn, which are seldom more in one step.
+# Logits are computed only for tokens that are drawn, of which a step seldom has more.
 MAX_HEAD_ROWS = 64
 
 
 class WeightKind(NamedTuple):
-    """What the library's choice of code may depend on."""
+    """The properties on which the library's choice of code may depend."""
 
     outputs: int
     inputs: int
@@ -41,14 +41,14 @@ class WeightKind(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How layers of one kind are computed. Without a rule, a row's bits depend on the others."""
+    """How layers of one kind are computed. Without a rule, a row's bits depend on other rows."""
 
     is_packed: bool
     rule: RowRule | None
 
 
 class HostLinears:
-    """The layers of one rank, of at most `num_kinds` kinds (for the progress that is shown)."""
+    """The layers of one rank. Progress is shown as a part of at most `num_kinds` kinds."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class HostLinears:
         thread_counts: Sequence[int] = (),
         compiled: CpuLinears | None = None,
     ) -> None:
-        """Take all numbers of threads that a step may use: bits must be equal under each."""
+        """Take all numbers of threads that a step may use; bits must be equal with each of them."""
         self._num_kinds, self._progress = num_kinds, progress
         self._thread_counts = thread_counts
         self._compiled, self._trial = compiled, b""
@@ -68,7 +68,7 @@ class HostLinears:
     def make(
         self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None
     ) -> Linear:
-        """A layer that keeps `weight` only if it cannot be packed.
+        """Return a layer, which keeps `weight` only if it cannot be packed.
 
         `max_rows` says that the layer seldom gets more rows at once.
         """
@@ -95,7 +95,7 @@ def trial_of(compiled: CpuLinears) -> bytes:
 
 
 def find(kind: WeightKind, thread_counts: Sequence[int] = ()) -> Found:
-    """Packed if that has a rule, else plain if that has one, else whatever is fastest."""
+    """Return packed layers if they have a rule, else plain ones if they have, else the fastest."""
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
     rows = trial_rows(kind.inputs, kind.dtype)
@@ -111,6 +111,8 @@ def find(kind: WeightKind, thread_counts: Sequence[int] = ()) -> Found:
 def _warn(kind: WeightKind, rule: RowRule | None) -> None:
     shape = f"{kind.outputs}x{kind.inputs}"
     if rule is None:
-        log.warning("the bits of a linear layer depend on the rows beside them", shape=shape)
+        log.warning("the bits of a row in a linear layer depend on the other rows", shape=shape)
     elif rule.is_single_threaded:
-        log.warning("a linear layer keeps its bits with one thread only, and uses one", shape=shape)
+        log.warning(
+            "a linear layer keeps its bits only with one thread, so it uses one", shape=shape
+        )

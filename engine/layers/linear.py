@@ -1,8 +1,8 @@
 """A linear layer's weights and the part of them that one rank holds.
 
-Called by the decoder. Column-parallel layers hold rows of the checkpoint's matrix (outputs),
-row-parallel ones hold columns (inputs); the decoder adds the ranks' results up. On CPUs
-`HostLinears` makes the layers, whose rows are then computed as their `RowRule` says.
+The decoder calls the layers. Column-parallel layers hold rows of the checkpoint's matrix (outputs),
+and row-parallel ones hold columns (inputs), whose results the decoder adds over the ranks. On CPUs
+`HostLinears` makes the layers, whose rows are then computed by their `RowRule`.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from baton.engine.layers.product_rule import Product
 from baton.engine.layers.row_rule import RowRule, num_threads
 from baton.kernels.cpu_threads import MIN_SHARED_NS
 
-# Measured on a Zen 5 core in bf16, small weights in its cache. Elsewhere the number of threads of a
-# product may be a poor choice; no bit changes.
+# These costs were measured on a Zen 5 core in bf16, with small weights in its cache. On other CPUs
+# the number of threads of a product may be a poor choice, but no bit changes.
 NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0046
 
 PACKED_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
@@ -26,9 +26,9 @@ PACKED_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_po
 class Linear:
     weight: Tensor  # [outputs, inputs], dense or packed by `packed`
     bias: Tensor | None = None
-    rule: RowRule | None = None  # None: all rows are computed at once
+    rule: RowRule | None = None  # None: all rows are computed in one call
     ordered: Product | None = None  # gives a row the same bits in every batch
-    trial: bytes = b""  # a digest of the bits of `ordered`, where CPUs may differ
+    trial: bytes = b""  # a digest of the bits of `ordered` where CPUs may differ
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -36,11 +36,11 @@ class Linear:
 
     @property
     def digest(self) -> bytes:
-        """Differs for two layers of one shape if they are known to compute other bits."""
+        """Return a text that differs between layers that are known to compute different bits."""
         return self.trial if self.rule is None else self.rule.digest
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_rows, inputs]` to `[num_rows, outputs]`."""
+        """Return the outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
         if self.rule is None or not x.shape[0]:
             return self.product(x)
         if self._cost_ns(x.shape[0]) < MIN_SHARED_NS and torch.get_num_threads() > 1:
@@ -49,12 +49,12 @@ class Linear:
         return self.rule.compute(self.product, x)
 
     def _cost_ns(self, num_rows: int) -> float:
-        """Return about how long one thread takes."""
+        """Return roughly how long one thread takes."""
         cost_ns = NS_PER_WEIGHT + NS_PER_MULTIPLICATION * num_rows
         return self.weight.numel() * self.weight.element_size() / 2 * cost_ns
 
     def product(self, x: Tensor) -> Tensor:
-        """All rows of `x` in one call of the library."""
+        """Compute all rows of `x` in one call of the library."""
         if self.ordered is not None:
             y = self.ordered(x, self.weight)
             return y if self.bias is None else y + self.bias
@@ -65,7 +65,7 @@ class Linear:
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """`weight` in the order in which oneDNN reads it; None where this machine cannot."""
+    """Return `weight` in oneDNN's order of reading, or None if this machine cannot pack it."""
     ops = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, op) for op in PACKED_OPS):
         return None
@@ -75,9 +75,9 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def share(num_units: int, rank: int, size: int, width: int = 1) -> slice:
-    """The rows or columns of `num_units` units of `width` that belong to `rank`.
+    """Return the rows or columns, of `num_units` units of `width`, that belong to `rank`.
 
-    Fewer units than ranks (KV heads): neighbouring ranks hold the same one.
+    If there are fewer units (KV heads) than ranks, neighbouring ranks hold the same unit.
     """
     if num_units < size:
         first = rank * num_units // size

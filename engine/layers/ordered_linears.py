@@ -1,8 +1,8 @@
 """Make the linear layers of a GPU rank whose bits do not depend on the batch.
 
-The loader calls `make` for every layer where `engine.deterministic` asks for it. A GPU's library
-may sum in another order for another number of rows: `keeps_bits` asks it with the first weight of
-each shape, and where bits differ, a product with one order takes its place.
+If `engine.deterministic` is on, the loader calls `make` for every layer. A GPU's library may sum in
+another order for another number of rows. `keeps_bits` tries it with the first weight of each shape,
+and where bits differ, a product with one order replaces it.
 """
 
 import torch
@@ -18,12 +18,12 @@ log = logger("linear")
 
 
 class OrderedLinears:
-    """The layers of one rank, of at most `num_kinds` kinds (for the progress that is shown)."""
+    """The layers of one rank. Progress is shown as a part of at most `num_kinds` kinds."""
 
     def __init__(
         self, ordered: Product, num_kinds: int, progress: Progress, library: Product = F.linear
     ) -> None:
-        """Take the product with one order, and the library's."""
+        """Take the product with one order and the library's product."""
         self._ordered, self._library = ordered, library
         self._num_kinds, self._progress = num_kinds, progress
         self._found: dict[tuple[torch.Size, torch.dtype], Product] = {}

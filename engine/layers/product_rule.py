@@ -1,9 +1,9 @@
-"""Whether a device's matrix products give a row the same bits in every batch, weight by weight.
+"""Find out whether a device's matrix products give a row the same bits in every batch.
 
-A GPU library picks a kernel, and how it splits the sum, by the number of rows. `keeps_bits` asks a
-product at load, on the weights that are served: rows of a large product are recomputed in batches
-of other sizes. Where bits differ, `kernels.fixed_product` takes the library's place. Called where a
-rank is loaded with `engine.deterministic`. It knows no device: the product is a callable.
+A GPU library chooses a kernel, and how it splits the sum, by the number of rows. `keeps_bits` tests
+a product at load, on the weights that are served: it recomputes rows of a large product in batches
+of other sizes. If bits differ, `kernels.fixed_product` replaces the library. The test runs when a
+rank is loaded with `engine.deterministic`. It knows no device, because the product is a callable.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, in], weight [out, in] -> [M, out]
-# Those that decode steps are captured for, and some of mixed steps between them.
+# The numbers of rows for which decode steps are captured, and some of mixed steps between them.
 COUNTS = (
     *(1, 2, 3, 4, 8, 12, 16, 17, 24, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129),
     *(160, 192, 224, 256, 257, 384, 512, 768, 1024, 1536, 2047),
@@ -21,7 +21,7 @@ LARGEST = 2048
 
 
 def keeps_bits(product: Product, weight: Tensor) -> bool:
-    """Return whether every count of rows gives the bits that a product of 2,048 rows gives.
+    """Return whether every number of rows gives the same bits as a product of 2,048 rows.
 
     Rows are taken from the middle as well: a kernel may treat the end of a batch in its own way.
     """

@@ -1,7 +1,7 @@
-"""The table of rotary angles that a backend rotates queries and keys with.
+"""The table of rotary angles by which a backend rotates queries and keys.
 
-Called once, at load. Knows the three scalings that `DecoderConfig` lets through, and computes in
-fp32 in the order of the Hugging Face reference, so that greedy tokens can be compared with it.
+The loader makes it once. It supports the three scalings that `DecoderConfig` accepts, and computes
+in fp32 in the order of the Hugging Face reference, so that greedy tokens can be compared with it.
 """
 
 import math
@@ -13,7 +13,7 @@ from baton.engine.model_config import Rope
 
 
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-    """Cosines, then sines, of every position: `[num_positions, head_dim]` fp32."""
+    """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
     angles = torch.arange(num_positions).float()[:, None] * frequencies
@@ -31,7 +31,7 @@ def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Low frequencies are stretched, high ones kept, those between blended (Llama 3.1)."""
+    """Stretch low frequencies, keep high ones, and blend those between them (Llama 3.1)."""
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor

@@ -4,7 +4,7 @@ A matrix library may give a row other bits when other numbers of rows are comput
 numbers agree depends on the CPU, the dtype, the shape of the weight and the threads. `find_rule`
 tries some numbers of rows, called tiles, and keeps a set of them that gives a row the same bits at
 every place and beside every neighbour. `RowRule` then computes any number of rows as pieces of
-exactly these sizes. No time is measured here: two nodes on equal CPUs must choose alike.
+exactly these sizes. No time is measured here, because two nodes on equal CPUs must choose the same.
 """
 
 import hashlib
@@ -20,23 +20,25 @@ RowProduct = Callable[[Tensor], Tensor]  # [num_rows, inputs] -> [num_rows, outp
 
 TILES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256, 512)
 FEW_TILES = (1, 16, 64, 256)
-# The largest weights are tried with few tiles, so that the search stays in proportion to a load.
+# The largest weights are tried with few tiles, so that the search stays short compared with
+# loading.
 MAX_SEARCH_FLOPS = 40e9
-# Tiles up to this size are computed until each row stood at PASSES places and each place held two
-# rows; this shows that all places are alike. A larger tile is computed once and is compared with
-# them, so a set of tiles without any of these proves nothing. Decoding needs a small tile as well.
+# Tiles up to this size are computed until each row has been at PASSES places and each place has
+# held two rows, which shows that all places are alike. A larger tile is computed once and compared
+# with these, so a set without any small tile proves nothing. Decoding needs a small tile as well.
 SMALL_TILE, PASSES = 64, 4
 ALIGNED_BYTES = 64
 
-# A product costs as much as its rows and so many more: it reads the whole weight in any case.
-# Measured: 10 to 40 rows on a CPU without AMX, and several times that is likely with it.
+# A product costs as much as its rows plus this number of rows, because it always reads the whole
+# weight. The number was measured as 10 to 40 on a CPU without AMX; with AMX it is probably several
+# times that.
 START_ROWS = 32
 TYPICAL_ROWS = (1, 8, 64, 512)
 
 
 @dataclass(slots=True, frozen=True)
 class Trial:
-    """One number of rows that gave each row of the pool the same bits wherever it stood."""
+    """A number of rows that gave each row of the pool the same bits at every place."""
 
     tile: int
     digest: bytes  # of the bits that the pool's rows got
@@ -52,12 +54,12 @@ class RowRule:
         self._pieces = plan_pieces(self.tiles)
 
     def pieces(self, num_rows: int) -> tuple[int, ...]:
-        """The sizes to compute `num_rows` in, largest first; the last may hold some padding."""
+        """Return the pieces' sizes for `num_rows`, largest first; the last may have padding."""
         whole, rest = divmod(num_rows, self.tiles[-1])
         return (self.tiles[-1],) * whole + self._pieces[rest]
 
     def compute(self, product: RowProduct, x: Tensor) -> Tensor:
-        """`product(x)` for at least one row, a piece at a time."""
+        """Return `product(x)` for at least one row, computed piece by piece."""
         if not self.is_single_threaded:
             return self._compute(product, x)
         with num_threads(1):
@@ -86,7 +88,7 @@ def find_rule(
 
     There is none if no small tile gives a row the same bits at every place. The bits are those of
     one thread, so they do not depend on `engine.threads`. If no tile reproduces them with each of
-    `thread_counts`, which are this thread's number by default, the rule computes with one thread:
+    `thread_counts` (by default, this thread's number), the rule computes with one thread, because
     equal bits come before speed.
     """
     with num_threads(1):
@@ -97,7 +99,7 @@ def find_rule(
     equal = chosen
     for count in set(thread_counts or [torch.get_num_threads()]) - {1}:
         with num_threads(count):
-            # One pass will do: the bits are compared with those that are known to be right.
+            # One pass is enough: the bits are compared with bits that are known to be right.
             again = _try_tiles(product, pool, [trial.tile for trial in equal], 1)
         equal = [trial for trial in again if trial.digest == chosen[0].digest]
         # Without a small tile every decode step would be padded to a large one.
@@ -107,7 +109,7 @@ def find_rule(
 
 
 def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:
-    """The tiles to try for a weight that is given `max_rows` at once, or hardly ever more."""
+    """Return the tiles to try for a weight that seldom gets more than `max_rows` at once."""
     tiles = [tile for tile in TILES if tile <= max_rows]
     num_rows = sum(_num_products(tile, pool_size, PASSES) * tile for tile in tiles)
     if 2.0 * outputs * inputs * num_rows > MAX_SEARCH_FLOPS:
@@ -116,7 +118,7 @@ def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple
 
 
 def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For each number of rows up to the largest tile, the pieces that cost least together."""
+    """Return, for each number of rows up to the largest tile, the cheapest pieces."""
     best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for num_rows in range(1, max(tiles) + 1):
         rests = [(tile, *best[max(0, num_rows - tile)]) for tile in tiles]
@@ -158,9 +160,9 @@ def _try_tiles(
 
 
 def _try_tile(product: RowProduct, pool: Tensor, arranged: Tensor) -> Trial | None:
-    """None if a row of the pool got other bits at another place or beside other rows."""
+    """Return None if a row got other bits at another place or beside other rows."""
     rows, found, tile = [], [], arranged.shape[1]
-    # Pieces start at any row of a larger tensor, so at any multiple of a row's bytes.
+    # Pieces start at any row of a larger tensor, which is any multiple of a row's bytes.
     starts = (0, 1) if pool[0].nbytes % ALIGNED_BYTES else (0,)
     for places in arranged:
         for start in starts:
@@ -179,7 +181,7 @@ def _try_tile(product: RowProduct, pool: Tensor, arranged: Tensor) -> Trial | No
 
 
 def _best_class(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials of equal bits that serve few and many rows at the least cost, by the model."""
+    """Return the trials of equal bits that compute few and many rows at the least modelled cost."""
     classes: dict[bytes, list[Trial]] = {}
     for trial in trials:
         classes.setdefault(trial.digest, []).append(trial)
@@ -188,7 +190,7 @@ def _best_class(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _modelled_cost(tiles: Sequence[int]) -> float:
-    """How many times the cost of one product of exactly the typical numbers of rows, summed."""
+    """Return the summed cost of typical numbers of rows, relative to products of exactly these."""
     largest, pieces = max(tiles), plan_pieces(tiles)
     total = 0.0
     for num_rows in TYPICAL_ROWS:

@@ -1,9 +1,9 @@
-"""Make weights and rows whose products show in every output in which order a library adds.
+"""Make weights and rows whose products show, in every output, the order in which a library adds.
 
-Used at load by `HostLinears`. Columns come in pairs of equal weights whose inputs cancel. The exact
-result is zero, so what a product returns is rounding alone: another order of the sum gives other
-bits in nearly every output, even after rounding to bf16. All numbers are made from integers, so
-they are the same on every machine.
+`HostLinears` uses them at load. Columns come in pairs of equal weights whose inputs cancel. The
+exact result is zero, so a product returns only rounding errors: another order of the sum gives
+other bits in nearly every output, even after rounding to bf16. All numbers are made from integers,
+so they are the same on every machine.
 """
 
 import numpy as np
@@ -15,32 +15,32 @@ NUM_ROWS = 8
 DISTINCT_OUTPUTS = 64  # rows of the weight before they repeat
 MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}
 EXPONENTS = (-6, 7)
-# Near the rounding errors of sums of such numbers: a larger bias would hide them.
+# This is close to the rounding errors of sums of such numbers; a larger bias would hide them.
 BIAS_EXPONENTS = (-17, -14)
 
 
 def trial_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """`[outputs, inputs]`."""
+    """Return a weight, `[outputs, inputs]`."""
     numbers = _numbers((min(outputs, DISTINCT_OUTPUTS), inputs // 2), dtype, EXPONENTS, seed=1)
     some = _in_pairs(numbers, numbers, inputs).to(dtype)
     return some.repeat(-(-outputs // len(some)), 1)[:outputs].contiguous()
 
 
 def trial_rows(inputs: int, dtype: torch.dtype) -> Tensor:
-    """`[NUM_ROWS, inputs]`."""
+    """Return rows, `[NUM_ROWS, inputs]`."""
     numbers = _numbers((NUM_ROWS, inputs // 2), dtype, EXPONENTS, seed=2)
     return _in_pairs(numbers, -numbers, inputs).to(dtype)
 
 
 def trial_bias(outputs: int, dtype: torch.dtype) -> Tensor:
-    """`[outputs]`."""
+    """Return a bias, `[outputs]`."""
     return torch.from_numpy(_numbers((1, outputs), dtype, BIAS_EXPONENTS, seed=3)[0]).to(dtype)
 
 
 def _numbers(
     shape: tuple[int, int], dtype: torch.dtype, exponents: tuple[int, int], seed: int
 ) -> NDArray[np.float32]:
-    """Numbers of either sign that `dtype` holds exactly."""
+    """Return numbers of either sign that `dtype` holds exactly."""
     random = np.random.Generator(np.random.PCG64(seed))
     bits = MANTISSA_BITS[dtype]
     mantissas = random.integers(1 << (bits - 1), 1 << bits, shape)
@@ -50,7 +50,7 @@ def _numbers(
 
 
 def _in_pairs(ones: NDArray[np.float32], others: NDArray[np.float32], inputs: int) -> Tensor:
-    """Both halves, with columns in a random order; the last of an odd number is zero."""
+    """Return both halves with columns in a random order; the last of an odd number is zero."""
     odd = np.zeros((len(ones), inputs % 2), dtype=np.float32)
     order = np.random.Generator(np.random.PCG64(inputs)).permutation(inputs)
     return torch.from_numpy(np.concatenate((ones, others, odd), axis=1)[:, order])

@@ -1,8 +1,8 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, from one configuration.
 
 The runner calls it with a packed batch. All positions run through the layers at once; logits are
-computed only where a token is drawn. The backend has what differs between devices, and the KV cache
-has what lies in the pool; this file knows neither blocks nor requests.
+computed only where a token is drawn. The backend holds what differs between devices, and the KV
+cache holds the pool; this file knows neither blocks nor requests.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from baton.engine.tensor_parallel import Ranks
 
 @dataclass(slots=True, frozen=True)
 class DecoderLayer:
-    """One layer's weights, as far as this rank holds them."""
+    """This rank's part of one layer's weights."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Linear  # heads of queries, then of keys, then of values
@@ -31,7 +31,7 @@ class DecoderLayer:
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """Weights and the forward pass of one rank."""
+    """The weights and the forward pass of one rank."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to one rank's `Decoder`: names, slices, dtype and device.
+"""Load one rank's `Decoder` from a Hugging Face folder: names, slices, dtype and device.
 
 The rank's loader calls it once. It reads only the part of each tensor that the rank keeps. If the
 ranks cannot share a dimension evenly, it raises `ConfigError` before it reads any weight.
@@ -26,13 +26,13 @@ NUM_LINEAR_KINDS = 5
 
 
 class Placement(NamedTuple):
-    """Where a rank computes, in what and how. `thread_counts`: all that a step on a CPU may use."""
+    """A rank's device, dtype and threads. A step on a CPU may use any of `thread_counts`."""
 
     dtype: torch.dtype
     device: torch.device
     thread_counts: tuple[int, ...] = ()
-    ordered: Product | None = None  # of a GPU that is to give a row the same bits in every batch
-    compiled: CpuLinears | None = None  # of a CPU whose kernels compute linear layers
+    ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
+    compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
 
 
 class LinearMaker(Protocol):
@@ -48,7 +48,7 @@ def load_decoder(
     place: Placement,
     progress: Progress,
 ) -> Decoder:
-    """Return one rank's decoder; raises `ConfigError` if the ranks cannot share the model.
+    """Return one rank's decoder. Raises `ConfigError` if the ranks cannot share the model.
 
     It also raises `ConfigError` if a tensor is missing.
     """
@@ -156,7 +156,7 @@ class _Loader:
 
     def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
         weight = self._read(name + ".weight", columns=columns)
-        # The ranks' results are summed: one of them brings the bias.
+        # The ranks' results are summed, so one rank alone adds the bias.
         if not has_bias or self.ranks.rank != 0:
             return self._linear(weight)
         return self._linear(weight, self._read(name + ".bias"))
@@ -172,7 +172,7 @@ class _Loader:
     def _read(
         self, name: str, *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
-        """Return a copy: the checkpoint's pages may be dropped or replaced under a view."""
+        """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
         if self.ranks.size == 1:
             rows = columns = None
         tensor = self.checkpoint.read(name, rows=rows, columns=columns)

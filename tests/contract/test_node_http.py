@@ -67,7 +67,7 @@ def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench: Bench) -> None:
     bench.vitals.set_ready()
     bench.vitals.turned(bench.clock())
     bench.clock.advance(DEAD_S + 1.0)
-    assert bench.status("/live") == (503, "the node's loop hangs")
+    assert bench.status("/live") == (503, "the node's engine loop hangs")
     bench.vitals.turned(bench.clock())
     bench.vitals.step_started(bench.clock(), 5.0)
     bench.clock.advance(DEAD_S + 1.0)

@@ -120,7 +120,7 @@ MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
         ),
         (
             torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable"),
-            "another program has the GPU to itself",
+            "another program has exclusive use of the GPU",
         ),
         (
             torch.AcceleratorError("CUDA error: no kernel image is available\nMore lines"),
