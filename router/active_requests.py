@@ -1,8 +1,8 @@
-"""The requests that a router has in hand: events go in, and what follows from them is done.
+"""The active requests of a router: feed them events, and carry out the commands that follow.
 
-`core` adds requests and feeds events. A request's `Lifecycle` says what must be done about one;
-here it is done, by the parts of the router that know how. An error of one request ends that request
-and no other.
+`core` adds requests and feeds events. A request's `Lifecycle` answers an event with commands, which
+this file carries out by calling other parts of the router. An error of one request ends that
+request and no other.
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ log = logger("router")
 
 
 class ActiveRequests:
-    """`by_id` holds a request from its first event until no node has anything to confirm."""
+    """`by_id` holds a request from its first event until no node has to confirm anything."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ActiveRequests:
     def feed(
         self, now_s: float, active: Active, event: RequestEvent, node: NodeId = NO_NODE
     ) -> None:
-        """Handle an event, then the events that it causes (a caller may leave, say)."""
+        """Handle an event, then the events that it causes, such as a caller's leaving."""
         self._now_s = now_s
         if self.is_feeding:
             self._events.append((active, event, node))
@@ -79,12 +79,12 @@ class ActiveRequests:
             self.is_feeding = False
 
     def to_look_at(self, now_s: float) -> list[Active]:
-        """Return the requests for which time may have run out at this tick."""
+        """Return the requests whose time may have run out at this tick."""
         return self._rounds.take(now_s, self.by_id)
 
     def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
         if self.by_id.get(active.request_id) is not active:
-            return  # it has ended: it must not get in line again
+            return  # it has ended, so it must not join the line again
         commands: Iterator[RequestCommand] = iter(())
         try:
             commands = iter(active.lifecycle.step(self._now_s, event, node))
@@ -95,7 +95,7 @@ class ActiveRequests:
             self._contain(active, commands)
 
     def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
-        """End a request that met a bug with an error. The others go on."""
+        """End, with an error, a request that met a bug. The others go on."""
         active.stream.finish(BatonError("the router failed to handle this request"))
         if not active.is_broken:
             active.is_broken = True
@@ -103,7 +103,8 @@ class ActiveRequests:
             for command in commands:
                 self._carry_out(active, command)
         elif self.by_id.pop(active.request_id, None) is not None:
-            # A node that still works for it is told to stop with its next message about it.
+            # A node that still works for it will be told to stop when it next sends a message about
+            # it.
             self._registry.forget(active.request_id)
             self._admission.forget(active.request_id)
 

@@ -1,10 +1,10 @@
-"""Which requests are accepted, and in which order they wait for nodes.
+"""Decide which requests are accepted, and in which order they wait for nodes.
 
-Pure; `core`, `placing` and `active_requests` call it. A request that can never fit is refused at
-once, and so is one that would wait for longer than it may. The line of waiting requests is bounded
-in number, bytes and time, and every operation on it takes the same time however long it is. A leg
-of a request that had nodes before (a retry, a resume) goes first, because its caller has waited
-already and its blocks may be cached somewhere.
+This file is pure; `core`, `placing` and `active_requests` call it. A request that can never fit is
+refused at once, and so is a request that would wait too long. The line of waiting requests is
+bounded in number, bytes and time, and every operation on it takes constant time. A leg of a request
+that had nodes before (a retry, a resume) goes first, because its caller has waited already and its
+blocks may be cached somewhere.
 """
 
 import math
@@ -23,30 +23,31 @@ from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.request.events import Place
 
 MAX_RETRY_AFTER_S = 60.0
-# The pace is the mean time of the last moves of a line in which others wait. Of fewer moves one
-# pause, as of a node that was away, could look like a pace, so nothing is refused for it.
+# The pace is the mean time of the last moves of a line in which others wait. With fewer moves, a
+# single pause, such as that of a node that was away, could look like a pace, so the pace is unknown
+# and no request is refused because of it.
 PACE_MOVES, LEAST_MOVES = 32, 8
-FIRST_PACE_S = 1.0  # until one was seen
-# What the router holds per prompt token of a waiting request: a slot of a list and an integer.
+FIRST_PACE_S = 1.0  # until a pace was measured
+# The memory per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
 MAX_QUEUED_TOKENS = (256 << 20) // TOKEN_BYTES
-# How long a stream that lost its node waits for another one: longer than a new request may, since
-# its client has a part of the answer.
+# How long a stream that lost its node waits for another one. This is longer than a new request may
+# wait, because its client has a part of the answer.
 MAX_RESUME_WAIT_S = 300.0
 
 
 class Limits(msgspec.Struct, frozen=True, dict=True):
-    """The limits that the nodes reported. A pool is None where there is no such node."""
+    """The limits that the nodes reported. A pool is None if there is no node of that role."""
 
     model_len: int  # the longest sequence of the model
     vocab_size: int
     block_size: int
-    prefill_blocks: int | None  # of the largest pool of a node that may compute prompts
+    prefill_blocks: int | None  # blocks of the largest pool of a node that may compute prompts
     decode_blocks: int | None
 
     @cached_property
     def max_model_len(self) -> int:
-        """The longest sequence, prompt and output, that the model and the nodes can take."""
+        """Return the longest sequence, prompt and output, that the model and the nodes can take."""
         pools = (self.prefill_blocks, self.decode_blocks)
         held = [num_blocks * self.block_size for num_blocks in pools if num_blocks is not None]
         return min([self.model_len, *held])
@@ -58,7 +59,7 @@ class QueuedLeg(msgspec.Struct, frozen=True):
 
 
 class WaitingLine:
-    """Legs in order of arrival. Those that no node in service can take stand aside."""
+    """Legs in order of arrival. Legs that no node in service can take stand aside."""
 
     def __init__(self, max_wait_s: float) -> None:
         self.max_wait_s = max_wait_s
@@ -74,7 +75,7 @@ class WaitingLine:
         self.num_tokens += place.num_tokens
 
     def take(self, key: Key) -> bool:
-        """Take a leg out, wherever it stands. Return whether it was here."""
+        """Remove a leg from its place. Return whether it was in this line."""
         waiting = self.next.pop(key, None) or self.aside.pop(key, None)
         if waiting is not None:
             self.num_tokens -= waiting.place.num_tokens
@@ -84,13 +85,13 @@ class WaitingLine:
         self.aside[key] = self.next.pop(key)
 
     def bring_back(self) -> None:
-        """Let those that stand aside be tried again, first of all: they came first."""
+        """Put the legs that stand aside back at the front, because they came first."""
         if self.aside:
             self.next = {**self.aside, **self.next}
             self.aside = {}
 
     def overdue(self, now_s: float) -> Iterator[QueuedLeg]:
-        """Yield the legs that have waited too long. Both parts are in order of arrival."""
+        """Yield the legs that have waited too long, in order of arrival in both parts."""
         for part in (self.aside, self.next):
             for waiting in part.values():
                 if now_s - waiting.since_s < self.max_wait_s:
@@ -101,8 +102,8 @@ class WaitingLine:
 class Admission:
     """The lines of legs that wait for nodes, and the set of requests that have nodes.
 
-    Resumes go first, then other new attempts, then new requests. A leg that no node in service can
-    take lets the others pass until `registry_version` changes.
+    Resumes go first, then other new attempts, then new requests. Others pass a leg that no node in
+    service can take until `registry_version` changes.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -114,7 +115,7 @@ class Admission:
         self._lines = (self._resumes, self._again, self._new)
         self._registry_version = 0
         self.num_changes = 0  # grows whenever another leg may be the next one
-        self._moved_s: float | None = None  # when the line last moved; None if it is empty
+        self._moved_s: float | None = None  # when the line moved last; None if the line is empty
         self._gaps_s: deque[float] = deque(maxlen=PACE_MOVES)  # between legs that left the line
         self._pace_s: float | None = None
 
@@ -127,7 +128,7 @@ class Admission:
         return sum(map(len, self._lines))
 
     def check_room(self, num_tokens: int, *, could_place: bool) -> None:
-        """Raise `Overloaded` when a new request would have to wait in a line that is full."""
+        """Raise `Overloaded` if a new request would have to wait in a full line."""
         is_full = len(self._inflight) >= self._config.max_inflight
         if not could_place or self._new.next or is_full:
             self._check_line(num_tokens)
@@ -145,7 +146,7 @@ class Admission:
         raise self._full(text)
 
     def _check_wait(self) -> None:
-        """Refuse at once what would only wait to be refused."""
+        """Refuse at once a request that would only wait to be refused later."""
         wait_s = (self._pace_s or 0.0) * (self.num_queued + 1)
         is_known = self._moved_s is not None and len(self._gaps_s) >= LEAST_MOVES
         if is_known and wait_s > self._config.max_queued_s:
@@ -156,7 +157,7 @@ class Admission:
         return Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
 
     def retry_after_s(self) -> float:
-        """Return how long the line will take at the latest pace, in whole seconds."""
+        """Return how long the line will take at its current pace, in whole seconds."""
         seconds = math.ceil((self._pace_s or FIRST_PACE_S) * (self.num_queued + 1))
         return float(min(max(seconds, 1), MAX_RETRY_AFTER_S))
 
@@ -173,7 +174,7 @@ class Admission:
         any(line.take(key) for line in self._lines)
 
     def head(self, registry_version: int, passed: Collection[Key] = ()) -> QueuedLeg | None:
-        """Return the next leg that nodes may be chosen for, without those that are `passed`."""
+        """Return the next leg that may get nodes, except those in `passed`."""
         if registry_version != self._registry_version:
             self._registry_version = registry_version
             for line in self._lines:
@@ -196,7 +197,7 @@ class Admission:
             self._moved_s = now_s
 
     def set_aside(self, key: Key) -> Failure | None:
-        """Let others pass a leg that no node can take; return why it may not even wait."""
+        """Let others pass a leg that no node can take. Return why it may not even wait, if so."""
         for line in self._lines:
             if key in line.next:
                 if line is self._new and self._is_full_aside():
@@ -206,7 +207,7 @@ class Admission:
         return None
 
     def _is_full_aside(self) -> bool:
-        """Return whether one more new leg that stands aside would be too much."""
+        """Return whether another new leg that stands aside would exceed the limits."""
         num_aside, num_tokens = len(self._new.aside), self._new.num_tokens
         is_long = num_aside > 0 and num_tokens > MAX_QUEUED_TOKENS
         return is_long or num_aside >= self._config.max_queued
@@ -221,7 +222,7 @@ class Admission:
             self._pace_s = sum(self._gaps_s) / len(self._gaps_s)
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
-        """Take out the legs that have waited too long; return each with the reason to give."""
+        """Remove the legs that have waited too long, and return each with the reason."""
         keys = [one.place.key for line in self._lines for one in line.overdue(now_s)]
         failures: list[tuple[Key, Failure]] = []
         for key in keys:
@@ -242,7 +243,7 @@ class Admission:
         return Overloaded(text, code=code, retry_after_s=self.retry_after_s()).to_failure()
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop all that is known of a request, in whatever state it is."""
+        """Forget a request in any state."""
         self.num_changes += 1
         self._inflight.discard(request_id)
         for line in self._lines:
@@ -272,10 +273,10 @@ def check_prompt(token_ids: list[int], limits: Limits) -> None:
 
 
 def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, int | None]:
-    """Return the most tokens to generate, and the same again if that is less than was asked for.
+    """Return how many tokens to generate at most, and that again if it is less than requested.
 
-    A `max_tokens` beyond the model's length is cut to the room that is left. One that no pool can
-    hold raises `RequestError`.
+    A `max_tokens` beyond the model's length is cut to the room that is left. A `max_tokens` that no
+    pool can hold raises `RequestError`.
     """
     room = limits.model_len - num_prompt
     wanted = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -299,7 +300,7 @@ def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, i
 
 
 def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
-    """Return how many tokens each choice could have if the pools were empty; at least 0."""
+    """Return how many tokens each choice could have in empty pools; at least 0."""
     room = max(limits.max_model_len - num_prompt, 0)
     if num_choices == 1 or limits.decode_blocks is None:
         return room
@@ -308,7 +309,7 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
 
 
 def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
-    """Return what engines need of `params`: all but the text, with every default filled in."""
+    """Return the part of `params` that engines need, with every default filled in."""
     return Sampling(
         seed=seed,
         max_tokens=max_tokens,

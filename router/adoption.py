@@ -1,7 +1,7 @@
-"""What a router takes over of a request that another one began. `core` calls it after a search.
+"""Take over a request that another router began. `core` calls it after a search.
 
-The caller has a part of each choice already. That part goes through its detokenizer again, so that
-the text goes on where it was cut: inside a character or a stop string, too.
+The caller has a part of each choice already. That part goes through the choice's detokenizer again,
+so that the text goes on where it was cut, even inside a character or a stop string.
 """
 
 from baton.protocol.ids import Key
@@ -16,12 +16,12 @@ from baton.router.stream import RequestStream
 def adopted(
     claim: Claim, found: FoundRequest, stream: RequestStream, registry: Registry
 ) -> tuple[AdoptedChoice, ...]:
-    """Return every choice of the request, and bring `stream` to where its caller is."""
+    """Return every choice of the request, and bring `stream` to its caller's position."""
     choices: list[AdoptedChoice] = []
     for index in range(found.attached.num_choices):
         received = claim.received[index] if claim.received is not None else ReceivedPart()
         one = found.choices.get(index)
-        if one is None:  # its node has forgotten what the caller has in full
+        if one is None:  # the caller has the whole choice, and its node has forgotten it
             stream.metrics.num_output_tokens += received.num_tokens
             choices.append(AdoptedChoice(Key(claim.request_id, index), [], has_ended=True))
             continue
@@ -42,7 +42,7 @@ def adopted(
 
 
 def place_of(request: Request, choice: AdoptedChoice) -> Place:
-    """Return what a sequence that runs already would have asked of its node."""
+    """Return the placement that a running sequence would have asked for."""
     num_prompt = len(request.token_ids)
     return Place(
         choice.key,

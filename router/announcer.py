@@ -1,7 +1,7 @@
-"""Tells nodes and the log what has changed about the nodes of a router. `core` calls it.
+"""Tell nodes and the log what has changed about the nodes of a router. `core` calls it.
 
-A node hears which nodes of the other role there are, or why it is refused. It decides nothing:
-`registry` has found the changes, and requests are the business of `core`.
+A node is told which nodes of the other role exist, or why it is refused. This file decides nothing:
+`registry` has found the changes, and `core` handles requests.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from baton.router.request.leg import DRAINING
 from baton.runtime.log import logger
 
 Tell = Callable[[NodeId, Peers | Refused | Drain | Cancel | WatchCache], object]
-# Of how many nodes the cancels are kept that they could not be told.
+# The largest number of nodes for which cancels are kept that could not be sent.
 MAX_UNHEARD = 64
 
 log = logger("router")
 
 
 class Announcer:
-    """With `watches_caches`, nodes in service are asked what their prefix caches hold."""
+    """With `watches_caches`, it asks nodes in service what their prefix caches hold."""
 
     def __init__(self, registry: Registry, tell: Tell, *, watches_caches: bool) -> None:
         self._registry = registry
@@ -67,16 +67,17 @@ class Announcer:
                 say = log.info if failure.code == DRAINING else log.warning
                 say("node out of service", node=node, reason=failure.message)
                 self._introduce(role)
-                if self._registry.node(node) is not None:  # it may hear this: its channel lives
+                # Its channel may still work, so it is told.
+                if self._registry.node(node) is not None:
                     self._tell(node, Peers(self._registry.peers_of(role), failure.message))
             case _:
                 assert_never(change)
 
     def unsent(self, node: NodeId, message: ToNode) -> None:
-        """Keep a cancel for a node that cannot be told now; other messages are lost.
+        """Keep a cancel that cannot be sent to its node now; other messages are dropped.
 
-        The node may have lost only its channel. Then it keeps these sequences for their clients,
-        who have them from elsewhere.
+        The node may have lost only its channel. It then keeps these sequences for their clients,
+        which get them from other nodes.
         """
         if not isinstance(message, Cancel):
             return
@@ -85,19 +86,19 @@ class Announcer:
             del self._unheard[next(iter(self._unheard))]
 
     def keeps(self, node: NodeId, key: Key) -> None:
-        """Forget a cancel of this sequence: its client has come back for it."""
+        """Forget a cancel of this sequence, because its client has come back for it."""
         if (unheard := self._unheard.get(node)) is not None:
             unheard.discard(key)
 
     def drain(self, node_id: NodeId) -> DrainState:
-        """Tell a node to drain, again if need be, and return how far it is."""
+        """Tell a node to drain, again if necessary, and return how far it is."""
         answer = drained(self._registry, node_id)
         if not answer.problem:
             self._tell(node_id, Drain())
         return answer
 
     def judge(self, now_s: float, ended: HandoffEnded) -> None:
-        """Note what a handoff shows of its pair. A change for the better or worse gets a line."""
+        """Note what a handoff shows about its pair. A change is logged."""
         pairs, failure = self._registry.pairs, ended.failure
         names = {"prefill": ended.prefill[0], "decode": ended.decode[0]}
         if failure is None:

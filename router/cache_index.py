@@ -1,8 +1,8 @@
-"""Which blocks the prefix cache of each node holds, as far as the nodes have said. Pure.
+"""An index of the blocks that each node's prefix cache holds, by the nodes' announcements.
 
-`registry` holds it, feeds it what nodes announce and drops what it knows of a node that is gone;
-`policy` asks it. It holds nothing that was not announced. What it says may be out of date by the
-time a prompt arrives: it is a guess, and the node knows better.
+`registry` holds the index, updates it with announcements and drops the entries of a node that is
+gone; `policy` reads it. It holds only announced blocks. Its answer may be out of date by the time a
+prompt arrives at the node, so it is a guess, and the node's own cache decides. This file is pure.
 """
 
 from collections.abc import Sequence
@@ -13,32 +13,33 @@ from baton.protocol.blocks import BlockKey, unpack_keys
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import CacheChanges
 
-# Of one node; each takes about 200 bytes here. Of a larger cache the first ones are known.
+# Blocks per node, each of which takes about 200 bytes here. Of a larger cache, the first blocks
+# count.
 MAX_BLOCKS_PER_NODE = 1 << 17
 
 
 @dataclass(slots=True)
 class _KnownCache:
-    place: int  # of the node's bit in the masks
+    place: int  # the place of the node's bit in the masks
     keys: set[BlockKey] = field(default_factory=set)
-    next_number: int = 0  # of the node's next message
+    next_number: int = 0  # the number of the node's next message
 
 
 class CacheIndex:
     """Maps the keys of blocks to masks with a bit for each node that has the block.
 
-    A prompt is looked up once for all nodes, not once for each.
+    A prompt is looked up once for all nodes, and not once per node.
     """
 
     def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE) -> None:
-        self.num_gaps = 0  # in the announcements of all nodes, since the start
+        self.num_gaps = 0  # gaps in the announcements of all nodes since the start
         self._max_blocks = max_blocks_per_node
         self._nodes: dict[NodeId, _KnownCache] = {}
         self._names: dict[int, NodeId] = {}  # by place
         self._holders: dict[BlockKey, int] = {}
 
     def hear(self, node: NodeId, changes: CacheChanges) -> bool:
-        """Take in what a node says. False: something was missed, so it must be asked for all."""
+        """Take in an announcement. Return False if one was missed; the node must then send all."""
         if changes.number == 0:
             self.forget(node)
             self._add_node(node)
@@ -56,14 +57,14 @@ class CacheIndex:
         return True
 
     def forget(self, node: NodeId) -> None:
-        """Drop all that is known of a node."""
+        """Drop all entries of a node."""
         known = self._nodes.pop(node, None)
         if known is not None:
             self._clear(known.place, known.keys)
             del self._names[known.place]
 
     def num_blocks(self, node: NodeId) -> int:
-        """Return how many blocks a node is known to hold."""
+        """Return how many announced blocks a node holds."""
         known = self._nodes.get(node)
         return 0 if known is None else len(known.keys)
 

@@ -1,4 +1,4 @@
-"""What `registry` finds changed about a node, and `core` must act on."""
+"""The changes of a node that `registry` finds and on which `core` must act."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ class Refuse(msgspec.Struct, frozen=True):
 
     node: NodeId
     failure: Failure
-    is_new: bool = True  # it was not told the same when it asked last
+    is_new: bool = True  # the node was not told the same when it asked last
 
 
 class Entered(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class Entered(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """The node is out of service: nothing more will come of what it was given."""
+    """The node is out of service, and nothing will come of its work."""
 
     node: NodeId
     role: Role
@@ -31,7 +31,7 @@ class Left(msgspec.Struct, frozen=True):
 
 
 class Differs(msgspec.Struct, frozen=True):
-    """A node that was just ready computes other bits than one that is in service."""
+    """A node that is just ready computes other bits than a node in service."""
 
     node: NodeId
     other: NodeId
@@ -45,7 +45,7 @@ class Differs(msgspec.Struct, frozen=True):
 
 
 class Unpaired(msgspec.Struct, frozen=True):
-    """A node that was just ready can never exchange KV blocks with a node in service."""
+    """A node that is just ready can never exchange KV blocks with a node in service."""
 
     node: NodeId
     other: NodeId

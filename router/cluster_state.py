@@ -1,6 +1,6 @@
-"""What the cluster can do now: the health of its nodes, its limits, whether it serves requests.
+"""The state of the cluster: the health of its nodes, its limits, and whether it can serve.
 
-Pure; `core` asks. It reads the registry and the admission and changes neither.
+This file is pure; `core` calls it. It reads the registry and the admission and changes neither.
 """
 
 from baton.protocol.config import LocalPrefill
@@ -22,7 +22,7 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admiss
     status, message = _status(registry, mode, nodes)
     failing = pairs.health(now_s)
     if status == "ready" and failing:
-        status, message = "degraded", "handoffs of some pairs fail"
+        status, message = "degraded", "handoffs between some pairs of nodes fail"
     failures = tuple((*pair, count) for pair, count in pairs.num_failures.items())
     return Health(
         status,
@@ -44,7 +44,7 @@ def nodes_health(now_s: float, registry: Registry) -> tuple[NodeHealth, ...]:
 
 
 def limits_of(registry: Registry, mode: LocalPrefill) -> Limits:
-    """Return what a request must fit; raises `Overloaded` until a node has been ready."""
+    """Return the limits of a request. Raises `Overloaded` until a node has been ready."""
     model = registry.model
     if model is None:
         raise Overloaded("no node is ready yet", code="not_ready", retry_after_s=1.0)

@@ -1,9 +1,9 @@
-"""The router without text: it takes requests as token ids and returns the tokens of every choice.
+"""The router without text, which takes token ids and returns the tokens of every choice.
 
-`TextRouter` calls it on one event loop. The core joins the pure parts (a `Lifecycle` per request,
-`registry`, `policy`, `admission`) with the socket of the nodes and the streams of the callers. It
-decides nothing that those parts can decide, it never blocks, and an error of one request must not
-end another.
+`TextRouter` calls it on one event loop. The core connects the pure parts (a `Lifecycle` per
+request, `registry`, `policy`, `admission`) with the socket of the nodes and the streams of the
+callers. It leaves all decisions to those parts, never blocks, and lets no error of one request end
+another.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class RouterCore:
         self._num_requests = 0
         self._now_s = clock()
         self._failure: Failure | None = None
-        # Every request asks for these, so they are kept until the state of a node changes.
+        # Every request needs these, so they are cached until the state of a node changes.
         self._limits: Limits | None = None
         self._limits_at = 0
         self._sockets: NodeListener | None = None
@@ -106,7 +106,7 @@ class RouterCore:
     # --- its caller -----------------------------------------------------------------------------
 
     def start(self, endpoint: str) -> str:
-        """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
+        """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
         keys = load_keys(self._keys)
         self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
         self._sockets.drain_asked = self._announcer.drain
@@ -120,10 +120,10 @@ class RouterCore:
         kept: Kept | None = None,
         block_keys: tuple[BlockKey, ...] = (),
     ) -> RequestId:
-        """Accept a request; raises `RequestError` or `Overloaded`, and then nothing has changed.
+        """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
-        With `kept`, a client can take the stream up again at any router, by the stream's own id,
-        which must be unique and impossible to guess. `block_keys` are those of the prompt.
+        With `kept`, a client can resume the stream at any router, by the stream's own id, which
+        must be unique and impossible to guess. `block_keys` are those of the prompt.
         """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
@@ -151,7 +151,7 @@ class RouterCore:
         self._place_waiting()
 
     async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
-        """Take over a request whose router is gone, and return the stream that `accept` makes.
+        """Take over a request whose router is gone. Return the stream that `accept` makes.
 
         Raises `RequestError` if no node holds it or another router has it.
         """
@@ -185,7 +185,7 @@ class RouterCore:
             self._said(node, claim.request_id, message)
 
     def _charge_adopted(self, name: NodeId, request: Request, choice: AdoptedChoice) -> None:
-        """Charge a sequence that another router has placed to the node that runs it."""
+        """Charge a sequence that another router has placed, to the node that runs it."""
         node = self.registry.node(name)
         assert node is not None
         charge = self._policy.charge_of(node, place_of(request, choice))
@@ -194,7 +194,7 @@ class RouterCore:
         self._announcer.keeps(name, choice.key)
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
-        """End a request with `Cancelled`. A request that is unknown or has ended is ignored."""
+        """End a request with `Cancelled`, unless it is unknown or has ended."""
         active = self._requests.by_id.get(request_id)
         if active is not None:
             self._now_s = self._clock()
@@ -209,7 +209,7 @@ class RouterCore:
         return msgspec.structs.replace(health, status="failed", message=self._failure.message)
 
     async def wait_for(self, num_prefill: int, num_decode: int) -> None:
-        """Wait until so many nodes are in service; raises the router's error if it has failed."""
+        """Wait until that many nodes are in service. Raises the router's error if it has failed."""
         while True:
             if self._failure is not None:
                 raise from_failure(self._failure)
@@ -220,7 +220,7 @@ class RouterCore:
             await self._changed.wait()
 
     def fail(self, failure: Failure) -> None:
-        """Stop serving: every request that is running or still comes fails with this reason."""
+        """Stop serving: every running request and every new one fails with this reason."""
         self._failure = failure
         self._changed.set()
         self._reattaching.end(failure)
@@ -232,7 +232,7 @@ class RouterCore:
             self._requests.feed(self._now_s, active, CallerGone(failure.code))
 
     def _detach_all(self) -> None:
-        """Leave the streams that another router can take up to their nodes."""
+        """Leave the streams that another router can resume to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
         for active in list(self._requests.by_id.values()):
             has_begun = active.stream.metrics.time_to_first_token_s is not None
@@ -242,7 +242,7 @@ class RouterCore:
 
     @property
     def num_active(self) -> int:
-        """The number of requests whose nodes have not all confirmed their end."""
+        """Return the number of requests whose end not all nodes have confirmed."""
         return len(self._requests.by_id)
 
     @property
@@ -250,7 +250,7 @@ class RouterCore:
         return self._failure is not None
 
     def close(self) -> None:
-        """End every request and the connections to all nodes. Calling it again does nothing."""
+        """End every request and the connections to all nodes. A second call does nothing."""
         if self._failure is None:
             self._detach_all()
             text = "the router is shutting down"
@@ -270,7 +270,7 @@ class RouterCore:
                     self._said(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
-                    self.registry.drains(node)  # its next beat will say so too
+                    self.registry.drains(node)  # the node's next beat will report it too
                 self._said(node, message.key.request_id, message)
             case CancelDone(keys=keys) | Crashed(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
@@ -293,7 +293,7 @@ class RouterCore:
                 self._apply(self.registry.ready(now_s, node, message))
             case Attached() | NotAttached():
                 self._reattaching.heard(now_s, node, message)
-            case DrainNode():  # an operator's word, not a node's
+            case DrainNode():  # an operator's command, and not a node
                 pass
             case _:
                 assert_never(message)
@@ -332,13 +332,13 @@ class RouterCore:
     # --- requests -------------------------------------------------------------------------------
 
     def limits(self) -> Limits:
-        """Return what a request must fit; raises if no request can be served."""
+        """Return the limits of a request. Raises `Overloaded` if no request can be served."""
         if self._failure is not None:
             raise from_failure(self._failure)
         return self.known_limits()
 
     def known_limits(self) -> Limits:
-        """Return what the nodes can take; raises `Overloaded` until one has been ready."""
+        """Return the nodes' limits. Raises `Overloaded` until one has been ready."""
         if self._limits is None or self._limits_at != self.registry.version:
             self._limits_at = self.registry.version
             self._limits = limits_of(self.registry, self._config.local_prefill)
@@ -348,7 +348,7 @@ class RouterCore:
 
     def _place_waiting(self) -> None:
         if self._requests.is_feeding:
-            return  # a request that is about to end may be in line; who feeds it looks afterwards
+            return  # a request that is about to end may be in line; `feed` places legs afterwards
         for place, found in self._placing.take(self._now_s):
             if isinstance(found, Failure):
                 self._turn_away(place.key, found)
@@ -372,7 +372,7 @@ class RouterCore:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         assert self._sockets is not None
-        # If this loop was held up, beats are waiting in the socket, so it is read first.
+        # If this loop was delayed, beats are waiting in the socket, so it is read first.
         self._sockets.drain()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))

@@ -1,7 +1,7 @@
 """The sampling defaults that a checkpoint names in its generation_config.json.
 
-As in vLLM, they stand in for the fields that an HTTP request leaves out, and in Python for
-`SamplingParams` that a caller leaves out altogether: those that a caller gives are complete.
+As in vLLM, they apply to the fields that an HTTP request leaves out. In Python they apply if a
+caller passes no `SamplingParams`, because those that a caller passes are complete.
 """
 
 from pathlib import Path
@@ -27,15 +27,15 @@ class _GenerationConfig(msgspec.Struct):
 
 
 def default_params(model_path: str) -> SamplingParams:
-    """Return the defaults of the model in a folder; raises `ConfigError` as `sampling_of_model`."""
+    """Return the defaults of a folder's model. Raises `ConfigError` as `sampling_of_model` does."""
     return SamplingParams(**sampling_of_model(model_path))  # type: ignore[arg-type]
 
 
 def sampling_of_model(model_path: str) -> dict[str, object]:
     """Return the fields of `SamplingParams` that a model folder sets.
 
-    Raises `ConfigError` if they are no numbers. A default that baton does not support is left out,
-    and one warning says so.
+    Raises `ConfigError` if they are not numbers. A default that baton does not support is left out,
+    with one warning.
     """
     path = Path(model_path) / "generation_config.json"
     try:
@@ -47,7 +47,7 @@ def sampling_of_model(model_path: str) -> dict[str, object]:
             if given[name] not in NEUTRAL[name]:
                 log.warning(f"{path} asks for {name}={given[name]}, which is not supported")
             del given[name]
-        SamplingParams(**given)  # it raises for values out of range
+        SamplingParams(**given)  # the constructor raises for values out of range
         return given
     except (OSError, msgspec.DecodeError, RequestError) as error:
         raise ConfigError(f"cannot take sampling defaults from {path}: {error}") from error

@@ -1,6 +1,6 @@
-"""What a router says of its cluster and of the model that it serves, over HTTP and in Python.
+"""A router's report on its cluster and on the model that it serves, over HTTP and in Python.
 
-`cluster_state` fills these in. They hold no state of their own.
+`cluster_state` makes these structs, which hold no state of their own.
 """
 
 from typing import Literal
@@ -22,12 +22,12 @@ class ServedModel(msgspec.Struct, frozen=True):
     path: str
     fingerprint: str
     layout_fingerprint: str
-    max_model_len: int  # less than the model's if no pool could hold such a sequence
+    max_model_len: int  # less than the model's limit if no pool could hold such a sequence
     vocab_size: int
     block_size: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
-    sampling: dict[str, object] = {}  # what a request over HTTP that leaves it out gets
+    sampling: dict[str, object] = {}  # the default of HTTP requests
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -38,11 +38,11 @@ class Health(msgspec.Struct, frozen=True):
     num_running: int  # requests that have nodes
     num_queued: int  # requests that wait for nodes
     message: str = ""
-    pairs: tuple[PairHealth, ...] = ()  # those whose handoffs fail
+    pairs: tuple[PairHealth, ...] = ()  # pairs whose handoffs fail
     transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
-    num_cache_gaps: int = 0  # in what nodes said of their prefix caches, since the start
+    num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
 
     @property
     def can_serve(self) -> bool:

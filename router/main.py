@@ -1,6 +1,6 @@
-"""The router's process: the router with its HTTP side, from its start to a signal.
+"""The router's process: the router with its HTTP side, from the start to a signal.
 
-The command line calls `run`. Nodes dial in by themselves: this process starts none, and it must
+The command line calls `run`. Nodes dial in on their own: this process starts none, and it must
 never load torch.
 """
 
@@ -22,9 +22,10 @@ from baton.runtime.log import logger, own_process, tell_failure
 from baton.runtime.tls import certificate_of
 
 EXIT_FAILED = 1
-# New objects until the youngest are looked at, and how many such looks come before older ones'.
+# The thresholds of Python's garbage collector: new objects before a young collection, and young
+# collections before an older one.
 COLLECT_AFTER = (10_000, 10, 10)
-HURRIED_S = 1.0  # for the answers under way when the user waits for the end
+HURRIED_S = 1.0  # for running answers when the user waits for the end
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logger("router")
@@ -68,11 +69,11 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         stats.start()
         await asked_to_end.wait()
         grace_s = HURRIED_S if interrupts.is_hurried else config.router.drain_s
-        log.info("draining: running requests finish, new ones get 503", within_s=grace_s)
+        log.info("draining: running requests finish, and new ones get status 503", within_s=grace_s)
         await server.drain(grace_s)
     finally:
         stats.stop()
-        # This fails the answers that are under way while their clients can still be told.
+        # This fails the running answers while their clients can still be told.
         router.close()
         await server.stop()
         if tracer is not None:
@@ -82,10 +83,10 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
 
 
 def spare_collector() -> None:
-    """Let the collector of garbage look seldom, and never at what is alive now.
+    """Make the garbage collector run seldom, and never on the objects that exist now.
 
-    Requests leave next to no cycles behind. By default it looks after every second or third, and
-    now and then at all streams that are open, which holds them up.
+    Requests leave hardly any cycles behind. By default, the collector would run at every second or
+    third request, and sometimes visit all open streams, which delays them.
     """
     gc.collect()
     gc.freeze()
@@ -99,11 +100,11 @@ def _tracer(config: ClusterConfig) -> Tracer | None:
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:
-    """Return the chat template. Without one that is usable, all but chats is served."""
+    """Return the chat template. Without a usable one, everything but chats is served."""
     try:
         return ChatTemplate.load(model.path, model.chat_template)
     except ConfigError as error:
-        if model.chat_template:  # this one was asked for
+        if model.chat_template:  # the user asked for this template
             raise
         log.warning("chats are not served", reason=error.message)
         return None
@@ -112,7 +113,7 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
 def _warn_if_open(router: RouterConfig) -> None:
     if not router.wants_key and router.host not in LOOPBACK:
         log.warning(
-            "anyone who can reach this address can use the model: ask for keys with --api-key",
+            "anyone who can reach this address can use the model: require keys with --api-key",
             host=router.host,
         )
 

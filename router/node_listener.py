@@ -1,6 +1,6 @@
 """The socket that nodes dial, read on the router's event loop.
 
-`core` is its only caller and decides everything; the listener only turns bytes into messages. It
+`core` is its only caller and makes all decisions; the listener only turns bytes into messages. It
 never blocks. The loop watches the descriptor of a plain ZMQ socket, because awaiting each message
 would cost several times as much.
 """
@@ -21,7 +21,7 @@ from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.log import logger
 
 BEATS = b"beats:"
-# How many messages are read before other work on the loop gets its turn.
+# The number of messages that are read before other work on the loop gets its turn.
 BATCH = 512
 
 Heard = Callable[[NodeId, ToRouter], None]
@@ -33,27 +33,27 @@ log = logger("router")
 
 
 class NodeSession(msgspec.Struct, frozen=True):
-    """The life of a node's main channel, and of the process behind it."""
+    """One session of a node's main channel, and the process that opened it."""
 
     peer: bytes
     epoch: Epoch
 
 
 class NodeListener:
-    """`heard` gets the messages of both channels of a node, `gone` the end of its main channel.
+    """`heard` gets messages of both channels of a node, and `gone` the end of the main channel.
 
-    `idle` is called after each batch of messages. A node is one session: the one that said Hello
-    last, unless another process of the same name still lives, which is then refused.
+    `idle` is called after each batch of messages. A node has one session: the one that sent Hello
+    last. If another process of the same name is still connected, the new one is refused.
     """
 
     def __init__(
         self, endpoint: str, keys: Keys, heard: Heard, gone: Gone, idle: Callable[[], None]
     ) -> None:
-        """Bind the endpoint; raises `ConfigError`. Needs a running event loop."""
+        """Bind the endpoint. Raises `ConfigError`. An event loop must be running."""
         self._refusals_to_tell = 1
         self._heard, self._gone, self._idle = heard, gone, idle
         self.drain_asked: DrainAsked | None = None  # answers operators
-        self.unsent: Unsent | None = None  # hears of messages for nodes that are gone or too slow
+        self.unsent: Unsent | None = None  # gets messages for nodes that are gone or too slow
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._listener = Listener[ToNode, ToRouter](
@@ -74,10 +74,10 @@ class NodeListener:
         return self._listener.endpoint
 
     def send(self, node: NodeId, message: ToNode) -> None:
-        """Send a message with the others of this turn of the loop; `unsent` tells if it is lost.
+        """Send a message at the end of this turn of the loop. `unsent` reports a lost one.
 
-        Messages that follow one another at once wake libzmq's thread only once. A message that
-        cannot be encoded raises here, where it ends one request and keeps no other from leaving.
+        Messages that are sent together wake libzmq's thread only once. A message that cannot be
+        encoded raises here, where it ends only its own request.
         """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
@@ -89,7 +89,7 @@ class NodeListener:
         self._outgoing.append((node, session.peer, message, encoded))
 
     def drain(self) -> None:
-        """Read all messages that have come, up to one batch."""
+        """Read the messages that have arrived, up to one batch."""
         if not self._is_open:
             return
         for _ in range(BATCH):
@@ -98,7 +98,7 @@ class NodeListener:
                 break
             self._pass_on(received)
         else:
-            # The descriptor only signals changes, so the rest must be read without a signal.
+            # The descriptor only signals changes, so the rest must be read without another signal.
             self._again = self._loop.call_soon(self.drain)
         self._tell_refusals()
         self._idle()
@@ -124,7 +124,7 @@ class NodeListener:
             self.unsent(node, message)
 
     def _tell_refusals(self) -> None:
-        # A refused peer keeps trying, so only the 1st, 2nd, 4th, 8th, ... refusal gets a line.
+        # A refused peer keeps trying, so only its 1st, 2nd, 4th, 8th … refusal is logged.
         if self._listener.refusals >= self._refusals_to_tell:
             self._refusals_to_tell = 2 * self._listener.refusals
             log.warning(
@@ -141,7 +141,7 @@ class NodeListener:
         try:
             node = NodeId(name.removeprefix(BEATS).decode())
         except UnicodeDecodeError:
-            return  # not a node of ours: the names of nodes are text
+            return  # not a node, because the names of nodes are text
         if name.startswith(BEATS):
             if received.message is not None:
                 self._heard(node, received.message)
@@ -151,7 +151,7 @@ class NodeListener:
         if isinstance(received.message, Hello):
             self._meet(node, received.peer, received.message)
         elif not is_current:
-            return  # another session replaced this one, or it was refused
+            return  # another session replaced this one, or this one was refused
         elif received.message is None:
             del self._sessions[node]
             self._gone(node)
@@ -163,12 +163,15 @@ class NodeListener:
         if session is not None and session.peer != peer:
             # The end of the old session may not have been read yet.
             if session.epoch != hello.epoch and self._listener.is_connected(session.peer):
-                text = f"another process is {node} here: give each node an id of its own (--id)"
+                text = (
+                    f"another process uses the id {node} at this router: give each node an id of "
+                    "its own (--id)"
+                )
                 log.warning("node refused", node=node, reason=text)
                 failure = NodeError(text, code="duplicate_node").to_failure()
                 self._listener.send(peer, Refused(failure))
                 return
-            # The same process over a new connection, or the successor of a dead one.
+            # This is the same process over a new connection, or the successor of a dead one.
             del self._sessions[node]
             self._gone(node)
         self._sessions[node] = NodeSession(peer, hello.epoch)

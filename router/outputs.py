@@ -1,4 +1,4 @@
-"""What a caller of the router gets back: the output of each choice, and how the request went.
+"""The results for a caller of the router: each choice's output, and how the request went.
 
 `stream` makes these, and the HTTP handlers and `baton.AsyncLLM` pass them on. They are plain data:
 nothing here knows about nodes, sockets or tokenizers.
@@ -13,8 +13,8 @@ from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import FinishReason, StageTimes
 
-# How a request was served: by a pair of nodes, by decode alone (it computed the prompt itself),
-# or by prefill alone (one token was wanted).
+# How a request was served: by a pair of nodes, by a decode node alone, which computed the prompt
+# itself, or by a prefill node alone, for a single token.
 Path = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
 # A stream may move on any number of times; the first attempt and the last ones are kept.
@@ -22,10 +22,10 @@ MAX_ATTEMPTS_KEPT = 256
 
 
 class CompletionOutput(msgspec.Struct):
-    """One choice: all of it so far, or only what is new (in streams and with output kind `delta`).
+    """One choice: all of it so far, or only the new part (in streams and with output kind `delta`).
 
-    `token_ids` ends with the token that completed a stop string, if one did. `stop_reason` is the
-    stop string or stop token id that matched, None at an EOS token or at the length limit.
+    `token_ids` ends with the token that completed a stop string, if there is one. `stop_reason` is
+    the stop string or stop token id that matched; None at an EOS token or at the length limit.
     `logprobs` and `cumulative_logprob` are None: baton computes no log probabilities.
     """
 
@@ -46,12 +46,12 @@ class CompletionOutput(msgspec.Struct):
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at a request, or at one choice of it. Seconds count from the request's arrival.
+    """One attempt at a request or at one of its choices. Seconds count from the request's arrival.
 
-    The router's clock measured `..._at_s`, the nodes' clocks the durations.
+    The router's clock measured `..._at_s`, and the nodes' clocks measured the durations.
     """
 
-    choice: int  # the first that it is for
+    choice: int  # the first choice of the attempt
     num_choices: int
     number: int  # 0 is the first attempt
     asked_at_s: float  # when nodes were asked for
@@ -61,7 +61,7 @@ class Attempt:
     prefilled_at_s: float | None = None  # when the prefill node's first tokens came
     decoding_at_s: float | None = None  # when the decode node's first tokens came
     lost_at_s: float | None = None
-    failure: str = ""  # the code with which it was lost
+    failure: str = ""  # the code of its loss
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
@@ -73,13 +73,13 @@ class Attempt:
         return (self.choice, self.number) == (key.choice, key.nth_attempt)
 
     def timed(self, now_s: float, times: StageTimes, *, of_prompt: bool) -> None:
-        """Take over what one of its nodes measured; that node's tokens came at `now_s`."""
+        """Add what one of its nodes measured. That node's first tokens came at `now_s`."""
         if of_prompt:
             self.queue_s, self.prefill_s = times.queue_s, times.prefill_s
         if of_prompt and self.prefill_node is not None:
             self.prefilled_at_s = now_s
             return
-        if not of_prompt or times.prefill_s:  # else decode has only accepted
+        if not of_prompt or times.prefill_s:  # otherwise decode has only accepted
             self.decoding_at_s = now_s
         self.transfer_s, self.exposed_s = times.transfer_s, times.exposed_s
         self.decode_queue_s, self.first_step_s = times.decode_queue_s, times.first_step_s
@@ -87,7 +87,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """How a request went. Each duration was measured on one clock, that of its own process."""
+    """How a request went. Each duration was measured on the clock of a single process."""
 
     arrival_time: float = 0.0  # seconds since the epoch of time.time()
     router_queue_s: float = 0.0  # from arrival until nodes were chosen
@@ -101,19 +101,21 @@ class RequestMetrics:
     time_to_first_token_s: float | None = None  # from arrival to the first token handed out
     e2e_s: float | None = None
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0  # all choices together
+    num_output_tokens: int = 0  # of all choices together
     num_cached_tokens: int = 0
-    num_predicted_tokens: int = 0  # that the router thought to be cached, at the last attempt
+    # Tokens that the router expected to be cached, at the last attempt.
+    num_predicted_tokens: int = 0
     path: Path | None = None
     local_fallback: bool = False  # local prefill only because no prefill node was ready
     num_attempts: int = 0
     num_retries: int = 0  # attempts after a loss before the first token
-    num_resumes: int = 0  # attempts after a loss later on, each of one choice
+    num_resumes: int = 0  # attempts after a later loss, each of one choice
     resumed: bool = False  # some choice went on elsewhere after its first token
-    max_tokens_clamped: int | None = None  # the tokens that had room, if max_tokens was more
+    max_tokens_clamped: int | None = None  # the limit to which max_tokens was cut
     retry_codes: dict[str, int] = field(default_factory=dict)  # retries by the code of the loss
     resume_codes: dict[str, int] = field(default_factory=dict)
-    finish_reasons: list[FinishReason] = field(default_factory=list)  # of the choices that ended
+    # Reasons of the choices that ended.
+    finish_reasons: list[FinishReason] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
 
     def try_again(self, failure: Failure, *, is_resume: bool) -> None:
@@ -130,7 +132,7 @@ class RequestMetrics:
             del self.attempts[1]
 
     def attempt_of(self, key: Key) -> Attempt | None:
-        """Return the attempt that the leg with this key is, None if it is no longer kept."""
+        """Return the attempt of the leg with this key; None if it is no longer kept."""
         return next((one for one in reversed(self.attempts) if one.is_of(key)), None)
 
     def add_stages(self, times: StageTimes, *, of_prompt: bool) -> None:
@@ -148,7 +150,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as it stands, or only what is new (with output kind `delta`)."""
+    """The output of a request so far, or only the new part (with output kind `delta`)."""
 
     request_id: str
     prompt: str | None
@@ -159,23 +161,23 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """The number of the prompt's tokens that a prefix cache held, as far as it is known yet."""
+        """Return how many of the prompt's tokens a prefix cache held, if that is known yet."""
         return self.metrics.num_cached_tokens
 
     @property
     def prompt_logprobs(self) -> None:
-        """Always None: baton computes no log probabilities."""
+        """Return None, because baton computes no log probabilities."""
         return None
 
 
 class Merged:
-    """Deltas added up per choice. The first `num_choices` choices need no delta to be listed."""
+    """Deltas merged per choice. The first `num_choices` choices are listed even without a delta."""
 
     __slots__ = ("_outputs", "_texts")
 
     def __init__(self, num_choices: int = 0) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
-        # Texts are joined only when an output is asked for, because `+=` copies the whole text.
+        # Texts are joined only when an output is needed, because `+=` copies the whole text.
         self._texts: dict[int, list[str]] = {}
         for index in range(num_choices):
             self._open(index)
@@ -192,7 +194,7 @@ class Merged:
         return [self._snapshot(index) for index in sorted(self._outputs)]
 
     def take(self) -> list[CompletionOutput]:
-        """Return all choices that had a delta in order, and forget them."""
+        """Return all choices that had a delta, in order, and forget them."""
         outputs = self.outputs()
         self._outputs.clear()
         self._texts.clear()

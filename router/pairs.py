@@ -1,9 +1,9 @@
-"""Which prefill process can hand its KV blocks to which decode process.
+"""Decide which prefill process can hand its KV blocks to which decode process.
 
-Pure; `registry` holds it and `policy` asks it. What two nodes announce may rule a pair out from the
-start. A pair whose handoffs fail is avoided for a while, longer each time. Then one leg at a time
-may try it again, so a prefill node that nobody can read never draws the whole load because it has
-no work.
+This file is pure; `registry` holds the pairs and `policy` reads them. The published facts of two
+nodes may rule out a pair from the start. A pair whose handoffs fail is avoided for a while, longer
+each time. Then one leg at a time may try it again, so a prefill node whose blocks cannot be read
+does not attract the whole load because it is idle.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from baton.router.request.events import NodeProcess
 
 FIRST_AVOID_S = 5.0
 MAX_AVOID_S = 60.0
-# How many pairs have their handoffs counted; the one that is known longest makes room.
+# The largest number of pairs whose handoffs are counted; the oldest one makes room.
 MAX_COUNTED = 4096
 
 
 class PairHealth(msgspec.Struct, frozen=True):
-    """A pair that is avoided, or that is being tried again."""
+    """A pair that is avoided or is being tried again."""
 
     prefill_node: NodeId
     decode_node: NodeId
     reason: str
     num_failures: int  # in a row
-    avoided_s: float  # for how much longer; 0: one leg at a time may try it
+    avoided_s: float  # for how much longer; 0 if one leg at a time may try it
 
 
 class PairTransfers(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class PairTransfers(msgspec.Struct, frozen=True):
 
     prefill_node: NodeId
     decode_node: NodeId
-    num_handoffs: int  # that succeeded
+    num_handoffs: int  # successful handoffs
     num_failures: int
     num_bytes: int
     transfer_s: float  # added up over all handoffs
@@ -66,14 +66,14 @@ class Pairs:
     def failed(
         self, now_s: float, prefill: NodeProcess, decode: NodeProcess, failure: Failure
     ) -> bool:
-        """Note a handoff that failed. Return whether the pair was in good order before."""
+        """Note a failed handoff. Return whether the pair was in good order before."""
         self._count(prefill[0], decode[0]).num_failures += 1
         trouble = self._trouble.get((prefill, decode))
         if trouble is None:
             self._trouble[prefill, decode] = _Trouble(failure, 1, now_s + FIRST_AVOID_S)
             return True
         trouble.failure = failure
-        # Legs that were under way when the pair was found out say nothing new.
+        # Legs that were running when the pair was first avoided show nothing new.
         if now_s >= trouble.until_s:
             trouble.num_failures += 1
             wait_s = FIRST_AVOID_S * 2.0 ** min(trouble.num_failures - 1, 10)
@@ -81,7 +81,7 @@ class Pairs:
         return False
 
     def worked(self, prefill: NodeProcess, decode: NodeProcess) -> bool:
-        """Note a handoff that succeeded. Return whether the pair was in trouble before."""
+        """Note a successful handoff. Return whether the pair was in trouble before."""
         self._count(prefill[0], decode[0]).num_handoffs += 1
         trouble = self._trouble.pop((prefill, decode), None)
         if trouble is not None and trouble.probe is not None:
@@ -99,14 +99,14 @@ class Pairs:
         return trouble.failure.message if trouble is not None and now_s < trouble.until_s else ""
 
     def placed(self, key: Key, prefill: NodeProcess, decode: NodeProcess) -> None:
-        """Note that a leg was given to this pair, which makes it the probe of a pair in trouble."""
+        """Note that a leg was given to this pair. It is then the probe of a pair in trouble."""
         trouble = self._trouble.get((prefill, decode))
         if trouble is not None and trouble.probe is None:
             trouble.probe = key
             self._probes[key] = prefill, decode
 
     def released(self, key: Key) -> None:
-        """Note that a leg gives a node back: whatever it was to show, it has shown."""
+        """Note that a leg gives back a node, which ends its time as a probe."""
         pair = self._probes.pop(key, None)
         if pair is not None:
             self._trouble[pair].probe = None
@@ -141,7 +141,7 @@ class Pairs:
 
     @property
     def num_failures(self) -> dict[tuple[NodeId, NodeId], int]:
-        """How many handoffs of each pair of node ids have failed since the router started."""
+        """Return the number of failed handoffs per pair of node ids since the router's start."""
         return {pair: one.num_failures for pair, one in self._counts.items() if one.num_failures}
 
     def _count(self, prefill: NodeId, decode: NodeId) -> _HandoffCount:

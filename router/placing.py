@@ -1,8 +1,8 @@
-"""The order in which waiting legs get nodes when some nodes have no room for more.
+"""Choose the order in which waiting legs get nodes when some nodes are full.
 
-Pure; `core` asks it whenever something may have changed. A leg that waits for one node does not
-keep those behind it off the others. For a while it may even be passed on that node, by legs that
-are smaller; then the node is kept for it.
+This file is pure; `core` calls it whenever something may have changed. A leg that waits for one
+node does not keep later legs from other nodes. For a while, smaller legs may even pass it on that
+node; after that the node is kept for it.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from baton.router.registry import Registry
 from baton.router.request.events import Place
 
 MAX_PASSED_S = 1.0
-# How many legs that wait for nodes are looked behind.
+# The number of waiting legs behind which later legs are considered.
 MAX_PASSED = 8
-# How often a line that stands is looked at although no node has got room and no leg has come.
+# How often a stopped line is tried although no node has got room and no leg has arrived.
 LOOK_S = 0.2
 
 
@@ -28,9 +28,9 @@ class Placing:
         self._stood_at = (0, 0, 0)
 
     def take(self, now_s: float) -> Iterator[tuple[Place, Decision | Failure]]:
-        """Yield legs with their nodes, or with the reason why they may not even wait.
+        """Yield legs with their nodes, or with the reason why they may not wait.
 
-        The caller charges the nodes of a leg, or turns the leg away, before it asks for the next.
+        The caller charges the nodes of a leg, or refuses the leg, before it takes the next.
         """
         if self._stood_at == self._news() and now_s - self._looked_s < LOOK_S:
             return
@@ -55,5 +55,5 @@ class Placing:
         self._stood_at, self._looked_s = self._news(), now_s
 
     def _news(self) -> tuple[int, int, int]:
-        """Return what has changed whenever a leg may find nodes that found none before."""
+        """Return a value that changes whenever a leg that found no nodes may find some."""
         return self._registry.version, self._registry.num_releases, self._line.num_changes

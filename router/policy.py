@@ -1,12 +1,12 @@
-"""Which nodes a leg goes to: the pair that works with the least cost, ties by load, then node id.
+"""Choose the nodes of a leg: the working pair with the least cost, then least load, then id.
 
-Pure: `core` asks for every leg and charges the chosen nodes at once. The policy knows loads, sizes,
-what is cached where and which pairs fail, and nothing else about requests. Every cost is counted in
-prompt tokens to compute (docs/decisions/0012), so that a cached prefix weighs as much as the queue
-that it saves, and no more. A node with room comes before one without, whatever it has cached, and a
-pair that can never work is never chosen. `choose` finds nothing only if no node in service is large
-enough, or none can pair. If it names a node that is full, the leg waits, so no prompt is computed
-that has no place to go.
+This file is pure: `core` calls it for every leg and charges the chosen nodes at once. The policy
+knows loads, sizes, cached blocks and failing pairs, and nothing else about requests. Every cost is
+counted in prompt tokens to compute (docs/decisions/0012), so that a cached prefix weighs as much as
+the queue that it saves, and no more. A node with room comes before a full one, even if that has
+more cached, and a pair that can never work is never chosen. `choose` finds nothing only if no node
+in service is large enough, or none can pair. If it names a full node, the leg waits, so no prompt
+is computed without a decode node to take it.
 """
 
 import math
@@ -22,30 +22,31 @@ from baton.router.outputs import Path
 from baton.router.registry import Charge, Node, Registry
 from baton.router.request.events import Place, Placed
 
-# How long an answer is taken to become before any has ended, and the weight of the newest one.
+# The assumed length of an answer before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
 OUTPUT_WEIGHT = 0.05
-# A handoff takes as long as computing so many tokens; to read the KV of a token that decode lacks
-# takes this part of computing one, on one host and between hosts.
+# A handoff takes as long as computing this many tokens. Reading the KV of a token takes this share
+# of computing it, on one host and between hosts.
 HANDOFF_TOKENS = 64
 NEAR_READ, FAR_READ = 1 / 32, 1 / 8
-# A decode node refuses a prompt that it was to compute itself, because it had the rest cached, if
-# it would have to compute more than so many times what the setting allows.
+# A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
+# would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
 
 # Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared. An
-# offer first counts its node as having room: to look takes long, and the best node mostly has it.
+# offer first assumes that its node has room, because checking takes long and the best node mostly
+# has it.
 Offer = tuple[bool, int, bool, float, int, NodeId, Node]
 Flags = tuple[int, int, int, float]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The chosen nodes, and what each of them is charged."""
+    """The chosen nodes and the charge to each of them."""
 
     placed: Placed
     charges: tuple[tuple[NodeId, Charge], ...]
     is_fallback: bool = False  # decode computes the prompt because no pair works
-    full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
+    full: tuple[NodeId, ...] = ()  # the chosen nodes that have no room for it now
     num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
 
     @property
@@ -56,7 +57,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class CheapestPair:
-    """Where no node has said what it has cached, the least loaded nodes are the cheapest."""
+    """If no node has announced cached blocks, the least loaded nodes are the cheapest."""
 
     def __init__(self, local_prefill: LocalPrefill, local_prefill_tokens: int) -> None:
         self._mode = local_prefill
@@ -64,25 +65,25 @@ class CheapestPair:
         self._output_tokens = FIRST_OUTPUT_TOKENS
 
     def learn(self, num_output_tokens: float) -> None:
-        """Note how long one choice of an answer became."""
+        """Note the length of one choice of an answer."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
 
     def charge_of(self, node: Node, place: Place) -> Charge:
-        """Return what a leg is charged to a decode node that runs it."""
+        """Return the charge of a leg to a decode node that runs it."""
         return _decode_charge(node, place, _likely_tokens(place, math.ceil(self._output_tokens)))
 
     def choose(
         self, now_s: float, registry: Registry, place: Place, kept: Collection[NodeId] = ()
     ) -> Decision | None:
-        """Return nodes for a leg; None if no node in service can take it.
+        """Return nodes for a leg, or None if no node in service can take it.
 
-        Those that are `kept` for other legs count as full.
+        Nodes that are `kept` for other legs count as full.
         """
         search = _PairSearch(registry, place, math.ceil(self._output_tokens), kept)
         if self._mode == "always":
             return search.local(search.local_offers())
         near = self._short_offers(search, place)
-        # If all decode nodes may, a handoff of so short a prompt can only cost more.
+        # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
         if near and place.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
             return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
         prefills = search.prefill_offers()
@@ -93,12 +94,12 @@ class CheapestPair:
             return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
         if pair is None and self._mode == "auto":
             return search.local(search.local_offers(), is_fallback=True)
-        # Without a way round, a pair that failed lately is better than none.
+        # Without an alternative, a pair that failed lately is better than none.
         pair = pair or next(search.possible_pairs(prefills), None)
         return None if pair is None else search.decision(pair.prefill, pair.decode)
 
     def _short_offers(self, search: "_PairSearch", place: Place) -> list[Offer]:
-        """Return the decode nodes that lack so little of the prompt that they may compute it."""
+        """Return decode nodes that may compute the prompt, because they lack little of it."""
         if self._mode != "auto" or not place.wants_decode or place.is_remote_only:
             return []
         return search.local_offers(place.num_tokens - self._local_tokens)
@@ -111,35 +112,35 @@ class _Pair(msgspec.Struct, frozen=True):
 
 
 class _PairSearch:
-    """The search of nodes for one leg, whose sequences will probably grow by `growth` tokens."""
+    """The search for one leg's nodes. Its sequences will probably grow by `growth` tokens."""
 
     def __init__(
         self, registry: Registry, place: Place, growth: int, kept: Collection[NodeId]
     ) -> None:
         self._registry, self._place, self._kept = registry, place, kept
         self._likely_tokens = _likely_tokens(place, growth)
-        # A sequence beside this one delays each of its steps by about the time of a prompt token.
+        # Another sequence in the batch delays each step by about the time of a prompt token.
         self._seat_tokens = max(1, self._likely_tokens - place.num_tokens)
         model = registry.model
         size = self._block_size = 1 if model is None else model.layout.block_size
         self._likely_blocks = self._blocks(self._likely_tokens, place.num_choices)
         found = registry.caches.held(place.block_keys)
         self._held = {node: num_blocks * size for node, num_blocks in found.items()}
-        # The last token is computed in any case, for its logits.
+        # The last token is always computed, for its logits.
         most = (place.num_tokens - 1) // size * size
         self._cached = {node: num if num < most else most for node, num in self._held.items()}
 
     # --- offers ---------------------------------------------------------------------------------
 
     def prefill_offers(self) -> list[Offer]:
-        """Return what each prefill node would cost that could hold the prompt if it were empty."""
+        """Return offers of the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._place.num_tokens, 1))
         return self._offers(nodes, [node.num_tokens for node in nodes], self._cached)
 
     def local_offers(self, least_held: int = 0) -> list[Offer]:
-        """Return what each decode node would cost that computes the prompt itself.
+        """Return offers of the decode nodes that could compute the prompt themselves.
 
-        Nodes that hold less than `least_held` tokens of it make no offer.
+        Nodes that hold less than `least_held` tokens of the prompt make no offer.
         """
         held = self._held
         if least_held > 0 and not held:
@@ -150,7 +151,7 @@ class _PairSearch:
         return self._offers(nodes, self._seats(nodes), self._cached)
 
     def _reading_offers(self, read: float) -> list[Offer]:
-        """Return what each decode node would cost if it takes `read` to read a token's KV."""
+        """Return offers of the decode nodes if reading a token's KV costs `read`."""
         nodes = self._decodes()
         return self._offers(nodes, self._seats(nodes), self._held, read)
 
@@ -162,15 +163,15 @@ class _PairSearch:
         return self._large_enough("decode", num_blocks)
 
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
-        """Return the nodes in service whose pools have so many blocks."""
+        """Return the nodes in service whose pools have at least that many blocks."""
         return [node for node in self._registry.in_service(role) if _pool(node) >= num_blocks]
 
     def _offers(
         self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
     ) -> list[Offer]:
-        """Return what nodes cost: their waits, and `read` for each token that they do not have.
+        """Return the nodes' offers: their waits, plus `read` for each token that they lack.
 
-        No leg shares a node with a suspect as long as there is another node.
+        No leg shares a node with a suspect while there is another node.
         """
         avoid, num_tokens = self._place.avoid, self._place.num_tokens
         return [
@@ -187,7 +188,7 @@ class _PairSearch:
         ]
 
     def best(self, offers: list[Offer]) -> Offer:
-        """Return the best of these offers, of which there must be one, with full nodes last."""
+        """Return the best of these offers (at least one), with full nodes last."""
         first = min(offers)
         return first if self._has_room(first[-1]) else min(map(self._looked_at, offers))
 
@@ -205,7 +206,7 @@ class _PairSearch:
         """Return the cheapest pair that works; None if none does."""
         if not prefills:
             return None
-        # Without a look at what is full first: if the best pair has room, it is the best of all.
+        # First ignore which nodes are full: if the best pair has room, it is the best of all.
         likely = min(self._best_pairs(prefills, min), key=_pair_order, default=None)
         if likely is None:
             return None
@@ -222,8 +223,8 @@ class _PairSearch:
     ) -> Iterator[_Pair]:
         """Yield pairs of which one is the cheapest of all, if all pairs work.
 
-        `best` takes one of several offers. The costs of two nodes do not depend on one another,
-        except for the way between them.
+        `best` takes one of several offers. The costs of two nodes are independent, except for the
+        path between them.
         """
         hosts = self._registry.hosts()
         decodes = self._reading_offers(NEAR_READ if hosts.is_one else FAR_READ)
@@ -240,7 +241,7 @@ class _PairSearch:
                 yield _paired(best(first), best(second))
 
     def possible_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
-        """Yield all pairs that can exchange blocks, those with the best decode node first."""
+        """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
         decodes = sorted(map(self._looked_at, self._reading_offers(FAR_READ)))
         prefills = sorted(map(self._looked_at, prefills))
         pairs = (_paired(first, second) for second in decodes for first in prefills)
@@ -256,7 +257,7 @@ class _PairSearch:
     def local(
         self, offers: list[Offer], *, is_fallback: bool = False, max_uncached: int | None = None
     ) -> Decision | None:
-        """Return the decision that the best of these nodes computes the prompt itself."""
+        """Return the decision to let the best of these nodes compute the prompt itself."""
         if not offers:
             return None
         node = self.best(offers)[-1]
@@ -323,7 +324,7 @@ def _decode_charge(node: Node, place: Place, likely_tokens: int) -> Charge:
         place.num_tokens * num_choices,
         num_choices,
         place.is_suspect,
-        # Many choices begin one by one, so they need not wait for an empty node.
+        # Many choices start one by one, so they need not wait for an empty node.
         min(
             blocks_needed(block_size, place.num_tokens, likely_tokens, num_choices),
             _pool(node) // 2,

@@ -1,7 +1,7 @@
-"""Clients that come back for a stream that another router began: their searches under way.
+"""The running searches for clients that come back for a stream of another router.
 
-`core` calls it on the event loop. It asks every decode node, those that dial in later too, and ends
-each search with one call. It reads no text and knows no HTTP.
+`core` calls it on the event loop. It asks every decode node, including those that dial in later,
+and ends each search with one call. It reads no text and knows no HTTP.
 """
 
 import asyncio
@@ -27,30 +27,30 @@ from baton.router.stream import RequestStream
 from baton.runtime.log import logger
 
 MAX_SEARCHES = 1_024
-# How many failures of its request a search holds back until all nodes have answered. A node reports
-# at most one per sequence, so what is more comes from a node that is broken.
+# The number of failures of its request that a search holds back until all nodes have answered. A
+# node reports at most one per sequence, so more failures come from a broken node.
 MAX_EARLY = 1_000
 
 AskNode = Callable[[NodeId, Attach | Cancel], object]
-# Makes the stream of a request that was found; raises `BatonError` if that cannot be done.
+# Makes the stream of a request that was found. Raises `BatonError` if that is impossible.
 Accept = Callable[[FoundRequest], RequestStream]
 Early = list[tuple[NodeId, NodeMessage]]
-# Begins a request that was found and accepted, then feeds it the messages that came early.
+# Begins a request that was found and accepted, then feeds it the early messages.
 Adopt = Callable[["Claim", RequestStream, FoundRequest, Early], None]
 
 log = logger("router")
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What a client that comes back says: which stream, whose it is, and what it has of it."""
+    """The claim of a returning client: the stream, its owner, and what the client has of it."""
 
     request_id: RequestId
     owner: bytes
-    received: tuple[ReceivedPart, ...] | None = None  # None: nothing yet
+    received: tuple[ReceivedPart, ...] | None = None  # None if the client has nothing yet
 
 
 class DecodeNodes(msgspec.Struct, frozen=True):
-    """Where a stream may be: at nodes that can be asked, or at those that were just lost."""
+    """The nodes that may hold a stream: those that can be asked, and those that were just lost."""
 
     joined: list[NodeId]
     missing: list[NodeId]
@@ -75,11 +75,11 @@ class Reattaching:
     async def take(
         self, now_s: float, claim: Claim, nodes: DecodeNodes, accept: Accept
     ) -> RequestStream:
-        """Search among `nodes` and return the stream that `accept` makes; raises `BatonError`."""
+        """Search `nodes`, and return the stream that `accept` makes. Raises `BatonError`."""
         if claim.request_id in self._searching:
             raise in_use()
         if len(self._searching) >= MAX_SEARCHES:
-            raise Overloaded("too many clients come back at once", retry_after_s=1.0)
+            raise Overloaded("too many clients are resuming streams at once", retry_after_s=1.0)
         search = Search(claim.request_id, claim.received, now_s, self._settled_s, nodes.missing)
         taken: asyncio.Future[RequestStream] = asyncio.get_running_loop().create_future()
         searching = Searching(claim, search, accept, taken)
@@ -110,7 +110,7 @@ class Reattaching:
             self._give_up({node: [one.key for one in answer.choices if one.is_running]})
 
     def holds_back(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> bool:
-        """Keep a message of a request that is searched for; False if it is not."""
+        """Keep a message of a request that is searched for. Return False for other requests."""
         searching = self._searching.get(request_id)
         if searching is None:
             return False
@@ -121,7 +121,7 @@ class Reattaching:
         return True
 
     def end(self, failure: Failure) -> None:
-        """End every search with this failure. The nodes keep what they have given."""
+        """End every search with this failure. The nodes keep the streams."""
         for searching in self._searching.values():
             if not searching.taken.done():
                 searching.taken.set_exception(from_failure(failure))
@@ -151,7 +151,7 @@ class Reattaching:
             self._give_up(searching.search.running_keys)
 
     def _end(self, searching: Searching, verdict: FoundRequest | Failure) -> bool:
-        """Hand over what was found; False if it is not wanted any more."""
+        """Hand over what was found. Return False if it is no longer wanted."""
         taken = searching.taken
         if taken.done():  # the client has left
             return False
@@ -164,8 +164,8 @@ class Reattaching:
             taken.set_exception(error)
             return False
         except Exception:
-            log.exception("a stream could not be taken up")
-            taken.set_exception(BatonError("the router failed to take this stream up"))
+            log.exception("a stream could not be resumed")
+            taken.set_exception(BatonError("the router failed to resume this stream"))
             return False
         for node, key in searching.search.outdated:
             self._ask(node, Cancel((key,), "ended"))

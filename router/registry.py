@@ -1,9 +1,9 @@
 """The nodes that have dialled in: their state and the work that this router charged to each.
 
-Pure: `core` passes on the messages of nodes and the time, and acts on the changes that it returns.
-It never picks a node (`policy` does) and never sends to one. A node that is silent or stuck is out
-of service but stays known: its next good beat brings it back. `pairs` records the handoffs between
-nodes, `caches` the contents of their prefix caches.
+This file is pure: `core` passes on the messages of nodes and the time, and acts on the changes that
+it returns. It never chooses a node (`policy` does) and never sends to one. A node that is silent or
+stuck is out of service but stays known: its next good beat brings it back. `pairs` records the
+handoffs between nodes, and `caches` the contents of their prefix caches.
 """
 
 from dataclasses import dataclass, field
@@ -37,13 +37,13 @@ from baton.runtime.node_health import LostNode, NodeState
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
-# A node gets so many times the work for which it has seats and blocks. The next prompts are then
-# computed and moved while the sequences before them end.
+# A node gets this many times the work for which it has seats and blocks, so that the next prompts
+# are computed and moved while earlier sequences end.
 SURPLUS = 1.25
-# The steps of work that a prefill node is given at once.
+# The number of steps of work that a prefill node is given at once.
 BACKLOG_STEPS = 2
 MAX_REFUSED = 256  # nodes whose last refusal the router remembers
-# How long a lost node is shown, and how many lost nodes are.
+# How long a lost node is shown, and how many lost nodes are shown.
 LOST_KEPT_S = 3600.0
 MAX_LOST = 256
 NO_LOAD = Load()
@@ -59,7 +59,7 @@ class Charge(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node process. `info` is set once it has been ready."""
+    """One node process. `info` is set once the node has been ready."""
 
     node_id: NodeId
     role: Role
@@ -78,7 +78,7 @@ class Node:
     num_sequences: int = 0
     num_suspects: int = 0
     num_blocks: int = 0
-    num_foreign: int = 0  # sequences that other routers gave it, as of its last beat
+    num_foreign: int = 0  # sequences from other routers, as of its last beat
     # The nodes of the other role with which it certainly cannot work, each with the reason.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
@@ -87,9 +87,9 @@ class Node:
         return self.node_id, self.epoch
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return whether the node could soon begin work that takes so many blocks on decode.
+        """Return whether the node could soon begin work that takes that many blocks on decode.
 
-        A node that has nothing to do takes any work that its pool can hold.
+        An idle node takes any work that its pool can hold.
         """
         info = self.info
         if info is None or not info.facts.step.num_seats or not self.charges:
@@ -102,7 +102,7 @@ class Node:
 
 
 class Hosts(msgspec.Struct, frozen=True):
-    """The sets of nodes of both roles that read one another within a host."""
+    """Sets of nodes of both roles that can read each other within a host."""
 
     shared: tuple[frozenset[NodeId], ...] = ()
     is_one: bool = False  # all nodes in service are in one of them
@@ -112,13 +112,14 @@ class Registry:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
         self._membership = Membership()
-        self._refused: dict[NodeId, Failure] = {}  # what each was told last; they ask again
-        self._lost: dict[NodeId, Node] = {}  # those that left without a word, oldest first
+        # The last refusal of each node, which may ask again.
+        self._refused: dict[NodeId, Failure] = {}
+        self._lost: dict[NodeId, Node] = {}  # nodes that left without notice, oldest first
         self.pairs = Pairs()
         self.caches = CacheIndex()
-        self.version = 0  # grows whenever a leg that no node could take may find one
+        self.version = 0  # grows whenever a leg that no node could take may find a node
         self.num_releases = 0  # grows whenever this router gives a node less to do
-        # Every request asks for these, so they are kept until the state of a node changes.
+        # Every request needs these, so they are cached until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
         self._largest_pool: dict[Role, int | None] = {}
         self._hosts: Hosts | None = None
@@ -130,9 +131,9 @@ class Registry:
             text = f"this router speaks protocol version {PROTOCOL_VERSION}, not {message.version}"
             return [Refuse(peer, _mismatch("protocol_mismatch", text))]
         if message.node_id != peer:
-            text = f"a node that calls itself {message.node_id} dialled in as {peer}"
+            text = f"a node named {message.node_id} dialled in as {peer}"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
-        changes = self.gone(peer, "a new process took its place")
+        changes = self.gone(peer, "a new process replaced it")
         self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
         self._lost.pop(peer, None)
         return changes
@@ -147,7 +148,7 @@ class Registry:
         info = message.info
         node = self._node(peer, info.epoch)
         if node is None or info.node_id != peer or info.role != node.role:
-            text = "a Ready came without a Hello from the same process"
+            text = "Ready arrived without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         if (failure := _impossible(info)) is not None:
             self.gone(peer)
@@ -166,7 +167,7 @@ class Registry:
         for evicted in verdict:
             changes += self._evict(evicted)
         node.info, node.heard_s, node.state = info, now_s, "ready"
-        node.phase, node.done, node.total = "ready", 0, 0  # a beat of start-up was the last to say
+        node.phase, node.done, node.total = "ready", 0, 0  # the last message was of the start
         self._changed()
         return [*changes, Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
@@ -181,7 +182,7 @@ class Registry:
         if node.info is None:
             return []
         was = node.state
-        # A beat from before the drain may come after it.
+        # A beat from before the drain may arrive after it.
         node.state = "draining" if message.is_draining or was == "draining" else "ready"
         if _is_stuck(message):
             node.state = "stuck"
@@ -195,19 +196,19 @@ class Registry:
         return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
 
     def hears_cache(self, peer: NodeId, changes: CacheChanges) -> bool:
-        """Note what a node has cached. False: changes were missed, so the node must be asked."""
+        """Note a node's cached blocks. Return False if changes were missed."""
         node = self._nodes.get(peer)
         return node is None or node.info is None or self.caches.hear(peer, changes)
 
     def drains(self, peer: NodeId) -> None:
-        """Give a node no more work. The work that it has goes on, so it does not count as gone."""
+        """Give a node no more work. Its work goes on, so it does not count as gone."""
         node = self._nodes.get(peer)
         if node is not None and node.state == "ready":
             node.state = "draining"
             self._changed()
 
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
-        """Drop a node whose channel ended. If it is alive, it will introduce itself again."""
+        """Drop a node whose channel ended. A living node will introduce itself again."""
         node = self._nodes.pop(peer, None)
         if node is not None:
             self.pairs.forget(node.process)
@@ -218,7 +219,7 @@ class Registry:
         self._changed()
         if node is None or node.info is None:
             return []
-        # A node that was not `ready` has left before, but may have been sent a cancel since.
+        # A node that was not `ready` has left before, but may have got a cancel since.
         if node.state == "draining":
             failure = NodeError(f"{peer} has left: it was told to end", code=DRAINING).to_failure()
         else:
@@ -249,13 +250,13 @@ class Registry:
         return found
 
     def hosts(self) -> Hosts:
-        """Return the sets of nodes in service that say they need no network between them."""
+        """Return the sets of nodes in service that need no network between them."""
         if self._hosts is None:
             nodes = [*self.in_service("prefill"), *self.in_service("decode")]
             found: dict[str, set[NodeId]] = {}
             for node in nodes:
                 for way in node.info.reaches if node.info is not None else ():
-                    if "@" in way:  # only other ways lead to other hosts
+                    if "@" in way:  # the other ways may lead to other hosts
                         found.setdefault(way, set()).add(node.node_id)
             shared = tuple(frozenset(ids) for ids in found.values() if len(ids) > 1)
             self._hosts = Hosts(shared, any(len(ids) == len(nodes) for ids in shared))
@@ -265,7 +266,7 @@ class Registry:
         return self._nodes.get(node_id)
 
     def joined(self, role: Role) -> list[NodeId]:
-        """Return the nodes of a role that have been ready, those that drain included."""
+        """Return the nodes of a role that have been ready, including draining ones."""
         return [n.node_id for n in self.nodes if n.role == role and n.info is not None]
 
     @property
@@ -278,13 +279,13 @@ class Registry:
         return [self._nodes[node_id] for node_id in self.node_ids]
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
-        """Return the nodes that nodes of `role` must know: those of the other role."""
+        """Return the nodes that nodes of `role` must know, which are those of the other role."""
         other: Role = "decode" if role == "prefill" else "prefill"
         return tuple(node.info for node in self.in_service(other) if node.info is not None)
 
     @property
     def model(self) -> NodeInfo | None:
-        """Return the node whose model all others must serve; None until one has been ready."""
+        """Return the node whose model all others must serve, or None until one has been ready."""
         return self._membership.model
 
     def largest_pool(self, role: Role) -> int | None:
@@ -296,20 +297,20 @@ class Registry:
         return self._largest_pool[role]
 
     def lost_nodes(self, now_s: float) -> tuple[LostNode, ...]:
-        """Return the nodes that left without a word in the last hour and have not come back."""
+        """Return the nodes that left without notice in the last hour and have not come back."""
         for node in [n for n in self._lost.values() if now_s - n.heard_s > LOST_KEPT_S]:
             del self._lost[node.node_id]
         nodes = sorted(self._lost.values(), key=lambda node: node.node_id)
         return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
-        """Return whether the two could exchange KV blocks, by what both have published."""
+        """Return whether two nodes could exchange KV blocks, by what both have published."""
         return decode.node_id not in prefill.obstacles
 
     # --- load -----------------------------------------------------------------------------------
 
     def forget(self, request_id: RequestId) -> None:
-        """Take all charges of a request off all nodes."""
+        """Remove all charges of a request from all nodes."""
         for node in self._nodes.values():
             for key in [key for key in node.charges if key.request_id == request_id]:
                 self.release(node.node_id, key)
@@ -324,13 +325,13 @@ class Registry:
         node.num_blocks += charge.num_blocks
 
     def note_pair(self, placed: Placed) -> None:
-        """Note that a leg was given to two nodes, whose handoff will show whether they work."""
+        """Note that a leg was given to a pair, whose handoff will show whether it works."""
         if placed.prefill_node is not None and placed.decode_node is not None:
             prefill, decode = self._nodes[placed.prefill_node], self._nodes[placed.decode_node]
             self.pairs.placed(placed.key, prefill.process, decode.process)
 
     def release(self, node_id: NodeId, key: Key) -> None:
-        """Take a charge off. A lost node took its charges along: its successor starts at zero."""
+        """Remove a charge. The charges of a lost node are gone: its successor starts at zero."""
         node = self._nodes.get(node_id)
         charge = node.charges.pop(key, None) if node is not None else None
         if node is not None and charge is not None:
@@ -355,7 +356,7 @@ class Registry:
         self.version += 1
 
     def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:
-        """Note the nodes of the other role that this one can never work with."""
+        """Note the nodes of the other role with which this one can never work."""
         node.obstacles.clear()
         found: list[Change] = []
         for other in self.nodes:
@@ -369,10 +370,10 @@ class Registry:
         return found
 
     def _evict(self, peer: NodeId) -> list[Change]:
-        """Turn a node of the provisional model away. It waits like any node that does not fit."""
+        """Remove a node of the provisional model. It waits like any node that does not fit."""
         info = self._nodes[peer].info
         assert info is not None
-        changes = self.gone(peer, "the nodes of another model outnumber it")
+        changes = self.gone(peer, "the nodes that serve another model outnumber it")
         self._membership.wait(info)
         return [*changes, self._refuse(peer, self._membership.refusal_of(info))]
 
@@ -384,7 +385,7 @@ class Registry:
         return Refuse(peer, failure, is_new)
 
     def _differences(self, info: NodeInfo) -> list[Change]:
-        """Return the first node that computes other bits than `info`, as far as both say."""
+        """Return the first node that publishes that it computes other bits than `info`."""
         for other in (node.info for node in self.nodes):
             if other is not None and info.compute and other.compute not in ("", info.compute):
                 return [Differs(info.node_id, other.node_id)]

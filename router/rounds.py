@@ -1,8 +1,8 @@
-"""Which requests are looked at with a tick, to see whether time has run out for them.
+"""Choose the requests to check at a tick for deadlines that have passed.
 
-Pure; `active_requests` asks with each tick. Requests whose nodes have cancels to confirm are looked
-at every time. All others take turns over a longer round: their silence is measured in minutes, and
-all at once would hold the event loop up.
+This file is pure; `active_requests` calls it at each tick. Requests whose nodes have cancels to
+confirm are checked every time. All others take turns over a longer round, because their deadlines
+are minutes, and checking all at once would delay the event loop.
 """
 
 import math
@@ -13,13 +13,14 @@ from baton.router.request.active import Active
 
 TICK_S = 0.25
 ROUND_S = 10.0
-LEAST_LOOKS = 64  # in a tick
+LEAST_LOOKS = 64  # requests in a tick
 
 
 class Rounds:
     def __init__(self) -> None:
         self._next_round_s = 0.0
-        self._waiting: deque[RequestId] = deque()  # those whose turns come in this round
+        # Requests whose turns are yet to come in this round.
+        self._waiting: deque[RequestId] = deque()
         self._unconfirmed: dict[RequestId, Active] = {}
 
     def cancelled(self, active: Active) -> None:
@@ -27,7 +28,7 @@ class Rounds:
         self._unconfirmed[active.request_id] = active
 
     def take(self, now_s: float, all_active: dict[RequestId, Active]) -> list[Active]:
-        """Return the requests to look at now, of all that are active."""
+        """Return the active requests to check now."""
         self._unconfirmed = {
             request_id: active
             for request_id, active in self._unconfirmed.items()

@@ -1,4 +1,4 @@
-"""One request as its caller sees it: deltas of every choice, then exactly one end.
+"""The caller's view of one request: deltas of every choice, then exactly one end.
 
 `active_requests` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait.
 Each delta goes straight to the caller's sink, so a token costs no task switch.
@@ -47,8 +47,8 @@ class RequestStream:
         self.metrics = RequestMetrics(
             arrival_time=time.time(), num_prompt_tokens=len(prompt_token_ids)
         )
-        self.token_gaps: Histogram | None = None  # counts the seconds between deltas of a choice
-        self.finished = False  # whether by tokens, by an error or by a cancel
+        self.token_gaps: Histogram | None = None  # gets the seconds between deltas of a choice
+        self.finished = False  # by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
         self._pushed_s = [0.0] * len(detokenizers)
         self._num_again = [0] * len(detokenizers)
@@ -57,7 +57,7 @@ class RequestStream:
         self._early: list[CompletionOutput] = []
         self._sink: Sink = self._early.append
         self._has_changed = False
-        # A copy is raised: the frames that an exception has passed hold this stream.
+        # A copy is raised, because the frames that an exception has passed refer to this stream.
         self._error: BatonError | None = None
         self._change: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
@@ -65,7 +65,7 @@ class RequestStream:
     # --- the caller's side ------------------------------------------------------------------
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs in the form of the request's `output_kind`. Leaving early gives it up."""
+        """Yield outputs in the form of `output_kind`. Leaving early gives up the request."""
         kind = self.params.output_kind
         merged = Merged(0 if kind == "delta" else self.params.n)
         self.send_to(merged.add)
@@ -80,7 +80,7 @@ class RequestStream:
             self.close()
 
     def send_to(self, sink: Sink) -> None:
-        """Hand every delta to `sink` at once when it comes, starting with those that already came.
+        """Pass every delta to `sink` when it arrives, beginning with those that already have.
 
         `sink` must neither block nor raise. An error in it ends this request alone.
         """
@@ -90,7 +90,7 @@ class RequestStream:
         self._sink = sink
 
     async def changed(self) -> bool:
-        """Wait until a delta has come since the last call; False at the end of the request."""
+        """Wait for a delta since the last call. Return False at the end of the request."""
         while not self._has_changed:
             if self._error is not None:
                 raise copy(self._error)
@@ -125,8 +125,8 @@ class RequestStream:
         )
 
     def close(self) -> None:
-        """Give the request up if it is not finished. May be called at any time and again."""
-        self._sink = _dropped  # it may hold all that an answer consists of, and that this stream
+        """Give up the request if it is not finished. It may be called at any time, and again."""
+        self._sink = _dropped  # the sink may hold the whole answer, which holds this stream
         if not self.finished and self._on_close is not None:
             self._on_close()
 
@@ -137,17 +137,17 @@ class RequestStream:
         self._on_close = callback
 
     def replay(self, choice: int, token_ids: list[int]) -> bool:
-        """Take tokens that the caller has already; True when a stop string ended the choice."""
+        """Take tokens that the caller has already. Return True if a stop string ended it."""
         delta = self._detokenizers[choice].push(token_ids) if token_ids else None
         self.metrics.num_output_tokens += len(token_ids)
         return delta is not None and delta.finish_reason is not None
 
     def expect_again(self, choice: int, num_tokens: int) -> None:
-        """Expect so many more tokens that the caller has already, before those that are new."""
+        """Expect that many more tokens that the caller has already, before new ones."""
         self._num_again[choice] = num_tokens
 
     def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
-        """Pass new tokens on; True when a stop string ends the choice before the engine does."""
+        """Pass on new tokens. Return True if a stop string ends the choice early."""
         if self.finished:
             return False
         if num_again := self._num_again[choice]:
@@ -192,7 +192,7 @@ class RequestStream:
 
 
 def _dropped(delta: CompletionOutput) -> None:
-    """Take a delta that has come too late for a caller who left."""
+    """Drop a delta that arrived after the caller left."""
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

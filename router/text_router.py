@@ -1,8 +1,8 @@
-"""`TextRouter`, the router with text: it turns prompts into streams of text and tokens.
+"""`TextRouter`, the router with text, which turns prompts into streams of text and tokens.
 
 The HTTP handlers and `baton.AsyncLLM` call it on one event loop. It tokenizes a prompt once and
-hands the ids to `core`, which sees no text. It starts no nodes: they dial in, whoever started them.
-It never computes anything itself and never loads torch.
+passes the ids to `core`, which sees no text. It starts no nodes: nodes dial in on their own. It
+never computes a model and never loads torch.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ class TextRouter:
     def from_config(cls, config: ClusterConfig) -> "TextRouter":
         """Make a router for the model that `config` names.
 
-        Raises `ConfigError` if the model's folder has no usable tokenizer, or sampling defaults
-        that are none.
+        Raises `ConfigError` if the model's folder has no usable tokenizer, or invalid sampling
+        defaults.
         """
         model = config.model
         if not model.path:
@@ -62,11 +62,11 @@ class TextRouter:
         return cls(config, RouterCore(config), Text.load(model.path), sampling)
 
     def start(self, endpoint: str) -> str:
-        """Open the endpoint that nodes dial and return its address; raises `ConfigError`."""
+        """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
         return self._core.start(endpoint)
 
     async def wait_for_nodes(self, num_prefill: int, num_decode: int) -> None:
-        """Wait until so many nodes are in service; raises the router's error if it has failed."""
+        """Wait until that many nodes are in service. Raises the router's error if it has failed."""
         await self._core.wait_for(num_prefill, num_decode)
 
     async def submit(
@@ -76,11 +76,11 @@ class TextRouter:
         request_id: str | None = None,
         kept: Kept | None = None,
     ) -> RequestStream:
-        """Check, tokenize and queue a request; raises `RequestError` or `Overloaded`.
+        """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 
-        The caller must wait for the end of the stream or `close` it. The outputs carry
-        `request_id`, the caller's own name for the request, or else the router's. With `kept`, a
-        client that knows the id can take the stream up again (`reattach`).
+        The caller must wait for the end of the stream or `close` it. The outputs have `request_id`,
+        which is the caller's name for the request or, by default, the router's. With `kept`, a
+        client that knows the id can resume the stream (`reattach`).
         """
         max_tokens = self._core.limits().max_model_len - 1
         if isinstance(prompt, str):
@@ -88,7 +88,7 @@ class TextRouter:
         elif len(prompt) > max_tokens:
             raise too_long(max_tokens)
         else:
-            text, token_ids = None, list(prompt)  # the caller may change its own
+            text, token_ids = None, list(prompt)  # the caller may change its own object
         check_prompt(token_ids, self._core.limits())
         keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
         detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
@@ -107,16 +107,16 @@ class TextRouter:
         return await asyncio.to_thread(prompt_keys, token_ids, block_size)
 
     async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
-        """Take over a stream whose router is gone; raises `RequestError` if no node holds it.
+        """Take over a stream whose router is gone. Raises `RequestError` if no node holds it.
 
-        `params_of` reads what the nodes kept of it.
+        `params_of` reads what the nodes kept of the stream.
         """
 
         def accept(found: FoundRequest) -> RequestStream:
             attached = found.attached
             params, prompt = params_of(attached.form), attached.prompt_token_ids
             if params.n != attached.num_choices:
-                raise NodeError("a node holds a stream that does not fit its own form")
+                raise NodeError("a node holds a stream whose parts do not match")
             detokenizers = [self._text.detokenizer(prompt, params, i) for i in range(params.n)]
             stream = RequestStream(claim.request_id, None, prompt, params, detokenizers)
             limit = attached.sampling.max_tokens
@@ -127,11 +127,11 @@ class TextRouter:
         return await self._core.reattach(claim, accept)
 
     def fail(self, failure: Failure) -> None:
-        """Stop serving: every request that is running or still comes fails with this reason."""
+        """Stop serving: every running request and every new one fails with this reason."""
         self._core.fail(failure)
 
     def close(self) -> None:
-        """End every request and the connections to all nodes. May be called again."""
+        """End every request and the connections to all nodes. It may be called again."""
         self._is_closed = True
         self._core.close()
         self._text.close()
@@ -141,7 +141,7 @@ class TextRouter:
 
     @property
     def errored(self) -> bool:
-        """Return whether the router has ended for another reason than `close`."""
+        """Return whether the router has ended for a reason other than `close`."""
         return self._core.has_failed and not self._is_closed
 
     @property
@@ -153,7 +153,7 @@ class TextRouter:
         return self._text
 
     def get_model_config(self) -> ServedModel:
-        """Return what the nodes serve; raises `NodeError` until a node has been ready."""
+        """Return the model that the nodes serve. Raises `NodeError` until a node has been ready."""
         registry = self._core.registry
         if self._served is None or self._served_at != registry.version:
             self._served, self._served_at = self._model_now(), registry.version

@@ -1,9 +1,10 @@
-"""Where the time of a request went: consecutive stages from its arrival to its end. Pure.
+"""Divide the time of a request into consecutive stages from its arrival to its end.
 
-Answers with `timeline` and traces show it. The router's clock says when a request was placed and
-when each node's first tokens came; the nodes say how long their own stages took. A node's stages
-are laid out so that they end when its tokens came, and what is left before them is the way of the
-messages. So no two clocks are compared, and the stages add up to the whole.
+Answers with `timeline` and traces show the stages. The router's clock measures when a request was
+placed and when each node's first tokens came; the nodes measure the durations of their own stages.
+A node's stages are laid out so that they end when its tokens came, and the time before them is that
+of the messages. So no two clocks are compared, and the stages add up to the whole. This file is
+pure.
 """
 
 from collections.abc import Sequence
@@ -20,26 +21,27 @@ class StageSpan(msgspec.Struct, frozen=True):
     start_s: float
     duration_s: float
     node: str = ""  # that did the work
-    failure: str = ""  # the code with which the attempt was lost
+    failure: str = ""  # the code of the attempt's loss
 
 
 def waterfall(metrics: RequestMetrics) -> list[StageSpan]:
     """Return the stages of a request that has ended.
 
-    If its choices went different ways after a loss, they are those of the last one that moved.
+    If its choices were continued separately after a loss, they are those of the last one.
     """
     end_s = metrics.e2e_s or 0.0
     laid = _Layout(end_s)
     chain = _chain(metrics.attempts)
     ends_s = [*(following.asked_at_s for following in chain[1:]), end_s]
-    for attempt, until_s in zip(chain, ends_s, strict=False):  # without attempts, one end is left
+    # Without attempts, only one end is left.
+    for attempt, until_s in zip(chain, ends_s, strict=False):
         _lay_out(laid, attempt, until_s)
     laid.until("finish", end_s)
     return laid.stages
 
 
 class _Layout:
-    """Stages one after another. Each begins where the last one ended and none leaves the whole."""
+    """Consecutive stages. Each begins where the last one ended, and none exceeds the whole."""
 
     def __init__(self, end_s: float) -> None:
         self.stages: list[StageSpan] = []

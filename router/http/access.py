@@ -1,7 +1,7 @@
-"""Who may call the router: API keys, and the host names that it answers to.
+"""Check who may call the router: API keys, and the host names to which it answers.
 
 `App` checks every request except probes, before its body is read. Keys are compared by their
-hashes, so the time of a comparison tells nothing about a key.
+hashes, so the time of a comparison reveals nothing about a key.
 """
 
 from aiohttp import web
@@ -12,17 +12,17 @@ from baton.router.http.key_file import KeyFile, digest_of
 from baton.runtime.clock import monotonic
 from baton.runtime.log import clip
 
-# These are answered to anybody. Probes tell no more than whether requests can be served. The page
-# at `/` holds no data: it asks its reader for a key.
+# These paths need no key. Probes only tell whether requests can be served. The page at `/` holds no
+# data and asks its reader for a key.
 OPEN_PATHS = ("/", "/live", "/health")
 _SCHEME = "bearer "
 
 
 class Access:
     def __init__(self, config: RouterConfig) -> None:
-        """Without keys or hosts in the settings, requests with any key or for any host are let in.
+        """Without keys or hosts in the settings, any key or any host is accepted.
 
-        Raises `ConfigError` for a file of keys that cannot be read.
+        Raises `ConfigError` if the file of keys cannot be read.
         """
         self._digests = {digest_of(key.encode()) for key in config.api_keys}
         self._file = KeyFile(config.api_key_file, monotonic) if config.api_key_file else None

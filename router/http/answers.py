@@ -1,7 +1,7 @@
 """The JSON that clients get: completions, their chunks, usage and errors, in OpenAI's form.
 
 `handlers` makes one `Answer` per HTTP request. The fixed part of a chunk is encoded only once per
-choice, because every token is a chunk. Pure: no I/O, no clock.
+choice, because every token is a chunk. This file is pure: no I/O, no clock.
 """
 
 import math
@@ -15,7 +15,7 @@ from baton.router.waterfall import waterfall
 
 _encode = msgspec.json.Encoder().encode
 
-# The types that OpenAI's clients expect for a status. The code says more.
+# The error types that OpenAI's clients expect for a status. The code is more specific.
 _ERROR_TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -27,7 +27,7 @@ DEFAULT_RETRY_AFTER_S = 1.0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The identity and the form of one answer. Makes the bytes of its parts."""
+    """The identity and the form of one answer, which make the bytes of its parts."""
 
     id: str
     model: str
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True):
         return ChunkTemplate(head + before, after, b"}]" + self._tail(), self.token_ids)
 
     def closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
-        """Return the last chunk, without choices; None if the client asked for nothing in it."""
+        """Return the last chunk, without choices; None if the client asked for no part of it."""
         if not (self.include_usage or self.timeline):
             return None
         data = self._head(True) + b"[]"
@@ -120,7 +120,7 @@ class ChunkTemplate:
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
-    """Return the usage over all prompts of a request. Unusual fields appear only if they apply."""
+    """Return the usage of all prompts of a request. Some fields appear only if they apply."""
     num_prompt = sum(one.num_prompt_tokens for one in metrics)
     num_output = sum(one.num_output_tokens for one in metrics)
     cached = {"cached_tokens": sum(one.num_cached_tokens for one in metrics)}
@@ -138,7 +138,7 @@ def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
 
 
 def clamped_to(metrics: Sequence[RequestMetrics]) -> int | None:
-    """Return the least that `max_tokens` was cut to, None if it was cut for no prompt."""
+    """Return the least to which `max_tokens` was cut; None if it was cut for no prompt."""
     limits = [one.max_tokens_clamped for one in metrics if one.max_tokens_clamped is not None]
     return min(limits, default=None)
 
@@ -152,7 +152,7 @@ def error_of(error: BatonError) -> bytes:
 
 
 def retry_headers(error: BatonError) -> dict[str, str]:
-    """Return when to try again: in seconds for HTTP, in milliseconds for OpenAI's clients."""
+    """Return the headers for retries: in seconds for HTTP, in ms for OpenAI's clients."""
     if error.http_status not in RETRY_STATUSES:
         return {}
     after_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s

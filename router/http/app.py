@@ -39,9 +39,9 @@ from baton.runtime.tls import LOOK_S, ServerCertificate
 BACKLOG = 4096
 # How many connections the event loop accepts before it does anything else.
 ACCEPTS = 16
-# What is answered on the connections above the limit.
+# The paths that are answered on connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
-# How long the end of the server waits for answers that were told to end.
+# How long the server waits at its end for answers that were told to end.
 CLOSE_S = 0.3
 CLIENT_GONE = 499
 
@@ -111,7 +111,7 @@ class App:
                 await self._idle.wait()
 
     def close(self) -> None:
-        """End the processes that help. May be called again."""
+        """End the helper processes. It may be called again."""
         self._handlers.close()
 
     # --- endpoints ------------------------------------------------------------------------------
@@ -151,12 +151,12 @@ class App:
     def _health_now(self) -> Health:
         health = self._engine.health()
         if self._handlers.is_draining:
-            text = "the router ends: it finishes its requests and takes no new ones"
+            text = "the router is ending: it finishes its requests and takes no new ones"
             health = msgspec.structs.replace(health, status="draining", message=text)
         return health
 
     async def _live(self, request: web.Request) -> web.Response:
-        # This is not readiness: 503 means that only a restart can help.
+        # This is not readiness: status 503 means that only a restart can help.
         if self._engine.errored:
             return _json(msgspec.json.encode({"status": "failed"}), 503)
         return _json(msgspec.json.encode({"status": "live"}))
@@ -175,7 +175,7 @@ class App:
         return _json(body, headers={"Cache-Control": "no-store"})
 
     def _model_now(self) -> ServedModel | None:
-        """Return the model, None as long as no node has been ready."""
+        """Return the model; None while no node has been ready."""
         with contextlib.suppress(NodeError):
             return self._engine.get_model_config()
         return None
@@ -219,7 +219,7 @@ class App:
             self._ended(request, status, name, time.monotonic() - began_s)
 
     def _answer_at_once(self, request: web.Request, connection: Connection) -> web.Response | None:
-        """Return the answer that needs no handler, if there is one; raises `BatonError`."""
+        """Return the answer that needs no handler, if there is one. Raises `BatonError`."""
         if connection.is_spare and request.path not in PROBES:
             text = "the router has too many open connections"
             raise Overloaded(text, code="too_many_connections")
@@ -229,7 +229,7 @@ class App:
         return None
 
     def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
-        """Count a request that was answered, and tell those who keep a record of it."""
+        """Count an answered request, and report it to the logs, traces and records."""
         route = _route(request)
         self.metrics.answered(route, status)
         self._request_log.answered(request, status, name, took_s)
@@ -264,7 +264,8 @@ class Server:
         self._http_log.addFilter(_is_ours)
         self._runner = web.AppRunner(
             app.web,
-            handler_cancellation=True,  # when a client leaves, its handler and so its request end
+            # If a client leaves, its handler ends and with it the request.
+            handler_cancellation=True,
             shutdown_timeout=CLOSE_S,
         )
         self._connections: Connections | None = None
@@ -272,7 +273,7 @@ class Server:
         self._own_listener: asyncio.Server | None = None
 
     async def start(self) -> str:
-        """Start to listen and return the URL; raises `NodeError` that says what to do."""
+        """Start to listen, and return the URL. Raises a `NodeError` that says what to do."""
         await self._runner.setup()
         manager, config = self._runner.server, self._config
         assert manager is not None
@@ -307,7 +308,8 @@ class Server:
             await self.stop()
             raise NodeError(_why_not(host, port, error), code="no_port") from error
         for listening in listener.sockets:
-            # asyncio has one number for how many it accepts at once and how many may wait.
+            # asyncio uses one number for both: connections to accept at once and connections that
+            # may wait.
             with listening.dup() as same:
                 same.listen(BACKLOG)
         return listener
@@ -315,15 +317,15 @@ class Server:
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and wait up to `grace_s` for answers under way.
 
-        Meanwhile probes and refusals still get their answers. Where other processes listen on the
-        same port, new connections are left to them.
+        Meanwhile, probes and refusals are still answered. If other processes listen on the same
+        port, they get new connections.
         """
         if self._listener is not None and self._config.shares_port:
             self._listener.close()
         await self._app.drain(grace_s)
 
     async def stop(self) -> None:
-        """Close all connections. May be called again."""
+        """Close all connections. It may be called again."""
         if self._looking is not None:
             self._looking.cancel()
         for listener in (self._listener, self._own_listener):
@@ -336,7 +338,7 @@ class Server:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a record is about the router: broken HTTP gets a 400, and no traceback in our log."""
+    """Return whether a log record is about the router. Malformed HTTP only gets status 400."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -350,7 +352,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 
 
 def _named(request: web.Request, error: web.HTTPException) -> BatonError:
-    """Return a refusal of aiohttp as an error of ours."""
+    """Return a refusal by aiohttp as a `BatonError`."""
     match error.status:
         case 404:
             text, code = f"there is no {request.method} {clip(request.path)}", "unknown_url"

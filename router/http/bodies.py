@@ -1,9 +1,9 @@
-"""The bodies of requests, read under limits: their type, size and time, and memory for large ones.
+"""Read the bodies of requests within limits of type, size and time, and of memory for large ones.
 
-`Handlers` makes one `Bodies` and reads every body with it. A body that is not small has to find
-room among the other large ones, and gives it back when its prompts have become token ids, so what
-clients send cannot fill the memory of the router. Room is taken as a body comes, and no body waits
-for it: one that finds none is refused, or overtakes those that have stalled.
+`Handlers` makes one `Bodies` and reads every body with it. A body that is not small takes room from
+a limited budget, and gives it back when its prompts have become token ids, so that clients cannot
+fill the memory of the router. Room is taken as a body arrives, and no body waits for room: a body
+that finds none is refused, or takes the room of stalled bodies.
 """
 
 import asyncio
@@ -16,36 +16,36 @@ from baton.runtime.clock import monotonic
 from baton.runtime.log import clip
 
 MIB = 1024 * 1024
-# Up to this size a body is parsed on the event loop, which takes a few milliseconds at the most.
+# A body up to this size is parsed on the event loop, which takes a few milliseconds at most.
 SMALL_BYTES = 128 * 1024
 BODY_TIMEOUT_S = 60.0
-# A body may be this large for any model, so that many short prompts fit into one request.
+# A body may be this large with any model, so that many short prompts fit one request.
 _ALWAYS_ALLOWED_BYTES = 4 * MIB
-# JSON may take six bytes for one of a prompt: \u001f.
+# JSON may take six bytes for one byte of a prompt, as in \u001f.
 _ESCAPED_BYTES = 6
-# Bodies up to this size need no room: as many as there may be connections are no danger.
+# Bodies up to this size need no room: there can be as many as connections without danger.
 _FREE_BYTES = 4 * 1024
-# A body that is still coming has stalled when this much of it takes longer than that. It loses its
-# room to a body that comes faster, if all room is taken.
+# A body has stalled if this much of it takes longer than this time to arrive. If all room is taken,
+# it loses its room to a body that arrives faster.
 _PIECE_BYTES = 64 * 1024
 STALLED_S = 2.0
-# How many bodies of the largest size may be in memory at once.
+# The number of bodies of the largest size that may be in memory at once.
 _LARGE_BODIES = 16
 
 
 def body_limit(max_body_mib: int, model: ServedModel, max_token_bytes: int) -> int:
-    """Return the size of the largest body that can be of use, in bytes."""
+    """Return the size in bytes of the largest body that the model can use."""
     longest_prompt = model.max_model_len * max_token_bytes * _ESCAPED_BYTES
     return min(max_body_mib * MIB, max(longest_prompt, _ALWAYS_ALLOWED_BYTES))
 
 
 class Room:
-    """The memory that one body holds, as long as its context lasts."""
+    """The memory that one body holds while its context lasts."""
 
     def __init__(self, bodies: "Bodies") -> None:
         self._bodies = bodies
         self.num_bytes = 0
-        self.deadline: asyncio.Timeout | None = None  # as long as the body is coming
+        self.deadline: asyncio.Timeout | None = None  # while the body is arriving
         self.was_overtaken = False
         self._num_pieces = 0
         self._progress_s = monotonic()
@@ -57,25 +57,25 @@ class Room:
         self._bodies.leave(self)
 
     def came(self, num_bytes: int, most_bytes: int) -> None:
-        """Hold what has come, and as much again; raises `Overloaded` if there is no room for it.
+        """Hold twice what has arrived. Raises `Overloaded` if there is no room for it.
 
-        An announcement alone holds nothing: clients may announce what they never send.
+        An announced length alone holds nothing, because clients may not send what they announce.
         """
         if num_bytes // _PIECE_BYTES > self._num_pieces:
             self._num_pieces, self._progress_s = num_bytes // _PIECE_BYTES, monotonic()
         if num_bytes > max(_FREE_BYTES, self.num_bytes):
-            # Without a length, or with a compressed body, the rest may be of any size.
+            # Without a length, or if the body is compressed, the rest may be of any size.
             wanted = max(num_bytes, min(2 * num_bytes, most_bytes))
             self._bodies.take(self, wanted - self.num_bytes)
 
     def stalled_s(self, now_s: float) -> float:
-        """Return for how long the body has not come by a whole piece; 0 once all of it is here."""
+        """Return how long the body has taken for its current piece; 0 once it is complete."""
         return now_s - self._progress_s if self.deadline is not None else 0.0
 
     def overtake(self) -> None:
-        """End the reading of this body, because others need the room."""
+        """Stop reading this body, because others need its room."""
         assert self.deadline is not None
-        if self.deadline.expired():  # its time is up, and the reading task is about to hear of it
+        if self.deadline.expired():  # its time is up, and the reading task is about to end
             return
         self.was_overtaken = True
         self.deadline.reschedule(asyncio.get_running_loop().time())
@@ -85,13 +85,13 @@ class Bodies:
     def __init__(self, max_body_mib: int) -> None:
         self._most_bytes = max_body_mib * MIB * _LARGE_BODIES
         self._held_bytes = 0
-        self._rooms: dict[Room, None] = {}  # those that hold something
+        self._rooms: dict[Room, None] = {}  # bodies that hold memory
 
     def room(self) -> Room:
         return Room(self)
 
     def take(self, room: Room, num_bytes: int) -> None:
-        """Give `room` so many bytes more; raises `Overloaded`."""
+        """Give `room` that many more bytes. Raises `Overloaded`."""
         lacking = self._held_bytes + num_bytes - self._most_bytes
         if lacking > 0 and not self._overtake(room, lacking):
             held_mib = self._held_bytes // MIB
@@ -102,13 +102,13 @@ class Bodies:
         self._rooms[room] = None
 
     def leave(self, room: Room) -> None:
-        """Take back what a body holds. May be called again."""
+        """Take back the memory of a body. It may be called again."""
         self._held_bytes -= room.num_bytes
         room.num_bytes = 0
         self._rooms.pop(room, None)
 
     def _overtake(self, room: Room, num_bytes: int) -> bool:
-        """Free so many bytes at the cost of the bodies that have stalled longest, if they do."""
+        """Free that many bytes by ending the bodies that have stalled longest, if possible."""
         now_s = monotonic()
         stalled = [
             one for one in self._rooms if one.stalled_s(now_s) > STALLED_S and one is not room
@@ -124,7 +124,7 @@ class Bodies:
         return True
 
     async def read(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
-        """Return the body of a request; raises `RequestError` or `Overloaded`."""
+        """Return the body of a request. Raises `RequestError` or `Overloaded`."""
         _check_type(request)
         length, content = request.content_length, request.content
         if length is not None and length > max_bytes:
@@ -132,17 +132,17 @@ class Bodies:
         try:
             is_small = length is not None and length <= _FREE_BYTES
             if is_small and content.is_eof() and "Content-Encoding" not in request.headers:
-                return content.read_nowait()  # all of it has come
+                return content.read_nowait()  # the body is complete
             async with asyncio.timeout(BODY_TIMEOUT_S) as room.deadline:
                 return await self._read(request, room, max_bytes)
         except TimeoutError:
             if room.was_overtaken:
-                text = "the body came too slowly while other large bodies needed its room"
+                text = "the body arrived too slowly while other large bodies needed its memory"
                 raise Overloaded(text, code="body_overtaken") from None
             text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(text, code="timeout", http_status=408) from None
         except web.RequestPayloadError as error:
-            text = "the body is not encoded in the way that its headers say"
+            text = "the body is not encoded as its headers say"
             raise RequestError(text, code="invalid_body") from error
         finally:
             room.deadline = None

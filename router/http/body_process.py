@@ -1,8 +1,8 @@
 """The process that turns large bodies into token ids: `python -m baton.router.http.body_process`.
 
 `LargeBodies` starts it and sends it one body at a time over an inherited socket. Parsing megabytes
-of JSON holds Python's lock for up to a second, which would stop every stream of the router, so it
-happens here. The process ends with the socket. It must never load torch.
+of JSON holds Python's lock for up to a second, which would stop every stream of the router, so this
+process does it. The process ends with the socket. It must never load torch.
 """
 
 import os
@@ -18,7 +18,7 @@ from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
 from baton.runtime.process import die_with_parent
 
-# Streams that are under way matter more than the start of a long prompt.
+# Running streams matter more than the start of a long prompt.
 NICE = 5
 # The lengths of a job and of its body, and the length of a reply, in bytes.
 JOB_HEAD = struct.Struct("<II")
@@ -33,14 +33,14 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the socket until its other end is closed."""
+    """Serve the socket until its other end closes."""
     descriptor, model_path, template_file = arguments
     os.nice(NICE)
     stream = socket.socket(fileno=int(descriptor))
     text = Text.load(model_path)
     try:
         template = ChatTemplate.load(model_path, template_file)
-    except ConfigError:  # the router has said so, and serves all but chats
+    except ConfigError:  # the router has logged it, and serves all requests but chats
         template = None
     decoder = msgspec.msgpack.Decoder(Job)
     encoder = msgspec.msgpack.Encoder()
@@ -61,7 +61,7 @@ def _reply_to(job: Job, body: bytes, text: Text, template: ChatTemplate | None) 
 
 
 def _received(stream: socket.socket, num_bytes: int) -> bytes:
-    """Return so many bytes, or none at the end of the stream."""
+    """Return that many bytes, or none at the end of the stream."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:

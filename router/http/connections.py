@@ -1,10 +1,10 @@
-"""The clients' connections: how many there may be, and when one that does nothing is closed.
+"""The clients' connections: how many there may be, and when an idle one is closed.
 
 `Server` makes one `Connections` and gives it to the event loop as the factory of protocols. The
-number of connections is bounded by the descriptors of the process. When they run out, a new one
-takes the place of the one that has waited longest without a whole request, so probes of /live are
-answered however many half-sent requests there are. A client that does not read is cut off. A client
-that has yet to agree on TLS counts like any that has sent no request.
+number of connections is bounded by the descriptors of the process. When they run out, a new
+connection replaces the one that has waited longest without a whole request, so probes of /live are
+answered even among many half-sent requests. A client that does not read is cut off. A client that
+has yet to agree on TLS counts like a client that has sent no request.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ from baton.protocol.config import RouterConfig
 from baton.runtime.descriptors import RareWarning
 from baton.runtime.log import logger
 
-# Descriptors that stay free for nodes, files and connections that are being closed.
+# Descriptors that are reserved for nodes, files and connections that are being closed.
 _OTHER_DESCRIPTORS = 512
-# Connections above the limit, which only get /live, /health and /metrics.
+# Connections above the limit, on which only /live, /health and /metrics are answered.
 SPARE = 16
 _MIN_CONNECTIONS = 8
-# How long a client may take to agree on TLS. Until then its connection has no request to wait for.
+# How long a client may take to agree on TLS.
 HANDSHAKE_S = 10
-# A client that leaves output unread must take this much of it per second on the average.
+# A client that has unread output must read this much of it per second on average.
 _MIN_BYTES_PER_S = 256
-# The place of `tcpi_bytes_acked` in Linux' struct tcp_info (include/uapi/linux/tcp.h).
+# The offset of `tcpi_bytes_acked` in Linux's struct tcp_info (include/uapi/linux/tcp.h).
 _BYTES_ACKED = slice(120, 128)
 
 log = logger("router")
 
 
 def affordable(max_connections: int) -> int:
-    """Return `max_connections`, or less where the process may open too few descriptors."""
+    """Return `max_connections`, or less if the process may open too few descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return max_connections
@@ -73,7 +73,7 @@ class Connection(web.RequestHandler):
         self.open_transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self._checked_s = 0.0
-        self._acked: int | None = None  # what the client had taken at the last check
+        self._acked: int | None = None  # bytes that the client had taken at the last check
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -91,7 +91,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def began(self) -> None:
-        """Note that a whole request has come, so that this connection must not make room."""
+        """Note that a whole request has arrived, so this connection need not make room."""
         self._connections.began(self)
 
     def ended(self) -> None:
@@ -103,7 +103,7 @@ class Connection(web.RequestHandler):
             self.open_transport.abort()
 
     def cut_if_unread(self, now_s: float) -> None:
-        """Cut the connection if its client has output to read and does not take it."""
+        """Close the connection if its client has output to read and does not read it."""
         assert self.open_transport is not None
         if not self.open_transport.get_write_buffer_size():
             self._acked = None
@@ -128,7 +128,7 @@ class Connection(web.RequestHandler):
 
 
 class Handshake(SSLProtocol):
-    """A client that has yet to agree on TLS. Its `Connection` takes its place when it has."""
+    """A client that has yet to agree on TLS. After that, a `Connection` replaces it."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Handshake(SSLProtocol):
 
 
 def connection_of(request: web.Request) -> Connection:
-    """Return the connection that a request came on."""
+    """Return the connection of a request."""
     assert isinstance(request.protocol, Connection), "a Server makes every connection"
     return request.protocol
 
@@ -189,7 +189,7 @@ class Connections:
         self.unread_s = config.unread_s
         self._loop = asyncio.get_running_loop()
         self._open: set[Connection | Handshake] = set()
-        # Those without a whole request, the one that has waited longest first.
+        # Connections without a whole request; the one that has waited longest is first.
         self._waiting: dict[Connection | Handshake, None] = {}
         self._warn = RareWarning(self._loop.time)
         self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
@@ -201,20 +201,22 @@ class Connections:
         return Handshake(self, connection, self._tls, self._loop)
 
     def opened(self, connection: Connection | Handshake) -> bool:
-        """Count a connection in; True if it came above the limit and none could make room."""
+        """Add a connection. Return True if it is above the limit and none could make room."""
         if len(self._open) >= self._max_open:
-            # Spare ones make room only when they are used up, so that they get their answers.
+            # Spare connections make room only when all are used, so that they get their answers.
             all_taken = len(self._open) >= self._max_open + SPARE
             oldest = next((one for one in self._waiting if all_taken or not one.is_spare), None)
             if oldest is not None:
-                self._warn("there are too many connections: the longest idle ones are closed")
+                self._warn(
+                    "there are too many connections, so those that are idle longest are closed"
+                )
                 self.closed(oldest)
                 oldest.abort()
         is_spare = len(self._open) >= self._max_open
         self._open.add(connection)
         self._waiting[connection] = None
         if len(self._open) > self._max_open + SPARE:
-            self._warn("there are too many connections: new ones are closed")
+            self._warn("there are too many connections, so new ones are closed")
             self._loop.call_soon(connection.abort)
         return is_spare
 

@@ -1,7 +1,7 @@
-"""JSON bodies into typed structs, and what msgspec says of a wrong one in words for clients.
+"""Decode JSON bodies into typed structs, and rewrite msgspec's errors for clients.
 
-`schema` calls `decode`. An error names the field, and it repeats at most 200 characters of what a
-client sent: keys and values can be megabytes. Nothing here does I/O.
+`schema` calls `decode`. An error names the field, and quotes at most 200 characters of what a
+client sent, because keys and values can be megabytes. Nothing here does I/O.
 """
 
 import re
@@ -12,9 +12,9 @@ import msgspec
 from baton.protocol.errors import RequestError
 from baton.runtime.log import clip
 
-# A larger body is not read a second time for the sake of an unknown field.
+# A larger body is not decoded a second time because of null fields.
 _MAX_SECOND_BYTES = 256 * 1024
-# How far around a mistake its field is looked for.
+# How many bytes around a mistake are searched for its field.
 _NEAR_BYTES = 256
 _NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
 _BYTE = re.compile(r"\(byte (\d+)\)")
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
-    """Return the body; raises `RequestError`. Any field may be null, even an unknown one."""
+    """Return the body. Raises `RequestError`. Any field may be null, even an unknown one."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -40,9 +40,9 @@ def decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
 
 
 def _without_nulls(data: bytes) -> bytes | None:
-    """Return a body without the fields that are null, at its top and in each message.
+    """Return a body without null fields, at its top and in each message; None if there are none.
 
-    Clients send back what they got, with nulls that no request has. None if there are none.
+    Clients send back messages of answers, with nulls in fields that requests do not have.
     """
     if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
         return None
@@ -62,7 +62,7 @@ def _without_nulls(data: bytes) -> bytes | None:
 
 
 def _malformed(error: str, data: bytes) -> RequestError:
-    # Some writers emit NaN and Infinity, which are not JSON. The error should name the field.
+    # Some encoders write NaN and Infinity, which are not JSON. The error should name the field.
     if place := _BYTE.search(error):
         at = int(place[1])
         near = data[max(at - _NEAR_BYTES, 0) : at + _NEAR_BYTES]
@@ -82,6 +82,6 @@ def _invalid(text: str) -> RequestError:
         return RequestError(what, param=path)
     if not path:
         return RequestError(f"the body is wrong: {what}")
-    # The message names the place inside a list; `param` does so only for the turns of a chat.
+    # The message names the place inside a list; `param` names it only for the turns of a chat.
     param = path if path.startswith("messages") else path.partition("[")[0]
     return RequestError(f"{path}: {what}", param=param)

@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the router behind it: the part of `TextRouter` that handlers need."""
+"""The interface of the HTTP side to the router: the part of `TextRouter` that handlers need."""
 
 from typing import Protocol
 

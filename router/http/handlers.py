@@ -1,8 +1,8 @@
 """The endpoints that generate text: completions and chats.
 
 `app` routes to these. A handler parses the body, submits one request per prompt, and answers with
-one body or a stream of events. However it ends, every request that it submitted is closed. Handlers
-know nothing of nodes. They raise `BatonError` as long as an error can still be an HTTP status.
+one body or a stream of events. Every request that it submitted is closed, however the handler ends.
+Handlers know nothing of nodes. They raise `BatonError` while an error can still be an HTTP status.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
 MAX_REQUEST_ID_CHARS = 128
 
-# A prompt is echoed once per choice, and no engine bounds that work.
+# A prompt is echoed once per choice, which no engine limits.
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 
 log = logger("router")
@@ -50,13 +50,13 @@ log = logger("router")
 
 @dataclass(slots=True)
 class Work:
-    """One HTTP request and the answer that it is getting."""
+    """One HTTP request and its answer."""
 
     ask: Ask
     params: SamplingParams
     answer: Answer
     prompts: list[str | list[int] | bytes]  # bytes are packed token ids
-    echoes: list[str]  # per prompt, the text before each of its choices; empty without `echo`
+    echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
     request_id: str  # the client's own, or the answer's
     kept: Kept | None = None  # for a stream that the client can take up again
 
@@ -82,7 +82,7 @@ class Handlers:
         self._max_body_mib = config.router.max_body_mib
         self._bodies = Bodies(config.router.max_body_mib)
         self._large = LargeBodies(config.model.path, config.model.chat_template)
-        # POST /v1/completions and POST /v1/chat/completions.
+        # Answer POST /v1/completions and POST /v1/chat/completions.
         self.completions = partial(self._serve, is_chat=False)
         self.chat = partial(self._serve, is_chat=True)
 
@@ -90,11 +90,12 @@ class Handlers:
         self._large.close()
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        """Answer a POST, which goes on with a broken stream if it has `Last-Event-ID`."""
+        """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         place = None
         if HEADER in request.headers:
             place = place_of(request.headers[HEADER])
-            with self._bodies.room() as room:  # the form of the answer is known, so it is not used
+            # The form of the answer is known, so the body is not used.
+            with self._bodies.room() as room:
                 await self._bodies.read(request, room, self._max_body_mib << 20)
             connection_of(request).began()
         with _Counted(request, self._metrics) as running:
@@ -106,11 +107,11 @@ class Handlers:
             if not work.ask.is_streamed:
                 return await self._whole(work, running)
             relay = await self._begin_stream(request, work, running.streams)
-            del work  # a stream may be open for long
+            del work  # a stream may be open for a long time
             return await _relayed(relay, running)
 
     async def stream_again(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/streams/{id}: go on with a stream that broke, after the event `Last-Event-ID`."""
+        """Answer GET /v1/streams/{id}: resume a broken stream after the event `Last-Event-ID`."""
         place = start_of(request.match_info["id"], request.headers.get(HEADER))
         if HEADER in request.headers:
             place = place_of(request.headers[HEADER])
@@ -120,9 +121,9 @@ class Handlers:
     async def _again(
         self, request: web.Request, running: Running, place: ReaderPlace
     ) -> web.StreamResponse:
-        """Go on with a stream that another router began."""
+        """Resume a stream that another router began."""
         if place.tail == "/d":
-            return web.Response(status=204)  # this ends the retries of an EventSource
+            return web.Response(status=204)  # this status ends the retries of an EventSource
         self._refuse_if_draining()
         owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
         claim = Claim(RequestId(f"{place.answer_id}-0"), owner, place.received)
@@ -142,13 +143,16 @@ class Handlers:
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
-            text = "the router is shutting down: send the request again, to another router if any"
+            text = (
+                "the router is shutting down: send the request again, to another router if there "
+                "is one"
+            )
             raise Overloaded(text, code="shutting_down", retry_after_s=1.0)
 
     # --- before submitting ----------------------------------------------------------------------
 
     async def _submit(self, request: web.Request, running: Running, *, is_chat: bool) -> Work:
-        """Read the body and submit its prompts. Then the memory that the body took is free."""
+        """Read the body and submit its prompts, which frees the memory of the body."""
         self._refuse_if_draining()
         model = self._model()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
@@ -160,7 +164,7 @@ class Handlers:
             del body
             running.request_id = work.request_id
             for index, prompt in enumerate(work.prompts if work.ask.generates else ()):
-                if index:  # a long list of prompts must not hold up other requests
+                if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
                 name = f"{work.answer.id}-{index}"
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
@@ -189,7 +193,7 @@ class Handlers:
             prompts = [*small]
             echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
         if sum(map(len, echoes)) * ask.params.n > MAX_ECHO_CHARS:
-            text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: do not echo it"
+            text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
         answer = Answer(
             id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -200,7 +204,8 @@ class Handlers:
             token_ids=ask.token_ids,
             timeline=ask.timeline,
         )
-        # Who holds the id of an answer can take the stream over, so logs and pages do not tell it.
+        # A client with the id of an answer can take over the stream, so logs and pages do not show
+        # it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         kept = None
         if ask.is_streamed and len(prompts) == 1 and not ask.echo:
@@ -209,7 +214,7 @@ class Handlers:
         return Work(ask, ask.params, answer, prompts, echoes, name, kept)
 
     async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:
-        """Return a prompt as the engine takes it: what only it can check is left to it."""
+        """Return a prompt for the engine, which makes the checks that only it can make."""
         max_tokens = model.max_model_len - 1
         text = self._engine.get_tokenizer()
         if isinstance(prompt, Chat):
@@ -248,7 +253,7 @@ class Handlers:
         )
 
     async def _echo(self, request: web.Request, work: Work) -> web.StreamResponse:
-        """Answer with the prompts alone, as `max_tokens` 0 asks; no node takes part."""
+        """Answer with the prompts alone, for `max_tokens` 0; no node takes part."""
         num_choices = work.params.n
         outputs = [
             CompletionOutput(index, work.echoes[index // num_choices], [], None, "length")
@@ -277,10 +282,10 @@ class Handlers:
     async def _begin_stream(
         self, request: web.Request, work: Work, streams: list[RequestStream]
     ) -> Relay:
-        """Return what relays an answer once its first token, or its first node, is known."""
-        # As long as nothing was sent, an error can be an HTTP status, so this waits for the first
-        # delta; but not so long that the client is left in silence, unless the request still waits
-        # for a node: then it may get 503.
+        """Return the relay of an answer once its first token, or its first node, is known."""
+        # An error can be an HTTP status until something is sent, so this waits for the first delta.
+        # It does not leave the client in silence for long, except while the request waits for a
+        # node, because then it may still get status 503.
         has_nodes = False
         while not has_nodes:
             with contextlib.suppress(TimeoutError):
@@ -297,7 +302,7 @@ class Handlers:
 
 
 class _Counted:
-    """Around the answer to a request: in the end all that it submitted is closed and counted."""
+    """A context around an answer, at whose end all submitted requests are closed and counted."""
 
     __slots__ = ("_metrics", "_running")
 
@@ -320,7 +325,7 @@ class _Counted:
 
 
 async def _relayed(relay: Relay, running: Running) -> web.StreamResponse:
-    """Send what the streams bring until they end."""
+    """Send the streams' deltas until all streams end."""
     streams, events = running.streams, relay.events
     await events.open()
     try:
@@ -344,7 +349,7 @@ async def _relayed(relay: Relay, running: Running) -> web.StreamResponse:
 
 
 def _all_ended(streams: Sequence[RequestStream]) -> Awaitable[None]:
-    """Wait for the end of all streams; the first error of any stream is raised at once."""
+    """Wait for the end of all streams. Raises the first error of any stream at once."""
     return streams[0].ended() if len(streams) == 1 else _each_ended(streams)
 
 
@@ -358,7 +363,7 @@ async def _each_ended(streams: Sequence[RequestStream]) -> None:
 
 
 def request_id_of(request: web.Request) -> str:
-    """Return the client's own id of its request if it is fit for a header and a log, else ""."""
+    """Return the client's id of its request if it is safe in a header and a log, else ""."""
     given = request.headers.get("X-Request-Id", "")
     is_fit = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS
     return given if is_fit else ""

@@ -1,7 +1,7 @@
-"""What nodes keep of a streamed answer, so that its client can take it up again at any router.
+"""The data that nodes keep of a streamed answer, so that its client can resume it at any router.
 
-`handlers` makes it with the request and reads it when the client is back. To nodes it is only
-bytes. Pure.
+`handlers` makes it with the request and reads it when the client comes back. Nodes see only bytes.
+This file is pure.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ OWNER_BYTES = 16
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
-    """The form of one answer: all that its text and its events depend on besides the tokens."""
+    """The form of one answer: everything besides tokens on which its text and events depend."""
 
     answer: Answer
     sampling: dict[str, object]  # the given fields of `SamplingParams`
@@ -35,7 +35,7 @@ _decode = msgspec.msgpack.Decoder(Form).decode
 
 
 def kept_of(form: Form, owner: bytes, num_choices: int) -> Kept | None:
-    """Return what nodes keep of an answer, None for one that cannot be taken up again."""
+    """Return what nodes keep of an answer; None for an answer that cannot be resumed."""
     data = _encode(form)
     if num_choices > MAX_CHOICES or len(data) > MAX_FORM_BYTES:
         return None
@@ -43,7 +43,7 @@ def kept_of(form: Form, owner: bytes, num_choices: int) -> Kept | None:
 
 
 def form_of(data: bytes) -> Form:
-    """Read what a node kept; raises `RequestError` if another version of baton wrote it."""
+    """Read what a node kept. Raises `RequestError` if another version of baton wrote it."""
     try:
         form = _decode(data)
         SamplingParams(**form.sampling)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def form_of(data: bytes) -> Form:
 
 
 def owner_of(authorization: str, *, wants_key: bool) -> bytes:
-    """Return who a client is, as far as its key tells; the same for all if there are no keys."""
+    """Return the client's identity, by its key; the same for all if there are no keys."""
     if not wants_key:
         return b""
     key = authorization.partition(" ")[2].strip()

@@ -1,6 +1,6 @@
-"""The file of API keys that the router takes: a hash per line, read again when the file changes.
+"""The file of API keys: one hash per line, which is read again when the file changes.
 
-`Access` asks it with each request; `baton api-key` adds lines to it. The file never holds a key
+`Access` checks each request with it; `baton api-key` adds lines to it. The file never holds a key
 itself, so a person who reads it cannot call the router.
 """
 
@@ -17,7 +17,7 @@ from baton.runtime.log import logger
 
 PREFIX = "sha256:"
 KEY_START = "sk-baton-"
-# A file may be replaced under load, so its state is asked for at most this often.
+# The file's state is read at most this often, because there may be many requests.
 LOOK_AGAIN_S = 1.0
 _LINE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(\s.*)?")
 
@@ -25,15 +25,15 @@ log = logger("router")
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the 32 bytes by which a key is known. Keys are random, so no salt is needed."""
+    """Return the 32 bytes that identify a key. Keys are random, so no salt is needed."""
     return hashlib.sha256(key).digest()
 
 
 class KeyFile:
-    """The digests in one file. A file that became unreadable or wrong leaves the last good ones."""
+    """The digests in one file. If the file becomes unreadable or wrong, the last good ones stay."""
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
-        """Read the file; raises `ConfigError` naming the line that is no hash."""
+        """Read the file. Raises a `ConfigError` that names the first line that is not a hash."""
         self._path = Path(path)
         self._clock = clock
         self._state = state_of(self._path)
@@ -55,16 +55,16 @@ class KeyFile:
         try:
             self._digests = _read(self._path)
         except ConfigError as error:
-            log.warning("the keys stay as they were", reason=error.message)
+            log.warning("the last good API keys stay in use", reason=error.message)
         else:
-            log.info("keys read again", file=str(self._path), keys=len(self._digests))
+            log.info("the API keys were read again", file=str(self._path), keys=len(self._digests))
 
 
 def _read(path: Path) -> frozenset[bytes]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise ConfigError(f"cannot read {path} (router.api_key_file): {reason}") from error
     digests = set()
     for number, line in enumerate(lines, 1):
@@ -84,10 +84,10 @@ def _read(path: Path) -> frozenset[bytes]:
 def add_key(path: Path, name: str) -> str:
     """Make a key, append its hash and `name` to the file, and return the key.
 
-    The file is made, for this user only, if it is not there. Raises `ConfigError`.
+    A missing file is created, readable by this user only. Raises `ConfigError`.
     """
     if not name.isprintable():
-        raise ConfigError("the name of a key is one line of printable characters")
+        raise ConfigError("the name of a key must be one line of printable characters")
     key = KEY_START + secrets.token_urlsafe(32)
     line = f"{PREFIX}{digest_of(key.encode()).hex()} {name}".rstrip() + "\n"
     try:

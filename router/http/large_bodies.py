@@ -1,8 +1,8 @@
 """The router's end of the process that turns large bodies into token ids.
 
 `Handlers` calls `prepare` on the event loop, which only copies bytes. The process starts with the
-first large body and again after it ended; it works on one body at a time, in the order in which
-they came. A client that leaves gives its place up.
+first large body, and again if it has ended. It works on one body at a time, in order of arrival. A
+client that leaves loses its place.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from baton.runtime.log import logger
 from baton.runtime.process import Child, Command
 
 MODULE = "baton.router.http.body_process"
-# From the first byte that the process gets of a body, which includes its start, to its reply.
+# From the first byte of a body to its reply, including the start of the process.
 TIMEOUT_S = 60.0
 REAP_S = 1.0
 
@@ -27,7 +27,7 @@ log = logger("router")
 
 
 class LargeBodies:
-    """Call `close` in the end."""
+    """The process and its line of bodies. Call `close` at the end."""
 
     def __init__(self, model_path: str, template_file: str) -> None:
         self._arguments = (model_path, template_file)
@@ -36,13 +36,13 @@ class LargeBodies:
         self._socket: _BodySocket | None = None
 
     async def prepare(self, job: Job, body: bytes) -> Prepared:
-        """Return the token ids of a body; raises `RequestError` or `Overloaded`."""
+        """Return the token ids of a body. Raises `RequestError` or `Overloaded`."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._turn.acquire()
         except TimeoutError:
             raise _too_slow() from None
-        # From here on the turn ends with the reply or the process, whether the client waits or not.
+        # From here on, the turn ends with the reply or the process, even if the client leaves.
         try:
             stream = self._socket
             if stream is None or stream.is_lost:
@@ -57,7 +57,7 @@ class LargeBodies:
         return answer.prepared
 
     def close(self) -> None:
-        """End the process. May be called again."""
+        """End the process. It may be called again."""
         if self._socket is not None:
             self._socket.kill()
             self._socket.reap()
@@ -96,7 +96,7 @@ class _BodySocket(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def ask(self, job: bytes, body: bytes) -> asyncio.Future[Reply]:
-        """Send a body; the last one must have been answered."""
+        """Send a body, after the last one has been answered."""
         assert self._reply is None
         assert self._transport is not None
         loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class _BodySocket(asyncio.Protocol):
         return self._reply
 
     def _give_up(self) -> None:
-        """End a process that takes too long, also for a body whose client has left."""
+        """End a process that takes too long, even if the body's client has left."""
         assert self._reply is not None
         if not self._reply.done():
             self._reply.set_exception(_too_slow())
@@ -120,7 +120,7 @@ class _BodySocket(asyncio.Protocol):
             self._transport.abort()
 
     def reap(self) -> None:
-        """Wait for the end of a process that was killed, which takes milliseconds."""
+        """Wait for the end of a killed process, which takes milliseconds."""
         self._child.wait(monotonic() + REAP_S)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -144,13 +144,13 @@ class _BodySocket(asyncio.Protocol):
         self._child.kill()
         if self._reply is not None:
             log.warning("the process that reads large bodies ended", pid=self._child.pid)
-            text = "the process that reads large bodies ended; try again"
+            text = "the process that reads large bodies ended: send the request again"
             lost = Overloaded(text, code="body_process_lost")
             self._end(Reply(failure=lost.to_failure()))
 
     def _end(self, answer: Reply) -> None:
         reply, self._reply = self._reply, None
-        assert reply is not None, "the process answers only what it was asked"
+        assert reply is not None, "the process answers only what it was sent"
         if self._deadline is not None:
             self._deadline.cancel()
         if not reply.done():

@@ -1,7 +1,7 @@
 """The table of the router's families of metrics.
 
-`metrics` counts them and docs/metrics.md is generated from them. Where vLLM has a family of the
-same meaning, the name is vLLM's with `baton_` for `vllm:`.
+`metrics` counts them, and docs/metrics.md is generated from them. If vLLM has a family of the same
+meaning, the name is vLLM's with `baton_` in place of `vllm:`.
 """
 
 from baton.runtime.exposition import Family
@@ -10,7 +10,7 @@ _PAIR = ("prefill", "decode")
 
 BUILD_INFO = Family(
     "baton_build_info", "gauge",
-    "The version and what is served; always 1. Empty until a node has been ready",
+    "The version and the served model, as labels; always 1, and empty until a node has been ready",
     ("version", "dtype", "block_size", "max_model_len", "features"), "vllm:cache_config_info",
 )  # fmt: skip
 ANSWERS = Family(
@@ -35,24 +35,29 @@ PROMPT_TOKENS = Family(
     "vllm:prompt_tokens",
 )  # fmt: skip
 CACHED_TOKENS = Family(
-    "baton_cached_prompt_tokens", "counter", "Those of them that a prefix cache held", (),
+    "baton_cached_prompt_tokens", "counter",
+        "Tokens of the prompts of ended requests that a prefix cache held", (),
     "vllm:prompt_tokens_cached",
 )  # fmt: skip
 PREDICTED_TOKENS = Family(
     "baton_predicted_cached_prompt_tokens", "counter",
-    "Tokens of the prompts of ended requests that the router thought to be cached where it sent "
-    "them", (),
+    "Tokens of the prompts of ended requests that the router expected to be cached at the chosen "
+    "node", (),
 )  # fmt: skip
 MISPREDICTED_TOKENS = Family(
     "baton_mispredicted_cached_prompt_tokens", "counter",
-    "Tokens by which predicted and cached tokens of a request differed, added up", (),
+    "Sum over requests of the difference between predicted and actually cached tokens", (),
 )  # fmt: skip
 OUTPUT_TOKENS = Family(
-    "baton_generation_tokens", "counter", "Tokens handed out", (), "vllm:generation_tokens"
+    "baton_generation_tokens",
+    "counter",
+    "Tokens that were sent to clients",
+    (),
+    "vllm:generation_tokens",
 )
 RETRIES = Family(
     "baton_retries", "counter",
-    "Attempts after a loss before the first token, by the code of the loss", ("reason",),
+    "Attempts that followed a loss before the first token, by the code of the loss", ("reason",),
 )  # fmt: skip
 RESUMES = Family(
     "baton_resumes", "counter",
@@ -68,16 +73,16 @@ WAITING = Family(
 )  # fmt: skip
 FIRST_TOKEN = Family(
     "baton_time_to_first_token_seconds", "histogram",
-    "From arrival to the first token handed out", (), "vllm:time_to_first_token_seconds",
+    "From arrival to the first token that was sent", (), "vllm:time_to_first_token_seconds",
 )  # fmt: skip
 TOKEN_GAPS = Family(
     "baton_inter_token_latency_seconds", "histogram",
-    "Between two deltas of one choice, usually one token each", (),
+    "Between two deltas of one choice, which usually have one token each", (),
     "vllm:inter_token_latency_seconds",
 )  # fmt: skip
 PER_TOKEN = Family(
     "baton_request_time_per_output_token_seconds", "histogram",
-    "Mean time per token after the first, of requests with one choice", (),
+    "Mean time per token after the first one, of requests with one choice", (),
     "vllm:request_time_per_output_token_seconds",
 )  # fmt: skip
 E2E = Family(
@@ -87,7 +92,8 @@ E2E = Family(
 )  # fmt: skip
 QUEUE_TIME = Family(
     "baton_request_queue_time_seconds", "histogram",
-    "Waiting for nodes in the router and for blocks on the node that computes the prompt", (),
+    "Time of waiting for nodes in the router and for blocks on the node that computes the prompt",
+    (),
     "vllm:request_queue_time_seconds",
 )  # fmt: skip
 PREFILL_TIME = Family(
@@ -103,7 +109,8 @@ INFERENCE_TIME = Family(
     "From arrival to the end, less the queue time", (), "vllm:request_inference_time_seconds",
 )  # fmt: skip
 STAGES = Family(
-    "baton_stage_seconds", "histogram", "Stages of a request as the timeline names them",
+    "baton_stage_seconds", "histogram",
+        "Durations of the stages of a request, which the timeline names too",
     ("stage",),
 )  # fmt: skip
 PROMPT_LENGTHS = Family(
@@ -111,7 +118,7 @@ PROMPT_LENGTHS = Family(
     "vllm:request_prompt_tokens",
 )  # fmt: skip
 OUTPUT_LENGTHS = Family(
-    "baton_request_generation_tokens", "histogram", "Tokens handed out per request", (),
+    "baton_request_generation_tokens", "histogram", "Tokens that were sent per request", (),
     "vllm:request_generation_tokens",
 )  # fmt: skip
 TRANSFERS = Family("baton_transfers", "counter", "Handoffs that succeeded, by pair of nodes", _PAIR)
@@ -123,15 +130,16 @@ TRANSFER_BYTES = Family(
 )
 TRANSFER_SECONDS = Family(
     "baton_transfer_seconds", "counter",
-    "Seconds from the first read to the end of the last, added up over handoffs", _PAIR,
+    "Seconds from the first read of a handoff to the end of the last one, summed over handoffs",
+    _PAIR,
 )  # fmt: skip
 KNOWN_BLOCKS = Family(
     "baton_known_cached_blocks", "gauge",
-    "Blocks that the router knows to be in the prefix cache of a node", ("node", "role"),
+    "Blocks in the prefix cache of a node, as far as the router knows", ("node", "role"),
 )  # fmt: skip
 CACHE_GAPS = Family(
     "baton_cache_gaps", "counter",
-    "Times that the router missed what a node said of its cache, and asked for all of it", (),
+    "How often the router missed an announcement of a node's cache and asked for all of it", (),
 )  # fmt: skip
 NODES = Family("baton_nodes", "gauge", "Nodes by role and state", ("role", "state"))
 

@@ -1,7 +1,7 @@
 """The metrics of the router: HTTP answers, requests, tokens, latencies and the load of the nodes.
 
-`handlers` and `app` count, `/metrics` renders the counts and `main` logs a line of them from time
-to time. Everything that happens once per token or per request is counted in plain numbers.
+`handlers` and `app` count, `/metrics` renders the counts, and `main` logs a line of them at
+intervals. Everything that happens once per token or per request is counted in plain numbers.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ LATENCY_BUCKETS_S = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
-# Around the usual targets for the time per token, fine enough to tell them apart.
+# The bounds are close together around the usual targets for the time per token.
 TOKEN_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1,
     0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
@@ -29,24 +29,24 @@ LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )  # fmt: skip
 STAGES = ("router_queue", "queue", "prefill", "transfer", "exposed", "decode_queue", "first_step")
-# A node's failures name their codes themselves, so their number is bounded here.
+# Nodes choose the codes of their failures, so the number of codes is bounded here.
 MAX_CODES = 64
 OTHER_CODES = "other"
 
 
 class HttpMetrics:
-    """The metrics of one router, held by itself: two routers can share a process."""
+    """The metrics of one router, without globals, because two routers can share a process."""
 
     def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
-        """A router that shares its port gives its name, which every value gets as a label."""
-        self.num_requests = 0  # those that have ended
+        """A router that shares its port passes its name, which becomes a label of every value."""
+        self.num_requests = 0  # requests that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.num_predicted_tokens = 0
         self.num_mispredicted_tokens = 0
         self.token_gaps = Histogram(TOKEN_BUCKETS_S)
-        self._model_name = model_name  # until a node has said what it serves
+        self._model_name = model_name  # until a node has been ready
         self._version = version
         self._router = router
         self._answers: Counter[tuple[str, str]] = Counter()
@@ -66,11 +66,11 @@ class HttpMetrics:
     # --- counting -------------------------------------------------------------------------------
 
     def answered(self, route: str, status: int) -> None:
-        """Count an HTTP answer. `route` is a pattern of ours, never what a client sent."""
+        """Count an HTTP answer. `route` is a pattern of the app, never a client's text."""
         self._answers[route, str(status)] += 1
 
     def failed(self, error: BatonError) -> None:
-        """Count an error that a client got, as a status or as an event, if it says to try again."""
+        """Count an error of a client, sent as a status or an event, if it asks for a retry."""
         if error.http_status in RETRY_STATUSES:
             self._refusals[str(error.http_status), self._known(error.code)] += 1
 
@@ -173,7 +173,7 @@ class HttpMetrics:
 
 
 class StatsLine:
-    """Makes the lines of the log that sum up what happened since the last one."""
+    """Makes the lines of statistics in the log, each of what happened since the last one."""
 
     def __init__(self, metrics: HttpMetrics) -> None:
         self._metrics = metrics

@@ -1,9 +1,9 @@
-"""The ids of the events of a stream: each says how much of the answer its reader has by then.
+"""The ids of a stream's events. Each id says how much of the answer its reader has by then.
 
 `relay` puts them on events, and a client sends the last one back as `Last-Event-ID`. An id is
 `ANSWER:CHOICES`, with a part for each choice between dots: nothing before its first event, then the
-number of its tokens, and an `e` after its end. `/u` follows the usage, `/d` the end of the answer.
-Answers that cannot be taken up again have plain numbers. Pure.
+number of its tokens, and an `e` after its end. `/u` is appended with the usage, and `/d` at the end
+of the answer. Answers that cannot be resumed have plain numbers. This file is pure.
 """
 
 import re
@@ -15,7 +15,7 @@ import msgspec
 from baton.protocol.errors import RequestError
 from baton.router.request.search import ReceivedPart
 
-MAX_CHOICES = 16  # of an answer whose events name them
+MAX_CHOICES = 16  # choices of an answer whose events name their places
 HEADER = "Last-Event-ID"
 Tail = Literal["", "/u", "/d"]
 _ANSWER = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
@@ -24,7 +24,7 @@ _TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 
 class ReaderPlace(msgspec.Struct, frozen=True):
-    """How far the reader of an answer came. `received` is None if that is not known: nowhere."""
+    """How far the reader of an answer got. `received` is None if the reader has nothing."""
 
     answer_id: str
     received: tuple[ReceivedPart, ...] | None
@@ -45,7 +45,7 @@ class Places(Protocol):
 
 
 class Numbers:
-    """Counts events: no client can come back to this answer."""
+    """Counts events, for an answer that no client can resume."""
 
     __slots__ = ("_num_events",)
 
@@ -84,13 +84,13 @@ class Positions:
 
 
 def place_of(event_id: str) -> ReaderPlace:
-    """Read an event id that a client sent back; raises `RequestError`."""
+    """Read an event id that a client sent back. Raises `RequestError`."""
     answer_id, colon, rest = event_id.partition(":")
     choices, _, tail = rest.partition("/")
     if not (
         colon and _ANSWER.fullmatch(answer_id) and _CHOICES.fullmatch(choices) and tail in _TAILS
     ):
-        text = "this is not the id of an event of a stream that can be taken up again"
+        text = "this is not the id of an event of a stream that can be resumed"
         raise RequestError(text, param=HEADER)
     received = tuple(
         ReceivedPart(int(part.rstrip("e") or 0), bool(part), part.endswith("e"))
@@ -100,15 +100,17 @@ def place_of(event_id: str) -> ReaderPlace:
 
 
 def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
-    """Return the place of a client that has nothing of an answer.
+    """Return the place of a client that has no part of an answer.
 
-    Raises `RequestError` if that is no id, or if `event_id` is not of that answer.
+    Raises `RequestError` if the id is malformed, or if `event_id` is not of that answer.
     """
     if _ANSWER.fullmatch(answer_id) is None:
-        text = "a stream has the id of its answer, as in the field `id` of its chunks"
+        text = "name a stream by the id of its answer, which is the field `id` of its chunks"
         raise RequestError(text, code="stream_gone", http_status=404)
     if event_id is not None and event_id.partition(":")[0] != answer_id:
-        raise RequestError("this event is not of the stream that the URL names", param=HEADER)
+        raise RequestError(
+            "this event does not belong to the stream that the URL names", param=HEADER
+        )
     return ReaderPlace(answer_id, None)
 
 

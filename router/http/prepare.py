@@ -1,4 +1,4 @@
-"""From the body of a request to token ids, in one go: what must not happen on the event loop.
+"""Turn the body of a request into token ids in one call, off the event loop.
 
 `body_process` calls `prepare` for large bodies; `handlers` does the same step by step for small
 ones, with `checked_model` and `rendered`. Nothing here does I/O.
@@ -27,13 +27,13 @@ class Job(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """A checked body whose prompts are token ids, each packed by `packed`."""
 
-    ask: Ask  # without prompts
+    ask: Ask  # its prompts removed
     prompts: list[bytes]
     echoes: list[str]
 
 
 def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
-    """Return what a body asks for; raises `RequestError`."""
+    """Return what a body asks for. Raises `RequestError`."""
     ask = parsed(job, data)
     check_name(ask.model, job.model)
     prompts, echoes = [], []
@@ -52,7 +52,7 @@ def parsed(job: Job, data: bytes) -> Ask:
 
 
 def check_name(name: str | None, model: ServedModel) -> None:
-    """Raise `RequestError` if a client names another model than the served one."""
+    """Raise `RequestError` if a client names a model that is not served."""
     if name and name not in (model.name, model.path):
         text = f"the model {clip(name)!r} does not exist; this server has {model.name!r}"
         raise RequestError(text, code="model_not_found", param="model", http_status=404)
@@ -65,7 +65,7 @@ def check_ids(token_ids: list[int], model: ServedModel) -> None:
 
 
 def rendered(chat: Chat, template: ChatTemplate | None) -> str:
-    """Return a chat as the text of a prompt; raises `RequestError`."""
+    """Return a chat as the text of a prompt. Raises `RequestError`."""
     if template is None:
         text = "this model has no chat template; use /v1/completions"
         raise RequestError(text, code="no_chat_template", http_status=404)

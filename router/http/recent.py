@@ -1,7 +1,8 @@
 """The last requests with their stages, and the last faults, for the status page.
 
-`App` reports every answer; `/status.json` asks. A request that went well costs one append to a
-bounded ring: records are made only when they are asked for. No prompt and no output is kept.
+`App` reports every answer, and `/status.json` reads the records. A request that went well costs one
+append to a bounded ring, because records are made only when they are read. No prompt and no output
+is kept.
 """
 
 import time
@@ -22,12 +23,12 @@ MAX_FAULTS = 40
 MAX_PROMPTS = 8
 # A stream may move on any number of times, and each move has stages.
 MAX_STAGES = 64
-MAX_LOSSES = 6  # of one request that are noted as faults
+MAX_LOSSES = 6  # losses of one request that are noted as faults
 MAX_MESSAGE_CHARS = 300
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """A request that has ended. Several prompts are shown by the slowest of them."""
+    """A request that has ended. If it has several prompts, this is the slowest one."""
 
     request_id: str
     ended_at: float  # seconds since 1970
@@ -47,7 +48,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class FaultRecord(msgspec.Struct, frozen=True):
-    """A request that failed, or an attempt that was lost. Equal refusals in a row count as one."""
+    """A failed request or a lost attempt. Equal refusals in a row are one record."""
 
     at: float  # seconds since 1970
     code: str
@@ -75,7 +76,7 @@ class RecentRequests:
         self._faults: deque[FaultRecord] = deque(maxlen=MAX_FAULTS)
 
     def answered(self, request: web.Request, status: int, request_id: str, took_s: float) -> None:
-        """Keep a request for text that has ended. Other HTTP requests are not kept."""
+        """Keep an ended request for text. Other HTTP requests are not kept."""
         running = request.get(RUNNING)
         if running is None:
             return
@@ -111,7 +112,7 @@ class RecentRequests:
             nodes = attempts[-1].prefill_node, attempts[-1].decode_node
             fault = msgspec.structs.replace(fault, prefill_node=nodes[0], decode_node=nodes[1])
         elif last is not None and (last.code, last.message) == (fault.code, fault.message):
-            self._faults.pop()  # under overload many refusals must not push out all else
+            self._faults.pop()  # under overload, many refusals must not push out all other faults
             fault = msgspec.structs.replace(fault, count=last.count + 1)
         self._faults.append(fault)
 

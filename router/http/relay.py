@@ -1,4 +1,4 @@
-"""Turns the deltas of one streamed answer into events.
+"""Turn the deltas of one streamed answer into events.
 
 `handlers` makes one `Relay` per streamed answer, with a sink for each of its requests. When the
 client reads too slowly, deltas are merged per choice instead of piling up as events.
@@ -16,7 +16,7 @@ from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.request.search import ReceivedPart
 from baton.router.stream import Sink
 
-# Tells a client that nothing is missing.
+# Tells a client that the answer is complete.
 _DONE = b"[DONE]"
 # How often a client that read too slowly is checked.
 RELEASE_S = 0.05
@@ -36,7 +36,7 @@ class Relay:
         echoes: Sequence[str],
         metrics: HttpMetrics,
     ) -> None:
-        """Relay a new answer, whose client cannot take it up again unless `goes_on` is called."""
+        """Relay a new answer. Its client cannot resume it unless `goes_on` is called."""
         self.events = events
         self._answer = answer
         self._places: Places = Numbers()
@@ -49,7 +49,7 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
 
     def goes_on(self, place: ReaderPlace) -> None:
-        """Begin where the client is, and name its place in the ids of events."""
+        """Begin where the client left off, and put its place into the ids of events."""
         received = place.received or (ReceivedPart(),) * self._num_choices
         self._places = Positions(received)
         self._has_usage = place.tail != ""
@@ -81,7 +81,7 @@ class Relay:
         self.events.send(_DONE, self._places.now("/d"))
 
     def fail(self, error: BatonError) -> None:
-        """Send what is held, then the error that ends the answer."""
+        """Send the held deltas, then the error that ends the answer."""
         self._release_all()
         self._metrics.failed(error)
         self.events.send(error_of(error), self._places.now())

@@ -1,7 +1,7 @@
-"""Log lines about requests: one for each that failed or was resumed, and an access log on request.
+"""Log a line for each request that failed or was resumed, and an access log if it is on.
 
-`App` reports every answer. The lines carry the X-Request-Id that the client got, the last pair of
-nodes and the seconds of the stages, so that what happened to a request can be found by its id.
+`App` reports every answer. The lines contain the X-Request-Id that the client got, the last pair of
+nodes and the seconds of the stages, so that a request's history can be found by its id.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import clip, logger
 
-# Under overload many requests are refused; so many lines a second say as much as all of them.
+# Under overload many requests are refused; this many lines per second are enough.
 MAX_REFUSALS_PER_S = 10
 _STAGES = ("router_queue", "queue", "prefill", "transfer", "exposed", "decode_queue", "first_step")
 
@@ -28,8 +28,9 @@ class Running:
     """The requests of the router that one HTTP request made, and how they ended."""
 
     streams: list[RequestStream] = field(default_factory=list)
-    outcome: str = BatonError.code  # as long as nothing better is known
-    failure: Failure | None = None  # no exception: its frames hold this, a cycle of garbage
+    outcome: str = BatonError.code  # until the end is known
+    # Not the exception, whose frames refer to this object and would make a cycle.
+    failure: Failure | None = None
     request_id: str = ""  # empty until the body has been read
 
     def failed(self, error: BatonError) -> None:
@@ -44,11 +45,11 @@ class RequestLog:
         self._is_access = config.access
         self._clock = clock
         self._second = -1
-        self._num_refusals = 0  # in that second
+        self._num_refusals = 0  # refusals in that second
         self._num_unlogged = 0
 
     def answered(self, request: web.Request, status: int, request_id: str, took_s: float) -> None:
-        """Log an HTTP request that has ended, if it is worth a line."""
+        """Log an ended HTTP request, unless it was uneventful and the access log is off."""
         running = request.get(RUNNING)
         request_id = request_id or (running.request_id if running is not None else "")
         if self._is_access:
@@ -67,14 +68,14 @@ class RequestLog:
             log.info("request tried again after a loss", request=request_id, **_told(running))
 
     def _failed(self, failure: Failure, running: Running, request_id: str) -> None:
-        """Log a request that failed through no fault of its client's."""
+        """Log a request that failed without a mistake of its client."""
         if failure.http_status < 422:
             return
         was_placed = any(one.metrics.num_attempts for one in running.streams)
         if failure.http_status in RETRY_STATUSES and not was_placed and not self._has_room():
             return
         if self._num_unlogged:
-            log.info("refusals were not logged one by one", number=self._num_unlogged)
+            log.info("further refusals were not logged one by one", number=self._num_unlogged)
             self._num_unlogged = 0
         log.warning(
             "request failed", request=request_id, status=failure.http_status, code=failure.code,
@@ -93,7 +94,7 @@ class RequestLog:
 
 
 def _told(running: Running) -> dict[str, object]:
-    """Return the nodes, the losses and the stages of the requests, as far as there are any."""
+    """Return the nodes, the losses and the stages of the requests, if there are any."""
     all_metrics = [stream.metrics for stream in running.streams]
     if not all_metrics:
         return {}

@@ -2,7 +2,8 @@
 
 `handlers` calls `parse_completion` and `parse_chat`. Every mistake in a body becomes a
 `RequestError` that names the field. A field that baton does not support is refused unless its value
-asks for nothing, because an answer that ignores a wish is a wrong answer. Nothing here does I/O.
+asks for nothing, because an answer that ignores a request's field would be wrong. Nothing here does
+I/O.
 """
 
 import operator
@@ -22,7 +23,7 @@ MAX_PROMPTS = 512
 MAX_TOTAL_CHOICES = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
-MAX_ALL_STOP_CHARS = 4096  # each character takes about 110 bytes in the automaton of a request
+MAX_ALL_STOP_CHARS = 4096  # because each character takes about 110 bytes in the request's automaton
 MAX_STOP_TOKEN_IDS = 1024
 DEFAULT_MAX_TOKENS = 16
 
@@ -37,7 +38,8 @@ TokenIdList = Annotated[
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
+    # Padding against traffic analysis; baton never sends it.
+    include_obfuscation: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -61,7 +63,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     timeline: bool | None = None
-    # Accepted only where they ask for nothing: see `_NEUTRAL`.
+    # These are accepted only with values that ask for nothing (`_NEUTRAL`).
     logprobs: int | bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -107,7 +109,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: msgspec.Raw = _NULL
     tool_call_id: str | None = None
     function_call: msgspec.Raw = _NULL
-    # These are parts of answers, which clients send back as they got them.
+    # These are parts of answers, which clients send back unchanged.
     refusal: str | None = None
     annotations: msgspec.Raw = _NULL
     reasoning: msgspec.Raw = _NULL
@@ -153,9 +155,9 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A prompt that the model's chat template has yet to write."""
+    """A conversation that the model's chat template has yet to turn into a prompt."""
 
-    messages: list[dict[str, object]]  # as templates take them, text only
+    messages: list[dict[str, object]]  # in the form that templates take, with text only
     add_generation_prompt: bool
     options: dict[str, object] | None
 
@@ -164,18 +166,18 @@ BodyPrompt = str | list[int] | Chat
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What one HTTP request asks for, checked."""
+    """The checked content of one HTTP request."""
 
     is_chat: bool
     model: str | None
-    prompts: Sequence[BodyPrompt]  # at least one, none of them empty
-    sampling: dict[str, object]  # the given fields of `params`, which can travel
+    prompts: Sequence[BodyPrompt]  # at least one, and none is empty
+    sampling: dict[str, object]  # the given fields of `params`, which can be sent
     is_streamed: bool
     include_usage: bool
     token_ids: bool
     timeline: bool
     echo: bool = False
-    generates: bool = True  # False: the answer is the prompt alone
+    generates: bool = True  # False if the answer is the prompt alone
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -183,9 +185,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
-    """Read the body of a completion; raises `RequestError`.
+    """Return the checked body of a completion. Raises `RequestError`.
 
-    `defaults` are the model's for fields of the sampling that the body leaves out.
+    `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
     body = decode(_completion_decoder, data)
     _check(body)
@@ -193,21 +195,21 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask
         body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
     only_echo = bool(body.echo) and body.max_tokens == 0
     if only_echo:
-        body.max_tokens = 1  # no request is made of it
+        body.max_tokens = 1  # no request is made from it
     prompts = _prompts_of(body)
     return _ask(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
 
 
 def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
-    """Read the body of a chat; raises `RequestError`.
+    """Return the checked body of a chat. Raises `RequestError`.
 
-    A chat that sets no limit, and has none among the model's `defaults`, may use all the room that
-    the model has left.
+    A chat without a limit in its body or in the model's `defaults` may use all the room that the
+    model has left.
     """
     body = decode(_chat_decoder, data)
     _check(body)
     if not body.messages:
-        raise RequestError("messages is empty", param="messages")
+        raise RequestError("messages must not be empty", param="messages")
     if body.response_format is not None and body.response_format.type != "text":
         raise _unsupported("response_format")
     messages = [_plain_turn(index, turn) for index, turn in enumerate(body.messages)]
@@ -272,7 +274,7 @@ def _sampling_of(body: GenerationBody, defaults: Mapping[str, object]) -> dict[s
 
 
 def _check_params(ask: Ask, limit_name: str) -> None:
-    """Raise `RequestError` for a parameter that is out of range, by the name that clients use."""
+    """Raise a `RequestError` for a parameter out of range, by the name that clients use."""
     try:
         _ = ask.params
     except RequestError as error:
@@ -289,7 +291,7 @@ _SAMPLING_FIELDS = sorted(
 _sampling_values = operator.attrgetter(*_SAMPLING_FIELDS)
 
 
-# Almost every body leaves out all of these, which one comparison of tuples shows.
+# Almost every body leaves out all of these, which a single comparison of tuples shows.
 _NEUTRAL_NAMES: Mapping[type[GenerationBody], list[str]] = {
     kind: [name for name in _NEUTRAL if name in kind.__struct_fields__]
     for kind in (CompletionBody, ChatBody)
@@ -312,7 +314,8 @@ def _check(body: GenerationBody) -> None:
     _check_neutral(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported("best_of")
-    # In a completion 0 asks for something (the sampled token's own); in a chat false does not.
+    # In a completion, 0 asks for the sampled token's log probability; in a chat, false asks for
+    # nothing.
     if body.logprobs is not None and body.logprobs is not False:
         raise _unsupported("logprobs")
     options = body.stream_options
@@ -340,7 +343,7 @@ def _check_stops(stops: list[str]) -> None:
 
 
 def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
-    """Return a turn as templates take it: its content is text."""
+    """Return a turn in the form that templates take, with text as its content."""
     answers = () if turn.role == "assistant" else _ONLY_IN_ANSWERS
     for name in (*_UNSUPPORTED_IN_TURN, *answers):
         if _is_given(getattr(turn, name)):

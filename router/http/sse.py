@@ -1,8 +1,8 @@
-"""Server-sent events over one HTTP response: framing, ids, comments in silence, back-pressure.
+"""Server-sent events over one HTTP response: framing, ids, keep-alive comments, back-pressure.
 
 `handlers` opens one `EventStream` per streamed answer. Every token is an event, so events are
-written to the transport without a task switch. The stream knows nothing of what it carries. It
-waits for a slow client only at the end: the sender must check `is_full` before it sends.
+written to the transport without a task switch. The stream knows nothing about its content. It waits
+for a slow client only at the end, so the sender must check `is_full` before it sends.
 """
 
 import asyncio
@@ -12,12 +12,13 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 SILENCE_S = 10.0
-# How much output a client may leave unread before events are held back and merged.
+# A client may leave this much output unread before events are held back and merged.
 FULL_BYTES = 256 * 1024
 # How long a slow client may take to read the last events.
 CLOSE_TIMEOUT_S = 60.0
 
-# No blank line follows: after an event with an id, the openai package takes one for an event.
+# No blank line follows, because after an event with an id the openai package takes one for an
+# event.
 _COMMENT = b": waiting\n"
 
 
@@ -36,7 +37,7 @@ class EventStream:
         headers: Mapping[str, str],
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Events get ids that begin with `name` and a colon."""
+        """The ids of events begin with `name` and a colon."""
         self._request = request
         self._name = name.encode()
         self._silence_s = silence_s
@@ -65,7 +66,7 @@ class EventStream:
         self._timer = self._loop.call_later(self._silence_s, self._break_silence)
 
     def send(self, data: bytes, place: bytes) -> None:
-        """Send one event without line breaks in it. It is dropped if the client is gone."""
+        """Send one event, which must have no line breaks. It is dropped if the client is gone."""
         self._write(b"id: %b:%b\ndata: %b\n\n" % (self._name, place, data))
 
     @property
@@ -87,7 +88,7 @@ class EventStream:
         return self._response
 
     def stop(self) -> None:
-        """Send no more comments. May be called again."""
+        """Send no more comments. It may be called again."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,7 +1,7 @@
 """The status page at `/`, and `/status.json`, the document that it fetches every second.
 
 `App` serves both. The page is one static file that loads nothing else; its policy allows only the
-script and the style in it. The document says what this router knows, and keeps nothing itself.
+script and the style in it. The document is made from the router's state at each request.
 """
 
 import base64
@@ -18,7 +18,7 @@ from baton.router.http.recent import FaultRecord, RecentRequests, RequestRecord
 from baton.runtime.node_health import LostNode
 
 PAGE = Path(__file__).with_name("status.html")
-# A page shows no more pairs than this: those in trouble, then those with the most handoffs.
+# A page shows at most this many pairs: those in trouble, then those with the most handoffs.
 MAX_PAIRS = 200
 
 
@@ -36,7 +36,7 @@ class PairRecord(msgspec.Struct, frozen=True):
 
 
 class StatusDocument(msgspec.Struct, frozen=True):
-    """What `/status.json` says. Counts start with the router, so a reader takes differences."""
+    """The content of `/status.json`. Counts start with the router, so readers take differences."""
 
     now: float  # seconds since 1970
     uptime_s: float
@@ -47,11 +47,11 @@ class StatusDocument(msgspec.Struct, frozen=True):
     message: str
     num_running: int
     num_queued: int
-    num_requests: int  # that have ended
+    num_requests: int  # of ended requests
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    block_size: int  # tokens per block; 0: not known yet
+    block_size: int  # tokens per block; 0 until it is known
     nodes: list[dict[str, object]]
     lost: tuple[LostNode, ...]
     num_pairs: int
@@ -78,7 +78,7 @@ class StatusPage:
         }
 
     async def page(self, request: web.Request) -> web.Response:
-        """GET /: the page, which holds no data."""
+        """Answer GET / with the page, which holds no data."""
         return web.Response(
             body=self._page, content_type="text/html", charset="utf-8", headers=self._headers
         )
@@ -114,7 +114,7 @@ class StatusPage:
 
 
 def named_nodes(health: Health) -> list[dict[str, object]]:
-    """Return the nodes with names for their load and totals, which travel as arrays."""
+    """Return the nodes with names for their load and totals, which messages send as arrays."""
     named = msgspec.structs.asdict
     return [
         {**named(node), "load": named(node.load), "totals": named(node.totals)}
@@ -142,7 +142,7 @@ def _pairs(health: Health) -> list[PairRecord]:
 
 
 def _policy(page: str) -> str:
-    """Return a Content-Security-Policy that allows what the page itself holds, and its fetches."""
+    """Return a Content-Security-Policy that allows the page's own content and its fetches."""
     allowed = {
         name: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,9 +1,9 @@
 """Spans for OpenTelemetry: one trace per HTTP request, with the stages of each of its prompts.
 
-`App` makes a `Tracer` only if `router.otlp_traces` is set. All spans are made by the router when
-the request has ended, with the times of its waterfall, so nodes need no OpenTelemetry and tokens
-cost nothing. A trace continues that of the client's `traceparent`. Only this file knows the
-package, which is an extra.
+`App` makes a `Tracer` only if `router.otlp_traces` is set. The router makes all spans when the
+request has ended, from the times of its waterfall, so nodes need no OpenTelemetry and tokens cost
+nothing. A trace continues that of the client's `traceparent`. Only this file imports the package,
+which is an extra.
 """
 
 import threading
@@ -26,11 +26,14 @@ CARRIED = ("traceparent", "tracestate")
 
 
 def exporter_to(endpoint: str) -> "SpanExporter":
-    """Return what sends spans to an OTLP collector; raises `ConfigError` without the extra."""
+    """Return an exporter to an OTLP collector. Raises `ConfigError` without the extra."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        text = "router.otlp_traces needs OpenTelemetry: install the extra otel (EXTRAS=otel)"
+        text = (
+            "router.otlp_traces needs OpenTelemetry: install the extra otel (`make serve "
+            "EXTRAS=otel`)"
+        )
         raise ConfigError(text) from error
     return OTLPSpanExporter(endpoint=endpoint)
 
@@ -46,7 +49,7 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider: TracerProvider = TracerProvider(
-            # What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say goes before this.
+            # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence over this.
             resource=Resource({"service.name": SERVICE, "service.version": version}).merge(
                 Resource.create()
             ),
@@ -98,7 +101,7 @@ class Tracer:
         span.end(ended_ns)
 
     def close(self) -> None:
-        """Send what has not been sent yet, but do not wait long for a collector that is away."""
+        """Send the remaining spans, but do not wait long for a collector that does not answer."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S)

@@ -1,4 +1,4 @@
-"""One request of the router: its lifecycle, its caller's stream and the record of its attempts.
+"""One request of the router: its lifecycle, its caller's stream and a record of its attempts.
 
 `active_requests` holds it and reports every attempt here.
 """
@@ -15,7 +15,7 @@ from baton.router.stream import RequestStream
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """A request, from `submit` until no node has anything left to do or confirm for it."""
+    """A request from `submit` until no node has work left or a confirmation to send for it."""
 
     request_id: RequestId
     lifecycle: Lifecycle
@@ -42,7 +42,7 @@ class Active:
         metrics.local_fallback = decision.is_fallback
 
     def timed(self, now_s: float, timed: Timed, pairs: Pairs) -> None:
-        """Record what a node measured, and for its pair what a handoff moved."""
+        """Record what a node measured and, for its pair, what a handoff moved."""
         times, metrics = timed.times, self.stream.metrics
         metrics.add_stages(times, of_prompt=timed.of_prompt)
         if (attempt := metrics.attempt_of(timed.key)) is None:

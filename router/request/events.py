@@ -1,6 +1,6 @@
 """The events and the commands of one request's lifecycle.
 
-A `RequestEvent` is what happens to a request, a `RequestCommand` what must be done about it.
+A `RequestEvent` is something that happens to a request; a `RequestCommand` is what must be done.
 `active_requests` feeds events in and carries commands out. Both are Structs, so a run can be
 recorded and replayed.
 """
@@ -24,7 +24,7 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 
-# One node process. The same node id with another epoch is another process.
+# One node process. A node id with another epoch is another process.
 NodeProcess = tuple[NodeId, Epoch]
 
 
@@ -47,17 +47,17 @@ class AdoptedChoice(msgspec.Struct, frozen=True):
 
     key: Key
     token_ids: list[int]
-    num_received: int = 0  # one more if the node has not got the first token from prefill yet
-    has_ended: bool = False  # the caller has its end too
+    num_received: int = 0  # one more if the node has not received the first token from prefill yet
+    has_ended: bool = False  # the caller has the choice's end too
     finish_reason: FinishReason | None = None
     process: NodeProcess | None = None
 
 
 class Adopted(RequestMessage, frozen=True):
-    """Another router began this request. This is its first event here, in place of `Begun`."""
+    """Another router began this request. This is its first event here instead of `Begun`."""
 
     choices: tuple[AdoptedChoice, ...]
-    first_attempt: int = 0  # the first that this router may make
+    first_attempt: int = 0  # the first attempt that this router may make
 
 
 class Placed(RequestMessage, frozen=True):
@@ -67,7 +67,7 @@ class Placed(RequestMessage, frozen=True):
     prefill_node: NodeId | None
     decode_node: NodeId | None
     epochs: dict[NodeId, Epoch] = {}  # of both nodes
-    max_uncached_tokens: int | None = None  # that decode may compute if it is alone
+    max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
 
 
 class NotPlaced(RequestMessage, frozen=True):
@@ -78,7 +78,7 @@ class NotPlaced(RequestMessage, frozen=True):
 
 
 class NodeLost(RequestMessage, frozen=True):
-    """This node is gone or counts as gone. Its later messages reach no request."""
+    """This node is gone or counts as gone. Its later messages are ignored."""
 
     node: NodeId
     failure: Failure
@@ -98,7 +98,7 @@ class Tick(RequestMessage, frozen=True):
     """Time has passed."""
 
 
-# A node's message about a request is an event as it stands.
+# A node's message about a request is itself an event.
 NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone | Crashed
 RequestEvent = (
     NodeMessage | Begun | Adopted | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone
@@ -110,21 +110,21 @@ RequestEvent = (
 
 
 class Place(RequestMessage, frozen=True):
-    """Find nodes for this leg and charge them. `Placed` or `NotPlaced` is the answer.
+    """Finds nodes for this leg and charges them. `Placed` or `NotPlaced` is the answer.
 
-    `Unplace` takes the wish back, and then there may be no answer.
+    `Unplace` withdraws it, and then there may be no answer.
     """
 
     key: Key
     num_tokens: int
     num_choices: int
     wants_decode: bool
-    num_final_tokens: int  # the longest that one of its sequences can become
-    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request lately
+    num_final_tokens: int  # the greatest length that one of its sequences can reach
+    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request recently
     is_resume: bool = False  # the caller has tokens already
     is_suspect: bool = False  # a node has died of an error in one of its steps
-    is_remote_only: bool = False  # a decode node had less of the prompt than it was thought to have
-    block_keys: tuple[BlockKey, ...] = ()  # of the prompt, if caches are watched
+    is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
+    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
 
 
 class Unplace(RequestMessage, frozen=True):
@@ -137,14 +137,14 @@ class Send(RequestMessage, frozen=True):
 
 
 class Release(RequestMessage, frozen=True):
-    """Take this leg's charge off the node. Comes exactly once per leg and node that was placed."""
+    """Removes this leg's charge from the node. Comes exactly once per leg and placed node."""
 
     node: NodeId
     key: Key
 
 
 class HandoffEnded(RequestMessage, frozen=True):
-    """Record whether the decode process could take over from the prefill process."""
+    """Records whether the decode process could take over from the prefill process."""
 
     prefill: NodeProcess
     decode: NodeProcess
@@ -152,7 +152,7 @@ class HandoffEnded(RequestMessage, frozen=True):
 
 
 class Deliver(RequestMessage, frozen=True):
-    """Pass on the next tokens of a choice: in order, none missing, none twice.
+    """Passes on the next tokens of a choice: in order, none missing, none twice.
 
     A finish reason ends the choice.
     """
@@ -163,7 +163,7 @@ class Deliver(RequestMessage, frozen=True):
 
 
 class Timed(RequestMessage, frozen=True):
-    """Record the stage times of one node. `of_prompt` marks the node that computed the prompt."""
+    """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
     key: Key  # of the leg
     times: StageTimes
@@ -171,7 +171,7 @@ class Timed(RequestMessage, frozen=True):
 
 
 class TriedAgain(RequestMessage, frozen=True):
-    """Record another attempt at one or more choices. `is_resume`: the caller has tokens of it."""
+    """Records another attempt at choices. `is_resume` says that the caller has tokens of them."""
 
     key: Key  # of the leg that was lost
     failure: Failure
@@ -179,13 +179,13 @@ class TriedAgain(RequestMessage, frozen=True):
 
 
 class Outcome(RequestMessage, frozen=True):
-    """End the request for its caller. Comes exactly once; no failure: all choices finished."""
+    """Ends the request for its caller, exactly once. Without a failure, all choices finished."""
 
     failure: Failure | None = None
 
 
 class Closed(RequestMessage, frozen=True):
-    """Forget the request. This is the last command: no node has anything left to confirm."""
+    """Forgets the request. This is the last command, after all nodes have confirmed."""
 
 
 RequestCommand = (

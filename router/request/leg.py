@@ -1,7 +1,7 @@
-"""One attempt at one or more choices of a request: its nodes and what they have yet to confirm.
+"""One attempt at choices of a request: its nodes, and what they have yet to confirm.
 
-Only `lifecycle` makes and changes legs. A leg that is no longer wanted is kept until every node has
-confirmed that nothing more will come, because its blocks count as used until then.
+Only `lifecycle` makes and changes legs. An unwanted leg is kept until every node has confirmed that
+nothing more will come, because its blocks count as used until then.
 """
 
 from collections.abc import Iterable, Set
@@ -24,27 +24,27 @@ from baton.protocol.messages import (
 from baton.protocol.sampling import Sampling
 from baton.router.request.events import NodeProcess, Place, Release, Send
 
-# How long a request stays away from a process that failed it, if there is another one.
+# How long a request avoids a process that failed it, if there is another one.
 AVOID_S = 30.0
-DRAINING = "draining"  # code of a node that drains and sends a leg elsewhere
+DRAINING = "draining"  # the failure of a draining node that sends a leg elsewhere
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is to be generated. The seed is set, `max_tokens` fits, choices count from 0."""
+    """The work of a request. The seed is set, `max_tokens` fits, and choices count from 0."""
 
     request_id: RequestId
     token_ids: list[int]
     sampling: Sampling
     num_choices: int = 1
-    max_attempts: int = 3  # in a row that bring no token
-    kept: Kept | None = None  # for another router, if the client can come back there
-    block_keys: tuple[BlockKey, ...] = ()  # of the prompt, if caches are watched
+    max_attempts: int = 3  # attempts in a row that bring no token
+    kept: Kept | None = None  # for another router, if the client can resume the stream there
+    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
 
 
 class LegState(Enum):
     WAITING = auto()  # no nodes have been chosen yet
     LIVE = auto()  # the nodes have been told to start
-    LEAVING = auto()  # nothing more is wanted; nodes have yet to confirm their cancels
+    LEAVING = auto()  # no output is wanted, and nodes have yet to confirm their cancels
     CLOSED = auto()
 
 
@@ -65,7 +65,7 @@ class Avoided:
 
 @dataclass(slots=True, frozen=True)
 class Loss:
-    """Why a leg or some of its sequences were lost, and which nodes the next attempt avoids."""
+    """Why a leg or some of its sequences were lost, and the nodes that the next attempt avoids."""
 
     failure: Failure
     blamed: frozenset[NodeId] = frozenset()
@@ -77,10 +77,11 @@ class Loss:
         return cls(NodeError(message, code="stream_broken").to_failure(), frozenset(blamed))
 
     def is_free(self, num_new_tokens: int) -> bool:
-        """Return whether losing an attempt that brought so many tokens uses up no attempt.
+        """Return whether the loss of an attempt that brought that many tokens is free.
 
-        The first token of an attempt is computed with its prompt. A sequence that kills every
-        node in its first decode step gets one token per attempt, so a death needs two.
+        A free loss uses up no attempt. The first token of an attempt is computed with its prompt. A
+        sequence that kills every node in its first decode step gets one token per attempt, so a
+        loss by a node's death is free only from two tokens on.
         """
         if self.failure.code == DRAINING or (self.failure.code == NOT_CACHED and not self.blamed):
             return True
@@ -93,7 +94,7 @@ class Leg:
 
     key: Key  # the key of its lowest choice
     choices: tuple[int, ...]
-    num_tokens: int  # how many were sent with it, and so the position of its first new token
+    num_tokens: int  # tokens that were sent with it, which is the position of its first new token
     state: LegState = LegState.WAITING
     prefill: NodeId | None = None
     decode: NodeId | None = None
@@ -101,16 +102,16 @@ class Leg:
     max_uncached_tokens: int | None = None
     open: set[int] = field(default_factory=set)
     accepted: bool = False  # decode has reserved what it needs
-    streaming: bool = False  # decode has sent tokens, so it needs prefill no more
+    streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
     first_tokens: tuple[FirstToken, ...] | None = None
     charged: set[NodeId] = field(default_factory=set)
-    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of cancels
+    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
     heard_s: float = 0.0
     leave_by_s: float = 0.0
 
     @classmethod
     def running(cls, now_s: float, key: Key, num_tokens: int, process: NodeProcess) -> "Leg":
-        """Return the leg of a sequence that a decode node runs already."""
+        """Return the leg of a sequence that a decode node already runs."""
         return cls(
             key,
             (key.choice,),
@@ -130,7 +131,7 @@ class Leg:
         return tuple(self.key.of_choice(choice) for choice in self.choices)
 
     def assured_firsts(self) -> list[tuple[int, int, FinishReason | None]]:
-        """Return choice, first token and end of all choices, once nothing stands in their way.
+        """Return (choice, first token, end) of all choices once they may be delivered.
 
         No token may go to the caller before the rest of the output is assured.
         """
@@ -138,7 +139,7 @@ class Leg:
         is_whole = all(first.finish_reason is not None for first in firsts)
         if self.decode is not None and not self.accepted and not is_whole:
             return []
-        # A leg without a decode node was asked for one token only.
+        # A leg without a decode node has to generate only one token.
         last: FinishReason | None = "length" if self.decode is None else None
         return [
             (choice, first.token_id, first.finish_reason or last)
@@ -147,7 +148,7 @@ class Leg:
 
     @property
     def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
-        """Return the processes of a handoff, prefill first; None if this leg has none."""
+        """Return the processes of a handoff, prefill first; None if this leg has no handoff."""
         if self.prefill is None or self.decode is None:
             return None
         return self.process(self.prefill), self.process(self.decode)
@@ -156,22 +157,23 @@ class Leg:
         return node, self.epochs.get(node, Epoch(""))
 
     def is_named(self, node: NodeId, keys: Iterable[Key]) -> bool:
-        """Return whether `node` works for this leg now, and some of `keys` are of it."""
+        """Return whether `node` works for this leg and some of `keys` belong to it."""
         works = self.state is LegState.LIVE and node in (self.prefill, self.decode)
         return works and not set(keys).isdisjoint(self.keys)
 
     def loss_of(self, node: NodeId, failure: Failure) -> Loss:
-        """Return the loss that follows if `node` reports a failure while this leg is wanted."""
+        """Return the loss that a failure at `node` means while this leg is wanted."""
         if failure.code == Cancelled.code:
-            # This router cancelled nothing: that node or its peer has lost its channel to it.
-            text = f"{node} gave the request up, because a channel to this router broke"
+            # This router cancelled nothing, so the node or its peer has lost its channel to this
+            # router.
+            text = f"{node} gave up the request because a channel to this router broke"
             return Loss(NodeError(text).to_failure(), frozenset({node}), is_death=True)
         if failure.code == NOT_CACHED and self.max_uncached_tokens is not None:
-            # The router was wrong, not the node.
+            # The router's expectation was wrong, and the node is not at fault.
             return Loss(failure)
         if self.pair is None or self.streaming or failure.http_status != TransferError.http_status:
             return Loss(failure, frozenset({node}))
-        # One failure does not say which end is at fault, so the request avoids both.
+        # A single failure does not show which end is at fault, so the request avoids both.
         return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
 
     def wish(
@@ -183,7 +185,7 @@ class Leg:
         is_suspect: bool,
         is_remote_only: bool,
     ) -> Place:
-        """Return the command that finds nodes for this leg."""
+        """Return the command that asks for nodes for this leg."""
         num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
         return Place(
             self.key,
@@ -223,7 +225,7 @@ class Leg:
         return sends
 
     def releases(self, nodes: Set[NodeId]) -> list[Release]:
-        """Return the commands that take the charge off those of `nodes` that still carry it."""
+        """Return commands that remove this leg's charge from `nodes` that still have it."""
         given = sorted(self.charged & nodes)
         self.charged.difference_update(given)
         return [Release(node, self.key) for node in given]
@@ -238,17 +240,18 @@ class Leg:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One answer, over all its attempts. `leg` is None once the answer has ended."""
+    """One choice of the answer, over all attempts. `leg` is None once the choice has ended."""
 
     index: int
     leg: Leg | None = None
     attempt: int = 0
-    num_losses: int = 0  # in a row, each without progress
-    output: list[int] = field(default_factory=list)  # all tokens that the caller was given
-    num_received: int = 0  # how many of them came from another router; one may be yet to come here
+    num_losses: int = 0  # attempts in a row without progress
+    output: list[int] = field(default_factory=list)  # all tokens that the caller has got
+    # How many of them another router delivered; one of them may still arrive here.
+    num_received: int = 0
 
 
 def kills_nodes(num_nodes: int) -> Failure:
-    """Return why a request gets no more nodes. It is no 5xx: clients would send it again."""
+    """Return why a request gets no more nodes. Clients would repeat it if it were a 5xx status."""
     text = f"{num_nodes} nodes died of an error in a step of this request"
     return RequestError(text, code="request_kills_nodes", http_status=422).to_failure()

@@ -1,4 +1,4 @@
-"""The life of one request: what its nodes are told and what its caller gets.
+"""The lifecycle of one request: what its nodes are told and what its caller gets.
 
 The lifecycle is pure: `active_requests` calls `step` with every event and carries the commands out
 in order. It must keep these invariants: there is exactly one `Outcome`, and nothing is delivered
@@ -60,14 +60,14 @@ from baton.router.request.search import gone
 
 # How long a cancelled leg stays charged to nodes that do not confirm the cancel.
 CONFIRM_DEADLINE_S = 5.0
-# Only a backstop: beats reveal within seconds that a node is dead, stuck or cut off.
+# This is only a backstop: beats show within seconds that a node is dead, stuck or cut off.
 SILENCE_DEADLINE_S = 600.0
-# How many processes may die of an error in a step of a request before it is refused.
+# A request is refused after this many processes died of an error in one of its steps.
 MAX_CRASHES = 2
-NO_NODE = NodeId("")  # stands for the router itself, where an event needs a sender
+NO_NODE = NodeId("")  # stands for the router itself as the sender of an event
 
-# The failure of a choice that no node kept for a client that came back.
-NOT_KEPT = NodeError("no node has this choice any more").to_failure()
+# The failure of a choice that no node has kept for a returning client.
+NOT_KEPT = NodeError("no node holds this choice any more").to_failure()
 
 
 class Lifecycle:
@@ -95,7 +95,7 @@ class Lifecycle:
     def step(
         self, now_s: float, event: RequestEvent, node: NodeId = NO_NODE
     ) -> list[RequestCommand]:
-        """Return what must be done about `event`, which `node` sent if it is a message."""
+        """Return the commands that follow from `event`, which `node` sent if it is a message."""
         self._now_s, self._out = now_s, []
         match event:
             case TokenEntry():
@@ -143,7 +143,7 @@ class Lifecycle:
         return any(leg.unconfirmed for leg in self._legs)
 
     def _on_adopted(self, adopted: Adopted) -> None:
-        """Deliver what the caller lacks, and go on where the other router left off."""
+        """Deliver the tokens that the caller lacks, and continue where the other router stopped."""
         self._has_delivered = True
         lost: list[tuple[Choice, Key]] = []
         for one in adopted.choices:
@@ -187,7 +187,7 @@ class Lifecycle:
                 self._out.extend(leg.releases({leg.prefill}))
                 self._end_handoff(leg, None)
             self._forward_first_tokens(leg)
-            if entry.times is not None:  # each choice repeats those of the prompt
+            if entry.times is not None:  # each choice repeats the times of the prompt
                 self._out.append(Timed(leg.key, entry.times, of_prompt=leg.prefill is None))
         if choice.leg is leg:
             self._receive(leg, choice, entry.position, entry.token_ids, entry.finish_reason)
@@ -209,7 +209,11 @@ class Lifecycle:
         leg.heard_s = self._now_s
         self._out.extend(leg.releases({leg.prefill}))
         if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
-            self._lose(leg, Loss.broken("prefill sent first tokens that do not fit", node), node)
+            self._lose(
+                leg,
+                Loss.broken("prefill sent first tokens that do not match its request", node),
+                node,
+            )
             return
         self._out.append(Timed(leg.key, message.times, of_prompt=True))
         leg.first_tokens = message.tokens
@@ -229,7 +233,7 @@ class Lifecycle:
         token_ids: list[int],
         finish_reason: FinishReason | None,
     ) -> None:
-        """Deliver those of `token_ids` that are new. A gap before them is the loss of the leg."""
+        """Deliver the new ones of `token_ids`. A gap before them means that the leg is lost."""
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
             assert leg.decode is not None
@@ -257,7 +261,7 @@ class Lifecycle:
             # Once decode streams, each of its sequences has a key of its own.
             self._lose_choices(leg, {key.choice} & leg.open, loss)
         else:
-            self._cancel(leg, node, leg.keys[1:])  # it may have forked them already
+            self._cancel(leg, node, leg.keys[1:])  # it may already have forked them
             self._lose(leg, loss, node)
 
     def _end_handoff(self, leg: Leg, failure: Failure | None) -> None:
@@ -265,7 +269,7 @@ class Lifecycle:
             self._out.append(HandoffEnded(*leg.pair, failure))
 
     def _prefill_is_over(self, leg: Leg, loss: Loss) -> None:
-        """Go on without prefill, which failed or died, if decode and the router can."""
+        """Continue without prefill, which failed or died, if decode and the router can."""
         assert leg.prefill is not None
         if not leg.streaming:
             self._lose(leg, loss, leg.prefill)
@@ -299,7 +303,7 @@ class Lifecycle:
         loss = Loss(failure, frozenset({node}), is_death=True)
         for leg in [leg for leg in self._legs if node in (leg.prefill, leg.decode)]:
             leg.unconfirmed.pop(node, None)
-            # A node that only paused must not go on with this leg. It may be unable to confirm.
+            # A node that only paused must not continue this leg. It may be unable to confirm that.
             self._out.append(Send(node, Cancel(leg.keys, "node lost")))
             if leg.state is LegState.LIVE and node == leg.prefill:
                 self._prefill_is_over(leg, loss)
@@ -308,7 +312,7 @@ class Lifecycle:
             self._close_if_confirmed(leg)
 
     def _lose(self, leg: Leg, loss: Loss, done: NodeId | None) -> None:
-        """Give the whole leg up. The node `done` has ended it and needs no cancel."""
+        """Give up the whole leg. The node `done` has ended it and needs no cancel."""
         lost = [self._choices[index] for index in sorted(leg.open)]
         self._leave(leg, done)
         self._go_on(lost, leg, loss)
@@ -322,7 +326,7 @@ class Lifecycle:
             self._go_on([self._choices[index] for index in sorted(indices)], leg, loss)
 
     def _go_on(self, lost: Sequence[Choice], leg: Leg, loss: Loss) -> None:
-        """Make another attempt at these choices, unless the failure or the budget forbids it."""
+        """Make another attempt at these choices, unless the failure or the budget rules it out."""
         if self._has_outcome:
             return
         self._is_remote_only = self._is_remote_only or loss.failure.code == NOT_CACHED
@@ -334,7 +338,7 @@ class Lifecycle:
             num_new = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
         if any(len(choice.output) < choice.num_received for choice in lost):
-            self._conclude(gone())  # no node knows the first token, which its client has
+            self._conclude(gone())  # no node knows the first token, which the client has
             return
         exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
         if exhausted or not loss.failure.retryable:
@@ -373,7 +377,7 @@ class Lifecycle:
     def _on_placed(self, placed: Placed) -> None:
         nodes = {node for node in (placed.prefill_node, placed.decode_node) if node is not None}
         leg = self._leg_of(placed.key, LegState.WAITING)
-        if leg is None:  # given up while nodes were being chosen
+        if leg is None:  # the leg was given up while its nodes were being chosen
             self._out.extend(Release(node, placed.key) for node in sorted(nodes))
             return
         leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
@@ -446,7 +450,7 @@ class Lifecycle:
             if leg.state is LegState.LEAVING and self._now_s >= leg.leave_by_s:
                 self._close(leg)
             elif leg.state is LegState.LIVE and self._now_s - leg.heard_s >= SILENCE_DEADLINE_S:
-                self._lose(leg, Loss.broken("nothing was heard of this request"), None)
+                self._lose(leg, Loss.broken("no node has sent anything about this request"), None)
 
     def _leg_of(self, key: Key, state: LegState = LegState.LIVE) -> Leg | None:
         for leg in self._legs:

@@ -1,8 +1,8 @@
-"""The search for a request that another router began: which decode nodes hold its choices.
+"""The search for the decode nodes that hold a request of another router.
 
-Pure: `router.reattaching` asks the nodes, tells it their answers, and acts on the verdict. A router
-that has just started knows few of its nodes, so a choice that no node holds counts as gone only
-after the nodes have had time to dial in.
+This file is pure: `router.reattaching` asks the nodes, passes on their answers, and acts on the
+verdict. A router that has just started knows few of its nodes, so a choice that no node holds
+counts as gone only after the nodes have had time to dial in.
 """
 
 from collections.abc import Collection
@@ -13,10 +13,10 @@ from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Attached, HeldChoice, NotAttached, TokenEntry
 
-# Nodes find a router that was started again within two seconds.
+# Nodes find a restarted router within two seconds.
 REJOIN_S = 10.0
 ANSWER_S = 5.0
-# A node may hear of the end of the old router later than the client does.
+# A node may notice the end of the old router later than the client.
 IN_USE_S = 3.0
 RETRY_S = 1.0
 
@@ -30,19 +30,19 @@ class ReceivedPart(msgspec.Struct, frozen=True):
 
 
 class FoundChoice(msgspec.Struct, frozen=True):
-    """One choice as the node with its highest attempt holds it."""
+    """One choice in the state of the node with its highest attempt."""
 
     node: NodeId
     held: HeldChoice
-    is_landing: bool = False  # its client may have the next token, which prefill has sampled
+    is_landing: bool = False  # the client may have the next token, which prefill has sampled
 
 
 class FoundRequest(msgspec.Struct, frozen=True):
-    """All that is needed to go on. Choices that the client has in full may be missing."""
+    """Everything needed to continue. Choices that the client has in full may be missing."""
 
-    attached: Attached  # as one of the nodes said it; its choices are not those of all nodes
+    attached: Attached  # the answer of one node, which does not list the choices of all nodes
     choices: dict[int, FoundChoice]
-    first_attempt: int = 0  # that no earlier router of the request has made
+    first_attempt: int = 0  # an attempt that no earlier router of the request has made
 
 
 class Search:
@@ -57,25 +57,25 @@ class Search:
         """Begin at `now_s`; by `settled_s` all nodes will have dialled in.
 
         `received` is None for a client that has nothing yet. Nodes that are `missing` were lost so
-        lately that they may come back with the stream.
+        recently that they may come back with the stream.
         """
         self.request_id = request_id
         self._received = received
         self._give_up_s = max(now_s + ANSWER_S, settled_s)
         self._settled_s = settled_s
         self._asked: set[NodeId] = set()
-        self._silent: set[NodeId] = set()  # those that were asked and have not answered
+        self._silent: set[NodeId] = set()  # nodes that were asked and have not answered
         self._missing = set(missing)
         self._first: Attached | None = None
         self._choices: dict[int, FoundChoice] = {}
         self._first_attempt = 0
-        # Sequences of earlier attempts that nodes have given to this router too: it ends them.
+        # Sequences of earlier attempts that nodes have also given to this router, which ends them.
         self.outdated: list[tuple[NodeId, Key]] = []
         self._in_use_until_s = now_s + IN_USE_S
-        self._in_use: set[NodeId] = set()  # nodes on which another router has it
+        self._in_use: set[NodeId] = set()  # nodes at which another router has the request
 
     def asks(self, node: NodeId) -> bool:
-        """Return whether that node must be asked, which counts as done."""
+        """Return whether that node must be asked, and count it as asked."""
         if node in self._asked:
             return False
         self._asked.add(node)
@@ -84,7 +84,7 @@ class Search:
         return True
 
     def asks_again(self) -> list[NodeId]:
-        """Return the nodes that may have lost the other router since they were asked."""
+        """Return the nodes that may have lost the other router after they were asked."""
         again = sorted(self._in_use - self._silent)
         self._silent.update(again)
         return again
@@ -110,13 +110,13 @@ class Search:
                 self.outdated.append((loser.node, loser.held.key))
 
     def goes_on(self, node: NodeId, entry: TokenEntry) -> None:
-        """Add what a sequence got since its node gave it to this router.
+        """Add tokens that a sequence got after its node gave it to this router.
 
-        So a search holds no more than the tokens of its request, however long it takes.
+        So a search never holds more than the tokens of its request, even if it takes long.
         """
         choice = entry.key.choice
         found = self._choices.get(choice)
-        # An attempt below the client's must not be taken for it once it has caught up.
+        # An attempt below the client's must not be mistaken for it when it has caught up.
         if found is None or self._first is None or not self._has_enough(choice):
             return
         held = found.held
@@ -129,7 +129,7 @@ class Search:
         self._choices[choice] = FoundChoice(node, held)
 
     def lost(self, node: NodeId) -> None:
-        """Forget a node. If it comes back, it is asked again."""
+        """Forget a node, which is asked again if it comes back."""
         self._asked.discard(node)
         self._silent.discard(node)
         self._in_use.discard(node)
@@ -137,7 +137,7 @@ class Search:
         self._choices = {i: found for i, found in self._choices.items() if found.node != node}
 
     def verdict(self, now_s: float) -> FoundRequest | Failure | None:
-        """Return the request, or why it cannot be found, or None as long as that is not known."""
+        """Return the request, or why it cannot be found, or None while that is unknown."""
         if self._in_use:
             return in_use().to_failure() if now_s >= self._in_use_until_s else None
         wanted: list[int] = []
@@ -146,7 +146,8 @@ class Search:
                 return gone()
             numbers = range(self._first.num_choices)
             wanted = [i for i in numbers if not self.received_of(i).has_ended]
-            # Another node may have a later attempt, so each that was asked is waited for.
+            # Another node may have a later attempt, so the search waits for each node that was
+            # asked.
             if not self._silent and all(map(self._is_live, wanted)):
                 return self._found(self._first)
         has_all = self._first is not None and all(map(self._has_enough, wanted))
@@ -175,7 +176,7 @@ class Search:
         return FoundRequest(attached, self._choices, self._first_attempt)
 
     def _has_enough(self, choice: int) -> bool:
-        """Return whether the node has what the client has, or is about to get it from prefill."""
+        """Return whether the node has all that the client has, or soon gets it from prefill."""
         found = self._choices.get(choice)
         if found is None:
             return False

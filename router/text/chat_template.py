@@ -1,7 +1,7 @@
 """A model's chat template, which turns a conversation into the text of a prompt.
 
 `handlers` renders with it, off the event loop. A template comes with the model's folder and is a
-program, so it runs in jinja2's immutable sandbox. What clients send is only data to it.
+program, so it runs in jinja2's immutable sandbox. Clients' messages are only data to it.
 """
 
 import json
@@ -44,7 +44,7 @@ class ChatTemplate:
     """One template. Any thread may call `render`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile a template; raises `ConfigError` if jinja2 cannot read it."""
+        """Compile a template. Raises `ConfigError` if jinja2 cannot read it."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -61,9 +61,9 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: str, file: str = "") -> "ChatTemplate | None":
-        """Return the template of a model folder, None if it has none; raises `ConfigError`.
+        """Return the template of a model folder, or None. Raises `ConfigError`.
 
-        A `file` takes the place of the folder's template, and must be there.
+        A `file` replaces the folder's template, and must exist.
         """
         folder = Path(model_path)
         try:
@@ -87,7 +87,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt as text, special tokens included; raises `RequestError`."""
+        """Return the prompt as text, special tokens included. Raises `RequestError`."""
         try:
             return self._template.render(
                 {
@@ -99,13 +99,13 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except Exception as error:  # a template can raise anything that Python can
+        except Exception as error:  # a template can raise any exception
             text = f"the model's chat template refused the messages: {clip(str(error))}"
             raise RequestError(text, param="messages") from error
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: marks, for training, what an assistant said; here it changes nothing."""
+    """Supports `{% generation %}`, which marks an assistant's words for training, as a no-op."""
 
     tags = {"generation"}
 
@@ -131,7 +131,7 @@ def _text(token: str | _AddedToken | None) -> str:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """Return JSON. Unlike jinja2's own filter, this one does not escape for HTML."""
+    """Return JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

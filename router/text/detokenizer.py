@@ -1,8 +1,8 @@
-"""Turns the tokens of one choice into text as they arrive, and cuts it at the first stop string.
+"""Turn the tokens of one choice into text as they arrive, and cut it at the first stop string.
 
 `Text.detokenizer` makes one per choice, and the request's stream pushes the choice's tokens. The
-deltas join to the text of all tokens up to the first stop, however the tokens were grouped into
-pushes. Never blocks; costs about a microsecond per token.
+deltas join to the text of all tokens up to the first stop, for any grouping of tokens into pushes.
+It never blocks, and costs about a microsecond per token.
 """
 
 from baton.protocol.messages import FinishReason
@@ -30,10 +30,10 @@ class Detokenizer:
     def push(
         self, token_ids: list[int], final: FinishReason | None = None
     ) -> CompletionOutput | None:
-        """Return what `token_ids` add, None after a stop string. `final`: why they are the last.
+        """Return the text of `token_ids`, or None after a stop string. `final` says why they end.
 
-        "stop" means that the last of them is the model's end or one of `stop_token_ids`. That
-        token is counted and reported, but has no text unless the request asked to include stops.
+        "stop" means that the last token is the model's end or one of `stop_token_ids`. That token
+        is counted and reported, but has no text unless the request asks to include stops.
         """
         if final is None and self._scanner is None and len(token_ids) == 1:
             return CompletionOutput(self._index, self._stream.feed(token_ids[0]), token_ids)
@@ -60,7 +60,7 @@ class Detokenizer:
         final: FinishReason | None,
         stop_reason: StopReason,
     ) -> CompletionOutput:
-        """Do the same token by token: those after a stop string are neither kept nor counted."""
+        """Do the same token by token: tokens after a stop string are neither kept nor counted."""
         shown = []
         for index in range(num_visible):
             self._num_tokens += 1
@@ -81,7 +81,7 @@ class Detokenizer:
     def _show(self, scanner: StopScanner, text: str) -> str:
         return scanner.push(
             text,
-            # min_tokens delays stop strings as it delays the model's own end.
+            # min_tokens delays stop strings just as it delays the model's own end.
             may_match=self._num_tokens >= self._params.min_tokens,
             include_match=self._params.include_stop_str_in_output,
         )

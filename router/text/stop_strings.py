@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces, and holds back what may become one.
+"""Find stop strings in text that arrives in pieces, and hold back text that may become one.
 
 There is one Aho-Corasick automaton per set of stop strings, shared by all choices that use it, and
 one scanner per choice. The match that *completes* first wins, and of several that complete together
@@ -9,7 +9,7 @@ the longest, so the result does not depend on how the text was cut into tokens.
 from array import array
 from collections import OrderedDict, deque
 
-# An automaton takes about 110 bytes per character, so the kept ones take 2 MB at the most.
+# An automaton takes about 110 bytes per character, so all cached ones take 2 MB at most.
 KEPT_CHARS = 16 * 1024
 _CODE_POINTS = 0x110000
 
@@ -20,11 +20,11 @@ class StopAutomaton:
     __slots__ = ("_following", "_is_inner", "depth", "fallback", "first_chars", "match_length")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        # One table for all nodes: a dict per node would take four times the memory.
+        # One table serves all nodes, because a dict per node would take four times the memory.
         self._following: dict[int, int] = {}
         self._is_inner = bytearray(1)  # whether a node has children
         self.depth = array("I", [0])
-        # The length of the longest stop string that ends at a node; 0 where none does.
+        # The length of the longest stop string that ends at a node; 0 if none does.
         self.match_length = array("I", [0])
         self.first_chars = frozenset(stop[0] for stop in stops)
         for stop in stops:
@@ -77,15 +77,15 @@ class StopAutomaton:
 
 
 class AutomatonCache:
-    """The automata that were used last. Choices and requests with the same stop strings share one.
+    """The automata that were used last. Requests with the same stop strings share one.
 
-    It is bounded by characters, because a client chooses how long stop strings are.
+    It is bounded by characters, because clients choose the length of stop strings.
     """
 
     def __init__(self, max_chars: int = KEPT_CHARS) -> None:
         self._max_chars = max_chars
         self._kept: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
-        self.num_chars = 0  # of the stop strings of all kept automata
+        self.num_chars = 0  # of the stop strings of all cached automata
 
     def of(self, stops: tuple[str, ...]) -> StopAutomaton:
         automaton = self._kept.get(stops)
@@ -105,7 +105,7 @@ def _num_chars(stops: tuple[str, ...]) -> int:
 
 
 class StopScanner:
-    """The state of one choice: its place in the automaton, and the text that it holds back."""
+    """The state of one choice: its place in the automaton, and its held-back text."""
 
     __slots__ = ("_automaton", "_held", "_node", "matched")
 
@@ -136,6 +136,6 @@ class StopScanner:
         return buffer[:shown]
 
     def flush(self) -> str:
-        """Return what was held back, when the choice ends without a stop string."""
+        """Return the held-back text when the choice ends without a stop string."""
         held, self._held, self._node = self._held, "", 0
         return held

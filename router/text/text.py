@@ -1,7 +1,7 @@
-"""Text to tokens and back: the one part of the router that knows the tokenizer.
+"""Turn text into tokens and back. No other part of the router knows the tokenizer.
 
-`TextRouter` encodes a prompt once and makes a `Detokenizer` per choice. All that is needed is the
-package `tokenizers` and a tokenizer.json: torch and transformers must never load here.
+`TextRouter` encodes a prompt once and makes a `Detokenizer` per choice. It only needs the package
+`tokenizers` and a tokenizer.json: torch and transformers must never load here.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from baton.router.text.token_text import Decoding, decoding_of
 # Long prompts have threads of their own, so that a short one never waits behind them.
 _THREADS_PER_LANE = 2
 _SHORT_CHARS = 16 * 1024
-# A prompt up to this length is encoded in less time than it takes to hand it to a thread.
+# Encoding a prompt up to this length takes less time than handing it to a thread.
 _MAX_CHARS_ON_LOOP = 200
 # An encoding takes about 150 bytes per token. Prompts that could exceed the model's length are
 # counted in pieces, each of which takes a few milliseconds and a few MB.
@@ -39,12 +39,12 @@ class Text:
         self._short_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-short")
         self._long_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-long")
         self._automata = AutomatonCache()
-        # No token is the text of more bytes: its spelling is as long as its text, or longer.
+        # No token has a text of more bytes, because its spelling is at least as long as its text.
         self.max_token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
 
     @classmethod
     def load(cls, model_path: str) -> "Text":
-        """Load a folder's tokenizer; raises `ConfigError` if it has no usable tokenizer.json."""
+        """Load a folder's tokenizer. Raises `ConfigError` if it has no usable tokenizer.json."""
         path = Path(model_path) / "tokenizer.json"
         try:
             data = path.read_bytes()
@@ -56,7 +56,8 @@ class Text:
             ) from error
         except ValueError as error:
             raise ConfigError(f"{path} is not a tokenizer that baton can use: {error}") from error
-        # Some folders were saved with the limits of a training run, which silently cut prompts.
+        # Some folders were saved with the limits of a training run, which would silently cut
+        # prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer, decoding_of(tokenizer, data))
@@ -81,7 +82,7 @@ class Text:
     def encode_now(
         self, prompt: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Encode on this thread, at a cost that `max_tokens` bounds; raises `RequestError`."""
+        """Encode on this thread, at a cost that `max_tokens` bounds. Raises `RequestError`."""
         try:
             num_bytes = len(prompt.encode())
         except UnicodeEncodeError as error:
@@ -102,7 +103,7 @@ class Text:
 
     def _encoding(self, prompt: str, add_special_tokens: bool) -> Encoding:
         # The batch call releases the GIL, and this variant computes no offsets. The tokenizer's
-        # plain `encode` would stop the event loop for as long as a long prompt takes.
+        # plain `encode` would block the event loop for the whole time of a long prompt.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [prompt], add_special_tokens=add_special_tokens
         )
@@ -126,11 +127,11 @@ class Text:
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):
-            lane.shutdown(wait=False)  # whoever waits is told by the core that it ends
+            lane.shutdown(wait=False)  # the core tells waiting callers that the router has ended
 
 
 def too_long(max_tokens: int) -> RequestError:
-    """Return the refusal of a prompt that is known to have more than `max_tokens` tokens."""
+    """Return the error for a prompt with more than `max_tokens` tokens."""
     return RequestError(
         f"the prompt has more than {max_tokens} tokens, but prompt and output together may have "
         f"at most {max_tokens + 1}: shorten it",

@@ -1,4 +1,4 @@
-"""The text of single tokens, and how it joins into whole characters.
+"""The text of single tokens, joined into whole characters.
 
 The decoder of almost every model maps each token to bytes and joins them: byte-level BPE (Llama 3,
 Qwen, DeepSeek) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For these a table is
@@ -19,19 +19,19 @@ _TOKENS_OF_CONTEXT = 8
 
 
 class TextStream(Protocol):
-    """Turns the tokens of one sequence into text, whole characters at a time."""
+    """Turns the tokens of one sequence into text, in whole characters."""
 
     def feed(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; empty inside a character."""
+        """Return the text that `token_id` completes; it is empty inside a character."""
 
     def flush(self) -> str:
-        """Return U+FFFD for a character that was begun and never completed, else nothing."""
+        """Return U+FFFD for a character that was never completed, else an empty text."""
 
 
 class PieceTable(msgspec.Struct, frozen=True):
     """The text of each token id, or its bytes where these are not whole characters.
 
-    `strip_first` is how many spaces are dropped from the very first visible text of a sequence.
+    `strip_first` is the number of spaces to drop from the first visible text of a sequence.
     """
 
     pieces: list[str | bytes]
@@ -43,7 +43,7 @@ class PieceTable(msgspec.Struct, frozen=True):
 
 
 class TableStream:
-    """The fast way: it looks each token up in a list."""
+    """The fast way, which looks up each token in a list."""
 
     __slots__ = ("_borrowed", "_pending", "_pieces", "_plain", "_strip")
 
@@ -139,9 +139,10 @@ class WindowStream:
             # The new tokens become the context of the next ones.
             del self._window[: self._num_shown]
             self._shown = self._decode()
-        elif self._shown:  # tokens without text, mostly special ones, must not push context out
+        elif self._shown:  # tokens without text, mostly special ones, must not push out context
             del self._window[self._num_shown :]
-        else:  # with nothing shown yet they are the context: a leading space may have no text
+        # Before the first text they are the context, because a leading space may have no text.
+        else:
             del self._window[:-_TOKENS_OF_CONTEXT]
         self._num_shown = len(self._window)
         return new_text
@@ -154,7 +155,7 @@ Decoding = PieceTable | WindowDecoding
 
 
 class _Step(msgspec.Struct):
-    """One entry of `decoder` in tokenizer.json, with the fields that tell the families apart."""
+    """One entry of `decoder` in tokenizer.json, with the fields that distinguish the families."""
 
     type: str
     decoders: list["_Step"] = []
@@ -212,7 +213,7 @@ def _whole(data: bytes) -> str | bytes:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Return the bytes of a token. As in the decoder, a foreign character makes it plain text."""
+    """Return a token's bytes. As in the decoder, a foreign character makes it plain text."""
     try:
         return bytes(_BYTE_OF_CHARACTER[char] for char in token)
     except KeyError:

@@ -20,7 +20,7 @@ from tests.support.scripted_nodes import node_info
 from tests.support.virtual_clock import VirtualClock
 
 INFO = node_info("d0", "decode")
-REFUSED = RouterStanding("tcp://r1:1", "refused", "another process is d0 here")
+REFUSED = RouterStanding("tcp://r1:1", "refused", "another process uses the id d0 at this router")
 
 
 class Bench:

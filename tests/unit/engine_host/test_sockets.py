@@ -206,8 +206,8 @@ def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -
     twin = NodeThread(config, "decode", lambda *_: executor)  # type: ignore[arg-type]
     while not isinstance(router.hear(), Hello):
         pass  # its beats come over the same socket
-    router.say(Refused(Failure("duplicate_node", "another process is d0 here")))
-    with pytest.raises(NodeError, match="another process is d0"):
+    router.say(Refused(Failure("duplicate_node", "another process uses the id d0 at this router")))
+    with pytest.raises(NodeError, match="another process uses the id d0"):
         twin.stop()
     assert executor.is_closed
 

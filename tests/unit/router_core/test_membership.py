@@ -67,7 +67,7 @@ def test_nodes_that_left_count_for_nothing() -> None:
         (
             {"model": "x" * 32, "facts": NodeFacts("float32", model_name="qwen")},
             "model_mismatch",
-            "it serves qwen in float32, they serve tiny in bfloat16",
+            "it serves qwen in float32, and they serve tiny in bfloat16",
         ),
         ({"max_model_len": 100}, "limits_mismatch", "its max_model_len is 100, theirs 200"),
         ({"vocab_size": 7}, "limits_mismatch", "its vocab_size is 7, theirs 250"),

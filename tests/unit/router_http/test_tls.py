@@ -119,7 +119,7 @@ def test_clients_that_never_agree_on_tls_count_and_leave_the_probes_answered(
         link.close()
     router.end_well()
     assert not any("cannot be accepted" in line for line in router.lines), router.lines
-    assert any("the longest idle ones are closed" in line for line in router.lines)
+    assert any("those that are idle longest are closed" in line for line in router.lines)
 
 
 def missing(made: Certificate) -> None:

@@ -85,7 +85,8 @@ def test_help_has_defaults_and_units() -> None:
     text = " ".join(parser(SERVE).format_help().split())
     assert "port of the HTTP server; 0 picks a free one (default: 8000)" in text
     assert (
-        "longest sequence, prompt and output; 0 takes the model's limit (default: 0 tokens)" in text
+        "longest sequence, prompt and output together; 0 takes the model's limit "
+        "(default: 0 tokens)" in text
     )
 
 
