@@ -1,7 +1,7 @@
 """`baton chat`: a conversation with a running server in the terminal, or one answer for a script.
 
-The command line calls it. An answer is printed as it arrives. Ctrl-C ends the answer and keeps what
-has come; Ctrl-D, or Ctrl-C at the prompt, ends the conversation.
+The command line calls it. An answer is printed as it arrives. Ctrl-C ends the answer and keeps the
+part that has arrived; Ctrl-D, or Ctrl-C at the prompt, ends the conversation.
 """
 
 import argparse
@@ -30,7 +30,7 @@ COMMANDS = """\
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `baton chat` with its flags and return the exit code; raises `BatonError`."""
+    """Run `baton chat` with its flags and return the exit code. Raises `BatonError`."""
     flags = parser().parse_args(list(words))
     settings = {
         name: value
@@ -48,21 +48,30 @@ def main(words: Sequence[str]) -> int:
 def parser() -> FlagParser:
     built = FlagParser("baton chat", description="Talk to a running server in the terminal.")
     built.add_argument(
-        "message", nargs="?", default="", help="one message to answer; without it, a conversation"
+        "message",
+        nargs="?",
+        default="",
+        help="one message to answer; without it, a conversation begins",
     )
-    built.add_argument("--url", default=DEFAULT_URL, help=f"server to talk to ({DEFAULT_URL})")
-    built.add_argument("--model", default="", help="model to ask (the first one the server lists)")
+    built.add_argument(
+        "--url", default=DEFAULT_URL, help=f"URL of the server to talk to (default: {DEFAULT_URL})"
+    )
+    built.add_argument(
+        "--model", default="", help="model to ask (default: the first one that the server lists)"
+    )
     built.add_argument("--system", default="", help="system message before the conversation")
     built.add_argument(
-        "--api-key", default="", help=f"key that the server asks for ({KEY_VARIABLE})"
+        "--api-key",
+        default="",
+        help=f"API key that the server asks for (default: the variable {KEY_VARIABLE})",
     )
     built.add_argument(
         "--ca-file",
         metavar="PATH",
         default="",
-        help="PEM file of the authority of an https server's certificate",
+        help="PEM file with the authority that signed an https server's certificate",
     )
-    built.add_argument("--max-tokens", type=_count, help="longest answer in tokens")
+    built.add_argument("--max-tokens", type=_count, help="longest answer, in tokens")
     built.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy")
     return built
 
@@ -75,7 +84,7 @@ def _count(word: str) -> int:
 
 @dataclass(slots=True)
 class _AnswerSoFar:
-    """What has arrived of one answer. Times are in seconds."""
+    """The part of an answer that has arrived. Times are in seconds."""
 
     begun_s: float
     text: str = ""
@@ -86,7 +95,7 @@ class _AnswerSoFar:
 
 @dataclass(slots=True)
 class TerminalChat:
-    """A conversation with one model; `messages` is what the server is sent each time."""
+    """A conversation with one model. `messages` is sent to the server each time."""
 
     url: str
     api_key: str = ""
@@ -117,7 +126,7 @@ class TerminalChat:
             self._obey(line.strip(), is_terminal)
 
     def say(self, text: str) -> None:
-        """Send one message, print the answer as it comes, and remember both."""
+        """Send one message, print the answer as it arrives, and remember both."""
         self._meet()
         self.messages.append({"role": "user", "content": text})
         answer = _AnswerSoFar(monotonic())
@@ -179,7 +188,7 @@ class TerminalChat:
 
 
 def _summary(answer: _AnswerSoFar, now_s: float) -> str:
-    """Return one line: how the answer ended, its tokens, time to first token, and pace."""
+    """Return one line with the answer's end, tokens, time to first token, and pace."""
     parts = [answer.finish_reason] if answer.finish_reason not in ("", "stop") else []
     if answer.usage is not None:
         parts.append(f"{answer.usage.completion_tokens} tokens")

@@ -1,6 +1,6 @@
-"""A small client of an OpenAI-compatible server: its models, and the answer to a chat as it comes.
+"""A small client of an OpenAI-compatible server: it lists models and streams answers to chats.
 
-`chat` uses it. Every failure is a `NodeError` with one line that says which server answered what.
+`chat` uses it. Every failure is a `NodeError` of one line that names the server and its answer.
 """
 
 import json
@@ -16,7 +16,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.tls import client_context
 
 CONNECT_TIMEOUT_S = 5.0
-# A server that computes a long prompt is silent meanwhile; baton sends a comment each 10 s.
+# A server is silent while it computes a long prompt; baton sends a comment every 10 s.
 SILENCE_TIMEOUT_S = 300.0
 _DATA, _END = b"data:", b"[DONE]"
 
@@ -47,7 +47,7 @@ class _StreamEvent(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of an answer: text, or in the last pieces why it ended and what it cost."""
+    """A part of an answer: text or, in the last pieces, the finish reason and the usage."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -58,9 +58,10 @@ class OpenAIClient:
     """A connection to one server. It is an asynchronous context manager."""
 
     def __init__(self, url: str, api_key: str = "", ca_file: str = "") -> None:
-        """Take the server's URL, with or without `/v1`; raises `ConfigError`.
+        """Take the server's URL, with or without `/v1`. Raises `ConfigError`.
 
-        `ca_file` has the authority of an https server's certificate; empty asks this machine.
+        `ca_file` holds the authority of an https server's certificate; if it is empty, those that
+        this machine trusts are used.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
@@ -86,7 +87,7 @@ class OpenAIClient:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """Return the names of the models that the server offers; raises `NodeError`."""
+        """Return the names of the models that the server offers. Raises `NodeError`."""
         try:
             async with self._session.get(f"{self.url}/v1/models") as answer:
                 body = await answer.read()
@@ -102,7 +103,7 @@ class OpenAIClient:
     async def chat(
         self, model: str, messages: Sequence[ChatTurn], settings: Mapping[str, object]
     ) -> AsyncIterator[Piece]:
-        """Yield the answer to `messages` in pieces as they arrive; raises `NodeError`."""
+        """Yield the answer to `messages` in pieces as they arrive. Raises `NodeError`."""
         body = {
             **settings,
             "model": model,
@@ -145,9 +146,12 @@ class OpenAIClient:
     def _unreachable(self, error: Exception) -> NodeError:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             why = getattr(error.certificate_error, "verify_message", error.certificate_error)
-            reason = f"its certificate is not trusted ({why}); name its authority with --ca-file"
+            reason = (
+                f"the server's certificate is not trusted ({why}); name its authority with "
+                "--ca-file"
+            )
         elif isinstance(error, aiohttp.ClientConnectorError):
-            # asyncio puts a text of its own, with the address as a tuple, in place of the system's.
+            # asyncio replaces the system's text with its own, which shows the address as a tuple.
             why = os.strerror(error.errno) if error.errno else error.os_error
             reason = f"{why}; start a server, or name one with --url"
         else:

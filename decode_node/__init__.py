@@ -1,1 +1,1 @@
-"""The decode engine: lands prefilled KV blocks and generates tokens by continuous batching."""
+"""The decode engine, which lands KV blocks and generates tokens by continuous batching."""

@@ -1,8 +1,8 @@
-"""Requests whose router is gone: they go on for a while, and another router may take them over.
+"""Requests whose router is gone. They go on for a while, and another router may take them over.
 
-Pure; only the decode scheduler calls it. A detached sequence runs like any other, and no router
-hears of its tokens until one attaches. That router gets all of the output so far, and all that
-follows. Sequences that have ended by then are among the `EndedChoices`.
+This file is pure; only the decode scheduler calls it. A detached sequence runs like any other, but
+its tokens are not sent until a router attaches. That router gets the whole output so far, and all
+that follows. Sequences that have ended by then are among the `EndedChoices`.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Detached:
         streams: ByRequest[Stream],
         leave: Callable[[Stream], None],
     ) -> None:
-        """`streams` are those that run; `leave` ends one of them."""
+        """`streams` are the running streams; `leave` ends one of them."""
         self.ended = EndedChoices(keep_s)
         self.owners = Owners()
         self._keep_s = keep_s
@@ -34,14 +34,14 @@ class Detached:
         self._streams = streams
         self._leave = leave
         self._until_s: dict[RequestId, float] = {}
-        self._now_s = 0.0  # as of the last `expire`
+        self._now_s = 0.0  # the time of the last `expire`
 
     @property
     def _outputs(self) -> Outputs:
         return self._intake.outputs
 
     def forget(self, origin: Origin, streams: list[Stream]) -> None:
-        """Detach the requests of a lost router that may be taken over, and end its others."""
+        """Detach the requests of a lost router that may be taken over, and end the others."""
         for prompt in list(self._intake.pending.values()):
             if prompt.origin == origin and not prompt.is_ended:
                 if self._detaches(prompt.key.request_id, prompt.message.kept):
@@ -70,31 +70,31 @@ class Detached:
             return
         self._until_s.pop(request_id, None)
         for prompt in [one for one in prompts if one.reserved_s is None]:
-            # The client has no token of it, and prefill may have given it up. So the new router
-            # begins it again on nodes of its choice.
+            # The client has no token of this prompt, and prefill may have given it up. So the new
+            # router begins it again on nodes of its choice.
             self.keep_prompt(now_s, prompt)
             self._intake.end(prompt, _lost_router())
             prompts.remove(prompt)
         self._outputs.say(origin, self._give(request_id, kept, origin, prompts, streams))
 
     def keep_stream(self, stream: Stream, reason: FinishReason | None) -> None:
-        """Keep the tokens of a sequence that ends, with the reason if it is finished."""
+        """Keep the tokens of a sequence that ends, with the finish reason if there is one."""
         if stream.kept is not None:
             self.ended.add(self._now_s, Ended.of(stream.sequence, stream.kept, reason))
 
     def keep_first(self, now_s: float, prompt: PendingPrompt, choice: int, t: FirstToken) -> None:
-        """Keep the only token of a choice that ended with it and so never ran here."""
+        """Keep the only token of a choice that ended with its first token and so never ran here."""
         if prompt.message.kept is not None and choice in prompt.choices.live:
             self.ended.add(now_s, Ended.before_it_ran(prompt.message, choice, t))
 
     def keep_prompt(self, now_s: float, prompt: PendingPrompt) -> None:
-        """Keep the tokens of a prompt that its router does not hear of and that ends."""
+        """Keep the tokens of a prompt that ends without its router."""
         if prompt.origin == NO_ROUTER and not prompt.is_ended:
             for choice in sorted(prompt.choices.live):
                 self.ended.add(now_s, Ended.before_it_ran(prompt.message, choice, None))
 
     def expire(self, now_s: float) -> None:
-        """End the requests that have waited for a router for long enough."""
+        """End the requests that have waited too long for a router."""
         self._now_s = now_s
         self.ended.expire(now_s)
         due = [rid for rid, until_s in self._until_s.items() if until_s <= now_s]
@@ -154,5 +154,6 @@ class Detached:
 
 
 def _lost_router() -> Failure:
-    # For the router, which prefill may still reach, this is a lost node and not a cancel.
+    # To the router, which prefill may still reach, this must look like a lost node and not like a
+    # cancel.
     return NodeError("the decode node lost the channel to its router").to_failure()

@@ -1,8 +1,8 @@
-"""The tokens of sequences that ended, kept for a while for clients whose stream broke.
+"""The tokens of ended sequences, which are kept for a while for clients whose stream broke.
 
-Pure; only the decode scheduler calls it. A router may die before it has passed on the last tokens
-of a stream, so a node keeps them after the sequence has ended. It keeps no KV blocks for them. The
-tokens are bounded in time, in number and in bytes; the oldest go first.
+This file is pure; only the decode scheduler calls it. A router may die before it has passed on the
+last tokens of a stream, so a node keeps them after the sequence has ended. It keeps no KV blocks
+for them. The tokens are bounded in time, in number and in bytes; the oldest are dropped first.
 """
 
 from array import array
@@ -16,13 +16,13 @@ from baton.protocol.sampling import Sampling
 
 MAX_ENDED = 8_192
 MAX_BYTES = 32 << 20
-# About what CPython takes for one sequence besides its tokens and its form.
+# About the memory that CPython takes for a sequence besides its tokens and its form.
 OVERHEAD_BYTES = 1_024
 
 
 @dataclass(slots=True)
 class Ended:
-    """One choice of a request. Without a reason it can be continued from its tokens."""
+    """One choice of a request. Without a finish reason, it can be continued from its tokens."""
 
     key: Key
     kept: Kept
@@ -34,14 +34,14 @@ class Ended:
 
     @classmethod
     def of(cls, sequence: Sequence, kept: Kept, reason: FinishReason | None) -> "Ended":
-        """Return what is kept of a sequence that ran."""
+        """Return the record of a sequence that ran."""
         tokens = array("i", sequence.token_ids)
         num_prompt = sequence.num_prompt_tokens
         return cls(sequence.key, kept, tokens, num_prompt, sequence.sampling, reason)
 
     @classmethod
     def before_it_ran(cls, message: Decode, choice: int, first: FirstToken | None) -> "Ended":
-        """Return what is kept of a choice that ends with `first`, or that has yet to begin."""
+        """Return the record of a choice that ends with `first`, or that has yet to begin."""
         assert message.kept is not None
         token_ids = message.token_ids if first is None else [*message.token_ids, first.token_id]
         return cls(
@@ -77,7 +77,7 @@ class EndedChoices:
         return len(self._all)
 
     def add(self, now_s: float, ended: Ended) -> None:
-        """Keep the tokens of a choice, in place of those of its lower attempts."""
+        """Keep the tokens of a choice, which replace those of its lower attempts."""
         key = ended.key
         for older in self._by_request.of(key.request_id):
             if older.key.choice == key.choice:

@@ -1,10 +1,10 @@
-"""Requests on their way into the running batch: prompts that land, and prompts computed here.
+"""Requests that are about to join the running batch: prompts that land or are computed here.
 
-Pure; only the decode scheduler calls it. Blocks are reserved in full, so a request that has them
-needs nothing but time. A request gets blocks only when the steps have a place for one of its
-choices, because a first token is worth nothing if the second must wait. Its other choices get
-places as they become free. Smaller requests may pass the head of the line while it has no blocks,
-until it has waited for `MAX_PASSED_S`.
+This file is pure; only the decode scheduler calls it. Blocks are reserved in full, so a request
+that has its blocks waits for nothing else. A request gets blocks only when the steps have a place
+for one of its choices, because a first token is worthless if the second one must wait. Its other
+choices get places as they become free. Smaller requests may pass the head of the line while it has
+no blocks, until it has waited for `MAX_PASSED_S`.
 """
 
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, HeldChoice, Offered
 
 MAX_PASSED_S = 1.0
-# How many requests behind the head are considered in one step.
+# The number of requests behind the head of the line that one step considers.
 MAX_PASSING = 8
 
 
 @dataclass(slots=True, eq=False)
 class PendingPrompt:
-    """One `Decode` message until its sequences run. Its landing's state is the connector's."""
+    """One `Decode` message until its sequences run. The connector has the state of its landing."""
 
     sequence: Sequence
     origin: Origin
@@ -41,8 +41,8 @@ class PendingPrompt:
     reserved_s: float | None = None  # when it got its blocks
     num_cached_tokens: int = 0
     tails: list[int] = field(default_factory=list)
-    left_by: Origin = NO_ROUTER  # the router that is gone, while no other one has the prompt
-    is_adopted: bool = False  # its router has taken it over, with a leg for each choice
+    left_by: Origin = NO_ROUTER  # the lost router, while no other router has the prompt
+    is_adopted: bool = False  # whether its router has taken it over, with a leg for each choice
     is_ended: bool = False  # cancelled or refused; blocks follow when no step or read needs them
 
     @property
@@ -51,7 +51,7 @@ class PendingPrompt:
 
     @property
     def keys(self) -> list[Key]:
-        """Return the keys of the legs that its router has for it."""
+        """Return the keys of its router's legs for this prompt."""
         if not self.is_adopted:
             return [self.key]
         return [self.key.of_choice(choice) for choice in sorted(self.choices.live)]
@@ -61,11 +61,11 @@ class PendingPrompt:
         return self.message.prefill_node is None
 
     def detach(self) -> None:
-        """Go on without a router."""
+        """Continue without a router."""
         self.origin, self.left_by = NO_ROUTER, self.origin
 
     def attach(self, origin: Origin) -> list[HeldChoice]:
-        """Give its choices to another router, which gets a leg for each."""
+        """Give the choices to another router, which gets a leg for each."""
         self.origin, self.left_by, self.is_adopted = origin, NO_ROUTER, True
         output = self.message.token_ids[self.message.num_prompt_tokens :]
         return [HeldChoice(key, output, is_running=True) for key in self.keys]
@@ -79,7 +79,7 @@ class Intake:
         self.pending: dict[Key, PendingPrompt] = {}
         self._by_request: ByRequest[PendingPrompt] = ByRequest()  # the same
         self._queue: dict[Key, PendingPrompt] = {}  # offered or local, without blocks; in order
-        self._seated: dict[Key, PendingPrompt] = {}  # those that have blocks and were not ended
+        self._seated: dict[Key, PendingPrompt] = {}  # prompts that have blocks and were not ended
 
     @property
     def num_waiting(self) -> int:
@@ -99,7 +99,7 @@ class Intake:
             self.outputs.to_connector.append(Expect(message.key, message.prefill_node))
 
     def offered(self, now_s: float, offer: Offered) -> None:
-        """Queue a prompt whose blocks prefill holds, because now it needs blocks here."""
+        """Queue a prompt whose blocks prefill holds, because it now needs blocks here."""
         prompt = self.pending[offer.key]
         if prompt.is_ended:
             return
@@ -120,9 +120,9 @@ class Intake:
         return self.pending.pop(key)
 
     def reserve(self, now_s: float, num_requests: int, num_growing: int) -> None:
-        """Give blocks to the prompts that fit, as long as each request has a place in the steps.
+        """Give blocks to the prompts that fit while each request has a place in the steps.
 
-        `num_requests` run already. Each of the `num_growing` sequences that take steps is left a
+        `num_requests` run already. Each of the `num_growing` sequences that take steps keeps a
         block to grow into.
         """
         for prompt in list(islice(self._queue.values(), MAX_PASSING + 1)):
@@ -132,7 +132,7 @@ class Intake:
                 self.refuse(prompt, _not_cached())
             elif self._reserve_one(now_s, prompt, num_growing):
                 del self._queue[prompt.key]
-            elif self.pool.num_owned == 0:  # blocks were quarantined since it came
+            elif self.pool.num_owned == 0:  # blocks were quarantined after its arrival
                 self.refuse(prompt, _shrunk())
             elif now_s - prompt.queued_s > MAX_PASSED_S or self.pool.num_free <= num_growing:
                 return
@@ -146,7 +146,7 @@ class Intake:
         self.end(prompt, failure)
 
     def fail(self, prompt: PendingPrompt, failure: Failure) -> None:
-        """End a prompt that has landed but cannot go on."""
+        """End a prompt that has landed but cannot continue."""
         prompt.is_ended = True
         self._seated.pop(prompt.key, None)
         self._say_failed(prompt, failure)
@@ -187,7 +187,7 @@ class Intake:
         self._queue[prompt.key] = prompt
 
     def _refusal(self, prompt: PendingPrompt) -> Failure | None:
-        """Return why this request must be refused at once, if it must."""
+        """Return why this request must be refused at once, or None."""
         message, pool = prompt.message, self.pool
         longest = message.num_prompt_tokens + message.sampling.max_tokens
         longest = min(longest, self.limits.max_model_len)
@@ -202,7 +202,7 @@ class Intake:
         return None
 
     def _lacks_too_much(self, prompt: PendingPrompt) -> bool:
-        """Return whether more of a prompt must be computed here than its router expected."""
+        """Return whether this node must compute more of a prompt than its router expected."""
         bound, sequence = prompt.message.max_uncached_tokens, prompt.sequence
         if bound is None or sequence.num_tokens <= bound:
             return False
@@ -233,10 +233,10 @@ class Intake:
 
 
 def _not_cached() -> Failure:
-    text = "this node has not cached as much of the prompt as its router thought"
+    text = "this node has cached less of the prompt than its router expected"
     return Overloaded(text, code=NOT_CACHED).to_failure()
 
 
 def _shrunk() -> Failure:
-    text = "too many of this node's KV blocks are quarantined for this request"
+    text = "so many of this node's KV blocks are quarantined that this request does not fit"
     return Overloaded(text).to_failure()

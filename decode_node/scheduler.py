@@ -1,10 +1,10 @@
-"""Which sequences take the next step: continuous batching, one token each, prompts in between.
+"""Decide which sequences take the next step: continuous batching, with prompts in between.
 
-Pure; only the engine loop calls it. Every running sequence that has its next block takes part in
-every step, as long as there are places. If there are not, requests get places in turn, so one with
-many choices never keeps another one out. Local prompts get what the token budget leaves. When no
-block is left to grow into, the youngest sequence goes back to its router, which resumes it
-elsewhere.
+This file is pure; only the engine loop calls it. Every running sequence that has its next block
+takes part in every step while there are places. If there are too few places, requests get them in
+turn, so a request with many choices never keeps another one out. Local prompts get the rest of the
+token budget. When no block is left to grow into, the youngest sequence goes back to its router,
+which resumes it elsewhere.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ class DecodeScheduler:
         self._running: dict[Key, Stream] = {}  # in order of joining
         self._by_request: ByRequest[Stream] = ByRequest()  # the same
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
-        self._leaving: dict[Key, Stream] = {}  # ended, but a launched step still names them
+        self._leaving: dict[Key, Stream] = {}  # ended, but still part of a launched step
         self._copies: list[tuple[int, int]] = []
         self._detached = Detached(limits.detached_s, self.intake, self._by_request, self._leave)
         self._step_id = 0
@@ -75,7 +75,7 @@ class DecodeScheduler:
         self.intake.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        # A router that was away may cancel what another router has taken over since.
+        # A router that was away may cancel a request that another router has since taken over.
         for request_id in dict.fromkeys(key.request_id for key in keys):
             for prompt in self.intake.of(request_id):
                 is_mine = origin in (prompt.origin, prompt.left_by)
@@ -126,7 +126,7 @@ class DecodeScheduler:
                 slices.append(prompt.sequence.chunk(budget, prompt.choices.every))
                 budget -= slices[-1].length
         copies, self._copies = tuple(self._copies), []
-        if not slices:  # every fork ended before its first step
+        if not slices:  # all forks ended before their first step
             self._drop_copies(copies)
             return None
         self._step_id += 1
@@ -152,9 +152,9 @@ class DecodeScheduler:
         return any(prompt.choices.overlaps(choices) for prompt in pending)
 
     def _supersede(self, origin: Origin, newer: Choices) -> None:
-        """End lower attempts. A router that a request is taken from is told, and loses all of it.
+        """End lower attempts, and tell a router from which the request is taken.
 
-        Its client would otherwise wait for tokens that never come.
+        Otherwise that router's client would wait for tokens that never come.
         """
         mine = (origin, NO_ROUTER)
         for prompt in self.intake.of(newer.key.request_id):
@@ -180,10 +180,10 @@ class DecodeScheduler:
         return slices
 
     def _in_turn(self, num_seats: int) -> list[Stream]:
-        """Return the running streams, those first that have a place if not all have one.
+        """Return the running streams, beginning with those that have places if not all do.
 
-        The first choice of every request comes before the second of any. A request's choices keep
-        their order, so those that have begun are finished before others begin.
+        The first choice of every request comes before the second choice of any. A request's choices
+        keep their order, so choices that have begun finish before others begin.
         """
         streams = list(self._running.values())
         if len(streams) <= num_seats:
@@ -197,7 +197,7 @@ class DecodeScheduler:
         return [streams[index] for _, index in sorted(ranked)]
 
     def _grow(self, stream: Stream) -> bool:
-        """Give the next position a block; preempt the youngest sequence when none is free."""
+        """Give the next position a block. Preempt the youngest sequence if none is free."""
         sequence = stream.sequence
         if sequence.num_planned_tokens < len(sequence.block_table) * self.pool.block_size:
             return True
@@ -252,11 +252,11 @@ class DecodeScheduler:
 
     def _land(self, now_s: float, report: Landed) -> None:
         prompt = self.intake.pending[report.key]
-        if prompt.is_ended:  # it landed while the cancel was on its way
+        if prompt.is_ended:  # the prompt landed while the cancel was on its way
             self.intake.release_if_idle(prompt)
             return
         if not self._fit(report.tokens, prompt.choices):
-            text = "prefill's first tokens do not fit the request"
+            text = "the first tokens from prefill do not match the request"
             self.intake.fail(prompt, TransferError(text).to_failure())
             return
         sequence = prompt.sequence
@@ -269,12 +269,12 @@ class DecodeScheduler:
             num_cached_tokens=prompt.num_cached_tokens,
         )
         for stream in self._join(now_s, prompt, report.tokens, times, every=False):
-            if not stream.wants_step:  # prefill may take longer sequences than this node
+            if not stream.wants_step:  # prefill may accept longer sequences than this node
                 self.outputs.emit(stream.origin, stream.entry("length"))
                 self._leave(stream, "length")
 
     def _fit(self, tokens: tuple[FirstToken, ...], choices: Choices) -> bool:
-        """Check a peer's first tokens before they reach a step."""
+        """Return whether a peer's first tokens are valid, before they reach a step."""
         is_whole = len(tokens) == len(choices.every)
         return is_whole and all(0 <= t.token_id < self.limits.vocab_size for t in tokens)
 
@@ -287,7 +287,7 @@ class DecodeScheduler:
         *,
         every: bool,
     ) -> list[Stream]:
-        """Fork the prompt into streams; `every` False leaves out those that ended at once."""
+        """Fork the prompt into streams. Without `every`, leave out choices that have ended."""
         self.intake.take(prompt.key)
         live = {
             choice: first.token_id
@@ -316,7 +316,7 @@ class DecodeScheduler:
         return streams
 
     def _tell_first(self, prompt: PendingPrompt, choice: int, first: FirstToken) -> None:
-        """Tell a router that took the prompt over what prefill told the router before it."""
+        """Send a router that took over the prompt what prefill sent to the router before it."""
         if prompt.is_adopted and choice in prompt.choices.live:
             key, position = prompt.key.of_choice(choice), prompt.sequence.num_tokens
             entry = TokenEntry(key, position, [first.token_id], first.finish_reason)
@@ -327,7 +327,7 @@ class DecodeScheduler:
             self.pool.release((source, target))
 
     def _leave(self, stream: Stream, reason: FinishReason | None = None) -> None:
-        """Take a stream out of the batch. Its blocks follow when no launched step names them."""
+        """Remove a stream from the batch. Its blocks follow when no launched step needs them."""
         stream.is_ended = True
         self._detached.keep_stream(stream, reason)
         key = stream.sequence.key

@@ -1,6 +1,6 @@
-"""One sequence that generates, and the fork of one prompt into several of them.
+"""One generating sequence, and the fork of one prompt into several sequences.
 
-Held by the decode scheduler only. The prompt's whole blocks are shared by all choices; its partial
+Only the decode scheduler holds streams. All choices share the prompt's whole blocks; its partial
 last block is copied for each choice but the first, because a shared block is never written.
 """
 
@@ -16,14 +16,14 @@ from baton.protocol.messages import FinishReason, HeldChoice, Kept, StageTimes, 
 @dataclass(slots=True, eq=False)
 class Stream:
     sequence: Sequence
-    asked_by: Key  # the message that it comes from; all choices of one share it
+    asked_by: Key  # the message that asked for it, which all of its choices share
     origin: Origin
-    next_position: int  # of the first token not yet sent
+    next_position: int  # position of the first token that is not yet sent
     limit: int  # no token stands at this position or beyond
     joined_s: float
     times: StageTimes | None  # until they are sent with the first entry
-    kept: Kept | None = None  # for another router, if this one goes
-    left_by: Origin = NO_ROUTER  # the router that is gone, while no other one has the stream
+    kept: Kept | None = None  # for another router, if this one is lost
+    left_by: Origin = NO_ROUTER  # the lost router, while no other router has the stream
     is_ended: bool = False
 
     @property
@@ -31,7 +31,7 @@ class Stream:
         return not self.is_ended and self.sequence.num_planned_tokens + 1 < self.limit
 
     def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
-        """Return the tokens that are not sent yet, which then count as sent."""
+        """Return the tokens that are not yet sent, and count them as sent."""
         tokens = self.sequence.token_ids
         entry = TokenEntry(
             self.sequence.key,
@@ -45,11 +45,11 @@ class Stream:
         return entry
 
     def detach(self) -> None:
-        """Go on without a router."""
+        """Continue without a router."""
         self.origin, self.left_by = NO_ROUTER, self.origin
 
     def attach(self, origin: Origin) -> HeldChoice:
-        """Send all further tokens to another router, and return those so far."""
+        """Send all further tokens to another router. Return the tokens so far."""
         sequence, self.origin, self.left_by = self.sequence, origin, NO_ROUTER
         self.next_position = sequence.num_tokens
         output = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -70,10 +70,10 @@ class Fork:
 def fork_prompt(
     pool: BlockPool, prompt: Sequence, tails: list[int], first_tokens: dict[int, int]
 ) -> Fork:
-    """Split a computed prompt into its choices; consumes the references of prompt and tails.
+    """Split a computed prompt into its choices. The references of prompt and tails are consumed.
 
-    `first_tokens` maps each choice that lives on to its first token; `tails` are blocks reserved
-    for the copies of a partial last block, perhaps more than are needed.
+    `first_tokens` maps each choice that goes on to its first token; `tails` are blocks, perhaps
+    more than needed, that are reserved for copies of a partial last block.
     """
     num_whole = prompt.num_tokens // pool.block_size
     whole, tail = prompt.block_table[:num_whole], prompt.block_table[num_whole:]

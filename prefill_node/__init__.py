@@ -1,1 +1,1 @@
-"""The prefill engine: computes prompts in chunks and hands their KV blocks to a decode node."""
+"""The prefill engine, which computes prompts in chunks and hands over their KV blocks."""

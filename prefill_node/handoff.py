@@ -1,7 +1,7 @@
-"""One prompt on its way from a router's request to blocks that decode has read.
+"""One prompt, from a router's request until decode has read its blocks.
 
-Only the prefill scheduler holds it. `is_offered` is true from the offer until the connector reports
-`Released`; during that time a reader may need the blocks.
+Only the prefill scheduler holds a handoff. `is_offered` is true from the offer until the connector
+reports `Released`; during that time a reader may need the blocks.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""Which prompt tokens the next step computes, and when blocks are announced and given back.
+"""Decide which prompt tokens the next step computes, and when blocks are announced and given back.
 
-Pure; only the engine loop calls it. Prompts are served in order of arrival: the oldest prompt takes
-as much of a step's token budget as it needs, and the next ones share the rest. All blocks of a
-prompt are reserved before its first chunk, so a prompt that has started needs nothing but time.
-When the pool cannot take the oldest waiting prompt, no other prompt passes it.
+This file is pure; only the engine loop calls it. Prompts are served in order of arrival: the oldest
+prompt takes as much of a step's token budget as it needs, and the next ones share the rest. All
+blocks of a prompt are reserved before its first chunk, so a prompt that has started never waits for
+blocks. If the pool cannot take the oldest waiting prompt, no other prompt passes it.
 """
 
 from baton.engine.block_pool import BlockPool
@@ -56,13 +56,13 @@ class PrefillScheduler:
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
             if lower.origin != origin and lower.sequence.key.attempt < message.key.attempt:
-                # The other router loses the whole request and would not hear of it otherwise. If it
+                # The other router loses the whole request and would not learn it otherwise. If it
                 # has the first tokens, decode tells it.
                 if lower.sequence.key not in self._holding:
                     self.outputs.say(lower.origin, Failed(lower.sequence.key, taken_over()))
                 self._end(lower, taken_over())
             elif lower.choices.supersede(handoff.choices):
-                self._end(lower, Cancelled("a newer attempt took its place").to_failure())
+                self._end(lower, Cancelled("a newer attempt replaced it").to_failure())
         if self.pool.blocks_for(handoff.sequence.num_tokens) > self.pool.num_blocks:
             never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
             self.outputs.say(origin, Failed(message.key, never.to_failure()))
@@ -78,7 +78,8 @@ class PrefillScheduler:
         self.outputs.say(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
-        # Decode may still reach the router, which must see a lost node and not a cancel.
+        # Decode may still reach the router, to which this must look like a lost node and not like a
+        # cancel.
         lost = NodeError("the prefill node lost the channel to its router").to_failure()
         # A client may have the first token of a computed prompt, so decode must get its blocks.
         for handoff in [*self._waiting.values(), *self._computing.values()]:
@@ -86,7 +87,8 @@ class PrefillScheduler:
                 self._end(handoff, lost)
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
-        # Requests here end with their router. Decode has the tokens to begin them again.
+        # Requests on prefill nodes end with their router. Decode has the tokens to begin them
+        # again.
         self.outputs.say(origin, NotAttached(message.request_id))
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
@@ -94,7 +96,8 @@ class PrefillScheduler:
             raise InvariantBroken(f"a prefill node was told {type(report).__name__}")
         handoff = self._computing.get(report.key) or self._holding[report.key]
         handoff.is_offered = False
-        if report.key in self._computing:  # decode is gone or declined: stop computing for it
+        # Decode is gone or has declined, so stop computing for it.
+        if report.key in self._computing:
             if report.failure is not None:
                 self.outputs.say(handoff.origin, Failed(report.key, report.failure))
             self._end(handoff, None)
@@ -153,7 +156,7 @@ class PrefillScheduler:
         return ready
 
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
-        """Reserve every block of the prompt, cached prefix first; offer them to decode."""
+        """Reserve every block of the prompt, the cached prefix first, and offer them to decode."""
         sequence = handoff.sequence
         reservation = reserve(self.pool, sequence, sequence.num_tokens - 1)
         if reservation is None:
@@ -172,7 +175,7 @@ class PrefillScheduler:
         return True
 
     def _announce(self, handoff: Handoff) -> None:
-        """Announce the blocks that became final: whole ones, and the tail with the last token."""
+        """Announce the blocks that became final: whole blocks, and the tail with the last token."""
         if not handoff.is_offered:
             return
         sequence = handoff.sequence
@@ -207,7 +210,7 @@ class PrefillScheduler:
         self._release_if_quiet(handoff)
 
     def _end(self, handoff: Handoff, why: Failure | None) -> None:
-        """End a handoff. Its blocks follow when no step and no reader needs them.
+        """End a handoff. Its blocks are released when no step and no reader needs them.
 
         `why` is None if decode has ended it.
         """

@@ -1,7 +1,7 @@
 """baton: disaggregated prefill/decode serving for large language models.
 
-`LLM` serves scripts and notebooks, `AsyncLLM` serves event loops, both take `SamplingParams` and
-give `RequestOutput`. Each name is loaded when it is first used, so that `import baton` and the
+`LLM` is for scripts and notebooks, and `AsyncLLM` for event loops. Both take `SamplingParams` and
+return `RequestOutput`. Each name is loaded when it is first used, so that `import baton` and the
 command line stay quick.
 """
 

@@ -1,4 +1,4 @@
-"""`AsyncLLM`, the class for event loops: it takes prompts and yields outputs as they come.
+"""`AsyncLLM`, the class for event loops, which takes prompts and yields outputs as they arrive.
 
 `baton.LLM` and users call it. It joins a `TextRouter` with the nodes that it starts on this host,
 or lets nodes dial in. It never computes anything itself and never loads torch.
@@ -45,12 +45,12 @@ class AsyncLLM:
         launcher: Launcher | None = None,
         **settings: object,
     ) -> None:
-        """Start nothing yet; raises `ConfigError`.
+        """Start nothing yet. Raises `ConfigError`.
 
         `model` is a Hugging Face model folder; empty is the demo model. `settings` are fields of
         `ClusterConfig`, where a section may be a struct or a dict, or keywords of vLLM that have a
-        counterpart. A whole `config` takes the place of both. With a `seed`, the same requests in
-        the same order draw the same tokens. Without `start_nodes`, nodes dial `router.control`.
+        counterpart. A whole `config` replaces both. With a `seed`, the same requests in the same
+        order draw the same tokens. Without `start_nodes`, nodes dial `router.control`.
         """
         if seed is not None and type(seed) is not int:
             raise ConfigError(f"seed must be an integer, not {seed!r}")
@@ -62,12 +62,12 @@ class AsyncLLM:
         self._nodes: StartedNodes | None = None
         if start_nodes:
             self._nodes = StartedNodes(self.config, self._router, launcher or LocalCluster)
-        self._live: dict[str, RequestStream | None] = {}  # None: not tokenized yet
+        self._live: dict[str, RequestStream | None] = {}  # None while it is being tokenized
         self._aborted: set[str] = set()  # requests that were aborted while being tokenized
         self._num_requests = 0
         self._begins = asyncio.Lock()
         self._is_started = self._is_closed = False
-        self._is_awaited = False  # whether `begin` has started nodes that are not in service yet
+        self._is_awaited = False  # whether `begin` has started nodes that are not yet in service
 
     async def begin(self) -> None:
         """Start, and wait until the nodes are in service, unless `start` was called before."""
@@ -97,7 +97,7 @@ class AsyncLLM:
     async def ready(self, timeout_s: float) -> None:
         """Wait until the nodes of `config` are in service.
 
-        After `timeout_s` it is enough that requests can be served; if not, raises `NodeError`.
+        After `timeout_s`, it suffices that requests can be served. Raises `NodeError` otherwise.
         """
         num_prefill = self.config.prefill
         if self.config.router.local_prefill == "always":
@@ -110,7 +110,7 @@ class AsyncLLM:
             if not health.can_serve:
                 text = f"no node was ready within {timeout_s:g} s: {health.message}"
                 raise NodeError(text, code="not_ready") from None
-            log.warning("serving without some of the nodes", reason=health.message)
+            log.warning("serving although some of the nodes are not ready", reason=health.message)
 
     async def generate(
         self,
@@ -118,7 +118,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as they come, in the form of `output_kind`. Leaving early aborts.
+        """Yield outputs as they arrive, in the form of `output_kind`. Leaving early aborts.
 
         `get_default_sampling_params` replaces missing `sampling_params`. `request_id` is the
         caller's own name for the request and must not be the name of another live request.
@@ -146,7 +146,7 @@ class AsyncLLM:
             self._aborted.discard(name)
 
     async def abort(self, request_id: str) -> None:
-        """End a live request: its reader gets `Cancelled`. An unknown id is ignored."""
+        """End a live request, whose reader gets `Cancelled`. An unknown id is ignored."""
         stream = self._live.get(request_id)
         if stream is not None:
             stream.close()
@@ -154,7 +154,7 @@ class AsyncLLM:
             self._aborted.add(request_id)
 
     async def shutdown(self) -> None:
-        """End every request, then the nodes that were started here. May be called again."""
+        """End every request, then the nodes that were started here. It may be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -171,18 +171,18 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Return whether the router has ended for another reason than `shutdown`."""
+        """Return whether the router has ended for a reason other than `shutdown`."""
         return self._router.errored
 
     def get_tokenizer(self) -> ModelTokenizer:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's generation_config.json asks for, else the usual defaults."""
+        """Return the defaults of the model's generation_config.json, else the usual ones."""
         return self._defaults
 
     def get_model_config(self) -> ServedModel:
-        """Return what the nodes serve; raises `NodeError` until a node has been ready."""
+        """Return the model that the nodes serve. Raises `NodeError` until a node has been ready."""
         return self._router.get_model_config()
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -202,7 +202,7 @@ class AsyncLLM:
         await self.shutdown()
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
-        """Return `params` with what the caller of this request and of the constructor left open."""
+        """Return `params` with the defaults and the seed that the callers left open."""
         if params is None:
             params = self._defaults
         if not isinstance(params, SamplingParams):

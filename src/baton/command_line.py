@@ -43,18 +43,22 @@ COMMANDS = {
             "Serve HTTP and hand requests to the nodes that dial in.",
             ("model", "router", "keys", "log"),
         ),
-        Subcommand("prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS),
-        Subcommand("decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS),
+        Subcommand(
+            "prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS
+        ),
+        Subcommand(
+            "decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS
+        ),
     )
 }
-DRAIN_HELP = "Take a node out of a running cluster and wait until it is gone."
+DRAIN_HELP = "Remove a node from a running cluster and wait until it is gone."
 DRAIN_USAGE = f"""\
 usage: baton drain NODE [--control ENDPOINT] [--keys FILE] [--config FILE]
 
 {DRAIN_HELP}
 
-The node takes no new requests, finishes or hands over those that it has within its node.drain_s,
-and exits with 0. `serve` does not start it again.
+The node takes no new requests, finishes or hands over its requests within its node.drain_s, and
+exits with 0. `serve` does not start it again.
 
   NODE                the node's id, as /health shows it
   --control ENDPOINT  endpoint of a router that the node dials (default: {DEFAULT_CONTROL})
@@ -67,7 +71,7 @@ Copy it to each host, and start every router and node with it:
   baton router --keys {name} ...
 """
 API_KEY_MADE = """\
-The line above is the key; it is stored nowhere. {path} has its hash and name: remove that line to
+The line above is the key; it is stored nowhere. {path} holds its hash and name: remove that line to
 refuse the key. A router with --api-key-file {path} needs no restart for either.
 """
 COMPLETION_USE = """\
@@ -78,9 +82,9 @@ COMPLETION_USE = """\
 
 @dataclass(slots=True, frozen=True)
 class OtherCommand:
-    """A command that is not a process of a cluster. Without flags, it takes the words `operands`.
+    """A command that is not a process of a cluster. One without flags takes the words `operands`.
 
-    `run` gets its name, its line in the help and the words that follow it.
+    `run` gets the command's name, its line in the help, and the words after the name.
     """
 
     help: str
@@ -90,7 +94,7 @@ class OtherCommand:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return the exit code of the process. `__main__` calls it."""
-    # This comes first: a parent that is gone by now must not leave this process behind.
+    # This comes first, because a parent that is gone by now must not leave this process behind.
     die_with_parent()
     end_by_signal()
     try:
@@ -102,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
         tell_failure(error.message, error.code)
         return EXIT_FAILED
     except BrokenPipeError:
-        # The reader of our output left, so the flush of stdout at exit would fail.
+        # The reader of our output is gone, so flushing stdout at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -132,7 +136,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     own_process(config.log, config.node.id or name)
     config = with_model(config, needs_weights=name != "router")
     if name in ("serve", "router"):
-        certificate_of(config.router)  # a file that cannot be used ends the command here
+        certificate_of(config.router)  # an unusable file ends the command here
     if name == "serve":
         from baton.deploy.serve import serve
 
@@ -234,7 +238,7 @@ def _completion(name: str, summary: str, rest: list[str]) -> int:
 
 
 def _operands(name: str, rest: list[str]) -> list[str] | None:
-    """Return the words after a command without flags, or None if help was asked for and printed."""
+    """Return the words after a command without flags, or None after printing its help."""
     operands = OTHERS[name].operands
     if rest in (["-h"], ["--help"]):
         print(f"usage: baton {name} {operands}\n\n{OTHERS[name].help}")
@@ -244,25 +248,23 @@ def _operands(name: str, rest: list[str]) -> list[str] | None:
     return rest
 
 
-# In the order of the help.
+# They are in the order of the help.
 OTHERS = {
     "up": OtherCommand(
         "Start the cluster that a cluster.yaml describes, and wait until it serves.", _cluster
     ),
-    "down": OtherCommand("End a cluster that `up` has started.", _cluster),
+    "down": OtherCommand("Stop a cluster that `up` has started.", _cluster),
     "status": OtherCommand(
-        "Show the processes of a cluster, live: their state, load, KV use and hand-overs.", _cluster
+        "Show the processes of a cluster live: their state, load, KV use and handoffs.", _cluster
     ),
     "render": OtherCommand(
-        "Write the files by which a platform runs a cluster, and start nothing.", _cluster
+        "Write the files with which a platform runs a cluster, and start nothing.", _cluster
     ),
     "doctor": OtherCommand(
-        "Find what is wrong with this machine, a cluster's hosts, or the paths between them.",
+        "Find problems of this machine, a cluster's hosts, or the paths between them.",
         _doctor,
     ),
-    "chat": OtherCommand(
-        "Talk to a running server in the terminal (`baton chat --help`).", _chat
-    ),
+    "chat": OtherCommand("Talk to a running server in the terminal (`baton chat --help`).", _chat),
     "drain": OtherCommand(DRAIN_HELP, _drain),
     "bench": OtherCommand(
         "Measure the latency of any OpenAI-compatible server (`baton bench --help`).", _bench
@@ -271,7 +273,7 @@ OTHERS = {
         "Make the key that the processes of a cluster on several hosts share.", _keygen, "FILE"
     ),
     "api-key": OtherCommand(
-        "Make a key for clients of the router and add its hash to a file of keys.",
+        "Make a key for clients of the router, and add its hash to a file of keys.",
         _api_key,
         "FILE NAME",
     ),
@@ -279,7 +281,7 @@ OTHERS = {
         "Write the small model that `serve` uses by default into a folder.", _demo_model, "FOLDER"
     ),
     "completion": OtherCommand(
-        "Print a script by which bash, zsh or fish completes baton's commands and flags.",
+        "Print a script with which bash, zsh or fish completes baton's commands and flags.",
         _completion,
         "SHELL",
     ),

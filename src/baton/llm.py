@@ -1,7 +1,7 @@
-"""`LLM`, the class for scripts and notebooks: it takes prompts and returns outputs, no asyncio.
+"""`LLM`, the class for scripts and notebooks, which takes prompts and returns outputs.
 
-It runs an `AsyncLLM` on an event loop in a thread of its own, and owns the node processes. Any
-thread may call it. It must not be able to do what `AsyncLLM` cannot.
+It needs no asyncio: it runs an `AsyncLLM` on an event loop in a thread of its own, and owns the
+node processes. Any thread may call it. It must offer nothing that `AsyncLLM` does not.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class LLM:
     """A model in prefill and decode processes on this host, from construction to `shutdown`.
 
-    It is also a context manager, and the end of the interpreter shuts it down in any case.
+    It is also a context manager, and the end of the interpreter always shuts it down.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LLM:
         launcher: Launcher | None = None,
         **settings: object,
     ) -> None:
-        """Start the nodes and wait for them; raises `ConfigError` or `NodeError`.
+        """Start the nodes and wait for them. Raises `ConfigError` or `NodeError`.
 
         The arguments are those of `AsyncLLM`: `LLM(path, decode=2, cache={"memory_mib": 1024})`.
         """
@@ -102,11 +102,11 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
-        """Return one output per conversation: what the model answers to its last message.
+        """Return one output per conversation: the model's answer to its last message.
 
         A conversation is a list of messages, and a message a dict of `role` and `content`. The
-        model's chat template makes the prompt and sees `chat_template_kwargs`. All else is as in
-        `generate`.
+        model's chat template makes the prompt and sees `chat_template_kwargs`. Everything else is
+        as in `generate`.
         """
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
@@ -125,14 +125,14 @@ class LLM:
         return self._llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's generation_config.json asks for, else the usual defaults."""
+        """Return the defaults of the model's generation_config.json, else the usual ones."""
         return self._llm.get_default_sampling_params()
 
     def get_model_config(self) -> ServedModel:
         return self._llm.get_model_config()
 
     def shutdown(self) -> None:
-        """End the nodes and the loop. May be called again."""
+        """End the nodes and the loop. It may be called again."""
         if self._loop.is_closed():
             return
         atexit.unregister(self.shutdown)
@@ -174,7 +174,7 @@ class LLM:
         params: Sequence[SamplingParams],
         ended: Callable[[RequestOutput], None],
     ) -> list[RequestOutput]:
-        # More requests would only wait in the router's line, which is bounded.
+        # Further requests would only wait in the router's line, which is bounded.
         room = asyncio.Semaphore(self.config.router.max_inflight)
 
         async def one(prompt: Prompt, wanted: SamplingParams) -> RequestOutput:

@@ -1,8 +1,8 @@
-"""The settings with which `LLM` and `AsyncLLM` are made, as a `ClusterConfig`.
+"""Make the settings of `LLM` and `AsyncLLM` into a `ClusterConfig`.
 
-They are baton's own, by the names of docs/config.md, and those keywords of vLLM's constructor that
-mean the same. Every other keyword of vLLM is refused with a sentence that says how baton does it,
-unless its value asks for nothing.
+The settings are baton's own, with the names in docs/config.md, and those keywords of vLLM's
+constructor that mean the same. Every other keyword of vLLM is refused with a sentence that says how
+baton does it, unless its value asks for nothing.
 """
 
 import os
@@ -56,7 +56,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "trust_remote_code": ((None, False, True), "baton runs no code of a model folder"),
     "enforce_eager": ((None, False), "baton itself knows when to record CUDA graphs"),
     "enable_chunked_prefill": ((None, True), "max_num_batched_tokens sets the size of a chunk"),
-    "disable_log_stats": ((None, True), "log={'level': 'info'} shows what nodes say"),
+    "disable_log_stats": ((None, True), "log={'level': 'info'} shows the nodes' messages"),
     "generation_config": ((None, "auto"), "SamplingParams() takes baton's defaults instead"),
     "enable_lora": ((None, False), "baton serves no adapters"),
     "kv_transfer_config": ((None,), "transfer={...} sets how KV blocks travel"),
@@ -66,9 +66,9 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 def config_of(
     model: Model, settings: Mapping[str, object], config: ClusterConfig | None
 ) -> ClusterConfig:
-    """Return the settings of a cluster on this host; raises `ConfigError`.
+    """Return the settings of a cluster on this host. Raises `ConfigError`.
 
-    They are `config`, or else made of `model` and `settings`. An empty `model` is the demo model.
+    They are `config`, or made from `model` and `settings`. An empty `model` means the demo model.
     Nodes print only warnings, unless `log` says otherwise.
     """
     if config is None:
@@ -114,7 +114,7 @@ def _with(section: object, name: str, key: str, value: object) -> dict[str, obje
 
 
 def _dtype(value: object) -> str:
-    """Return a type by baton's name; torch's own types and vLLM's short names are taken too."""
+    """Return a type by baton's name, from torch's own types and vLLM's short names too."""
     name = str(value).removeprefix("torch.")
     if name in ("half", "float16"):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The forms in which a prompt may be given to `LLM` and `AsyncLLM`.
 
-`given_prompt` turns each of them into a `GivenPrompt` and refuses all else. Nothing is tokenized
-here.
+`given_prompt` turns each form into a `GivenPrompt` and refuses everything else. Nothing is
+tokenized here.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, and the text that outputs shall show as their prompt."""
+    """Token ids, and the text that outputs show as their prompt."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
@@ -30,13 +30,15 @@ class GivenPrompt(NamedTuple):
 
 
 def given_prompt(prompt: Prompt) -> GivenPrompt:
-    """Return what `prompt` gives; raises `RequestError` if it has none of the forms."""
+    """Return the content of `prompt`. Raises `RequestError` if it has none of the forms."""
     match prompt:
         case str():
             return GivenPrompt(prompt, prompt)
         case list():
             return GivenPrompt(_checked(prompt), None)
-        case {"prompt": str() | None as text, "prompt_token_ids": list() as ids, **more} if not more:
+        case {"prompt": str() | None as text, "prompt_token_ids": list() as ids, **more} if (
+            not more
+        ):
             return GivenPrompt(_checked(ids), text)
         case {"prompt_token_ids": list() as ids, **more} if not more:
             return GivenPrompt(_checked(ids), None)

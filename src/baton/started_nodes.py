@@ -1,7 +1,7 @@
-"""The nodes that an `AsyncLLM` starts on its own host, and what happens when one of them ends.
+"""Start the nodes of an `AsyncLLM` on its own host, and react if one of them ends.
 
-A node that ends before any node was ever ready fails the router too, because a restart would not
-help. Later, the launcher starts a node that ended again. Nothing here speaks to a node.
+If a node ends before any node was ever ready, the router fails too, because a restart would not
+help. Later, the launcher restarts a node that has ended. Nothing here sends messages to a node.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ Launcher = Callable[[ClusterConfig, str], LocalNodes]
 
 
 class StartedNodes:
-    """Call `start` on the event loop of the router, and `stop` in the end."""
+    """The nodes. Call `start` on the event loop of their router, and `stop` at the end."""
 
     def __init__(self, config: ClusterConfig, router: TextRouter, launcher: Launcher) -> None:
-        """`launcher` makes the nodes of `config`, which dial the endpoint that it is given."""
+        """`launcher` starts the nodes of `config`, which dial the endpoint that is passed to it."""
         self._config = config
         self._router = router
         self._launcher = launcher
@@ -57,7 +57,7 @@ class StartedNodes:
         self._watch()
 
     async def stop(self) -> None:
-        """End the nodes. May be called again."""
+        """End the nodes. It may be called again."""
         if self._timer is not None:
             self._timer.cancel()
         nodes, self._nodes = self._nodes, None

@@ -1,4 +1,4 @@
-"""`ModelTokenizer`, the tokenizer that `get_tokenizer` returns: it has no coroutine.
+"""`ModelTokenizer`, the tokenizer that `get_tokenizer` returns, which has no coroutines.
 
 Its methods have the names of those of `transformers`' tokenizers; that package is not loaded. It
 uses the router's tokenizer and chat template, so the model reads text that was encoded here in the
@@ -13,7 +13,8 @@ from baton.protocol.errors import RequestError
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
 
-ChatMessage = Mapping[str, object]  # a turn: "role", "content" and what else the template reads
+# A turn: "role", "content" and other fields that the template reads.
+ChatMessage = Mapping[str, object]
 Conversation = Sequence[ChatMessage]
 
 
@@ -26,7 +27,7 @@ class ModelTokenizer:
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`, with those that the tokenizer adds to every text."""
+        """Return the ids of `text`, including those that the tokenizer adds to every text."""
         return self._text.encode_now(text, add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -62,7 +63,7 @@ class ModelTokenizer:
         add_generation_prompt: bool = False,
         **options: object,
     ) -> str | list[int]:
-        """Return the prompt that the model's chat template makes of a conversation.
+        """Return the prompt that the model's chat template makes from a conversation.
 
         `add_generation_prompt` opens the answer of the assistant. The template sees `options`.
         Raises `RequestError` if the model has no template or the template refuses the messages.
@@ -79,7 +80,9 @@ class ModelTokenizer:
         return self.encode(prompt, add_special_tokens=False) if tokenize else prompt
 
     def _chat_template(self) -> ChatTemplate:
-        self._template = self._template or ChatTemplate.load(self._model.path, self._model.chat_template)
+        self._template = self._template or ChatTemplate.load(
+            self._model.path, self._model.chat_template
+        )
         if self._template is None:
             raise RequestError("this model has no chat template", code="no_chat_template")
         return self._template
