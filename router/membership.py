@@ -99,7 +99,7 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     if info.layout.fingerprint != model.layout.fingerprint:
         found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
     limits = [
-        f"its {name} is {getattr(info, name)}, and theirs is {getattr(model, name)}"
+        f"its {name} is {getattr(info, name)}, theirs {getattr(model, name)}"
         for name in ("max_model_len", "vocab_size", "eos_token_ids")
         if getattr(info, name) != getattr(model, name)
     ]
