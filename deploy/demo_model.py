@@ -1,8 +1,8 @@
 """The demo model that comes with baton, so that it runs without a download.
 
 It has about a million parameters and is trained by `tools/demo_model`; docs/demo-model.md describes
-the training text and what the model knows. `serve` uses the model where it lies; `baton demo-model`
-copies it out. This module needs neither torch nor transformers nor a network.
+the training text and what the model knows. `serve` uses the model in place; `baton demo-model`
+copies it to a folder. This module needs neither torch nor transformers nor a network.
 """
 
 import os
@@ -25,7 +25,7 @@ FILES = (
 def write_demo_model(folder: Path) -> None:
     """Write the model to `folder`, all of it or nothing; a demo model already there stays.
 
-    Raises `ConfigError` when `folder` holds something else or cannot be written.
+    Raises `ConfigError` if `folder` holds something else or cannot be written.
     """
     if (folder / "config.json").is_file():
         return

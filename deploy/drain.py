@@ -1,8 +1,8 @@
-"""`baton drain NODE`: take one node out of a running cluster, and wait until it is gone.
+"""`baton drain NODE` removes one node from a running cluster and waits until it is gone.
 
-The command line calls it. It dials a router as nodes do, so a process that may join the cluster
-may drain its nodes, and clients of the HTTP API may not. It repeats its wish until the node is
-gone: the router answers each time with the node's state.
+The command line calls it. It dials a router as nodes do, so a process that may join the cluster may
+drain its nodes, but clients of the HTTP API may not. It repeats its message until the node is gone;
+each time, the router answers with the node's state.
 """
 
 import zmq
@@ -20,7 +20,7 @@ from baton.runtime.interrupts import Interrupts
 
 POLL_S = 0.05
 ASK_S = 0.5
-# How long a router may be silent: the first answer comes at once if there is a router.
+# How long a router may be silent. A router that exists answers at once.
 SILENCE_S = 10.0
 
 
@@ -69,5 +69,5 @@ def _follow(dialer: Dialer[ToRouter, ToNode], node: NodeId, interrupts: Interrup
         if now_s - heard_s > SILENCE_S:
             text = f"no router answers at {dialer.endpoint}: name its endpoint with --control"
             raise NodeError(text, code="no_router")
-    print(f"{node} goes on draining", flush=True)
+    print(f"{node} continues to drain", flush=True)
     return 0

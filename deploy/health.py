@@ -1,7 +1,7 @@
-"""What a router's /health says of its nodes, as commands that wait for a cluster need it.
+"""Read a router's /health, for commands that wait for a cluster.
 
-`serve` and `baton up` ask while nodes start, `baton doctor` at any time. The answer is read without
-an HTTP library.
+`serve` and `baton up` call it while nodes start, and `baton doctor` at any time. It needs no HTTP
+library.
 """
 
 import http.client
@@ -61,12 +61,12 @@ class TransferReply(msgspec.Struct, frozen=True):
 class HealthReply(msgspec.Struct, frozen=True):
     """The part of GET /health that start-up and `baton doctor` need."""
 
-    router: str = ""  # the name of the one that answered
+    router: str = ""  # the name of the router that answered
     nodes: tuple[NodeReply, ...] = ()
     lost: tuple[LostReply, ...] = ()
     pairs: tuple[PairReply, ...] = ()
     transfers: tuple[TransferReply, ...] = ()
-    can_serve: bool = False  # the answer was 200
+    can_serve: bool = False  # whether the answer's status was 200
 
     @property
     def ready_ids(self) -> frozenset[str]:
@@ -74,9 +74,9 @@ class HealthReply(msgspec.Struct, frozen=True):
 
 
 def ask_health(url: str) -> HealthReply | None:
-    """Return what the router at `url` (http://host:port) says, or None if it does not answer.
+    """Return the answer of the router at `url` (http://host:port), or None if there is none.
 
-    An https router may have any certificate: it names the host by which clients come, nothing
+    The certificate of an https router is not checked: it names the host that clients use, nothing
     secret is sent, and Kubernetes' probes do not check it either.
     """
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Find the model folder that a command means and check it before any process is started.
+"""Find the model folder of a command, and check it before any process is started.
 
 The command line calls `with_model` for every command that has a model. Without a path, the folder
 is that of the demo model that comes with baton. A name such as `Qwen/Qwen3-0.6B` that is no folder
@@ -25,10 +25,10 @@ from baton.runtime.log import logger
 
 DEMO_NAME = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What baton reads of a repository: not the weights in other formats.
+# The files of a repository that baton reads, without weights in other formats.
 _HUB_FILES, _HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Git leaves such a file of some hundred bytes where a large file was not fetched.
+# Git leaves a file of some hundred bytes in place of a large file that was not fetched.
 _LFS_POINTER = b"version https://git-lfs"
 
 log = logger("model")
@@ -37,7 +37,7 @@ log = logger("model")
 def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterConfig:
     """Return `config` with an absolute `model.path` that can be read and a `model.name`.
 
-    Raises `ConfigError` for a folder that cannot be served. A router `needs_weights` not.
+    Raises `ConfigError` for a folder that cannot be served. Routers do not need the weights.
     """
     if not config.model.path:
         folder, name = CHECKPOINT, DEMO_NAME
@@ -53,7 +53,7 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
 
 
 def _folder_of(path: str, *, needs_weights: bool) -> tuple[Path, str]:
-    """Return the folder and what the model is called."""
+    """Return the folder and the name of the model."""
     folder = Path(path).expanduser().absolute()
     if folder.exists():
         return folder, folder.resolve().name
@@ -67,7 +67,7 @@ def _folder_of(path: str, *, needs_weights: bool) -> tuple[Path, str]:
 
 def _from_hub(name: str, *, needs_weights: bool) -> Path:
     """Return the folder of the hub's model in the hub's cache, fetched if it is not there."""
-    # It takes a quarter of a second to import, which only users of the hub should wait for.
+    # Importing it takes a quarter of a second, for which only users of the hub should wait.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -79,7 +79,8 @@ def _from_hub(name: str, *, needs_weights: bool) -> Path:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         cache = constants.HF_HUB_CACHE
         raise ConfigError(
-            f"model {name} is no folder here, nor in the hub's cache {cache}, and {why}: {hint}"
+            f"model {name} is not a folder here and not in the hub's cache {cache}, and {why}: "
+            f"{hint}"
         ) from error
     except HfHubHTTPError as error:
         raise ConfigError(f"the hub does not give model {name}: {error.server_message}") from error
@@ -100,7 +101,7 @@ def _checked(folder: Path) -> DecoderConfig:
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise `ConfigError` unless every file of the weights is there and is no LFS pointer."""
+    """Raise `ConfigError` unless every file of the weights exists and is not an LFS pointer."""
     index = folder / _INDEX
     names = {_WEIGHTS}
     if not (folder / _WEIGHTS).is_file() and index.is_file():

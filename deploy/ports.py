@@ -1,8 +1,8 @@
-"""Check addresses before anything is started: ports that are taken or that other hosts can reach.
+"""Check addresses before anything is started: whether ports are free, and who can reach them.
 
-The command line and `serve` call these checks, which exist for the sake of a clear message: a
-process that binds later still has to cope with an address that was taken in between. `serve` also
-keeps the port of its routers while none of them listens.
+The command line and `serve` call these checks to give clear messages early: a process that binds
+later must still handle an address that was taken in between. `serve` also keeps the port of its
+routers while none of them listens.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def check_router_ports(config: ClusterConfig) -> None:
 def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
     """Raise `ConfigError` if other hosts could connect to the endpoints without a key.
 
-    Nodes and routers trust every process that they are connected to.
+    Nodes and routers trust every process to which they are connected.
     """
     keys = load_keys(config.keys)
     for endpoint in endpoints:
@@ -45,17 +45,17 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
         if keys.pairs or address.is_loopback:
             continue
         log.warning(
-            "every process that can reach this address is trusted: keep it on a private network",
+            "every process that can reach this address is trusted, so the network must be private",
             setting=setting,
             address=endpoint,
         )
 
 
 class ReservedPort:
-    """A port that is kept for routers, so that one that starts again finds it free.
+    """A port that is reserved for routers, so that a restarted router finds it free.
 
-    Its sockets are bound and never listen, so they get no connections, and routers can bind beside
-    them: one router as usual, or several if the port is shared.
+    Its sockets are bound but never listen, so they get no connections, and routers can also bind
+    the port: one router as usual, or several if the port is shared.
     """
 
     def __init__(self, host: str, port: int, *, is_shared: bool) -> None:
@@ -78,7 +78,7 @@ class ReservedPort:
             raise ConfigError(f"cannot reserve port {port} on {host}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Give the port back. May be called again."""
+        """Give the port back. It may be called again."""
         for one in self._sockets:
             one.close()
 
@@ -106,7 +106,7 @@ class ReservedPort:
 def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
     """Raise `ConfigError` if the port cannot be listened on; port 0 is always free.
 
-    Of a port that is shared, others may listen on it who share it too.
+    If the port is shared, other processes that share it may listen on it.
     """
     name = None if host in ("", "*") else host
     try:
@@ -121,7 +121,8 @@ def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool =
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             probe.bind(address)
-            if not is_shared:  # it would get connections that others are to answer
+            # A listening socket would take connections that others have to answer.
+            if not is_shared:
                 probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:

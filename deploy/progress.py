@@ -1,4 +1,4 @@
-"""Show people how the start of a cluster goes: a spinner on a terminal, plain lines elsewhere.
+"""Show the progress of a cluster's start: a spinner on a terminal, plain lines elsewhere.
 
 `serve` and `baton up` use it. The lines of child processes pass through it too, so that they do not
 tear the spinner apart. It decides nothing.

@@ -1,8 +1,8 @@
-"""`baton serve`: a router and its nodes on this host, from the port check to the last exit.
+"""`baton serve` runs a router and its nodes on this host, from the port check to the last exit.
 
 The command line calls it. The router is a child like the nodes, so this process only starts, shows,
-watches and ends its children: it holds no model and no request. A child that dies is started again,
-a router on the same port. Several routers may share the port: the system spreads connections over
+watches and ends its children: it holds no model and no request. A child that dies is restarted, a
+router on the same port. Several routers may share the port: the system spreads connections over
 them, and every node dials them all.
 """
 
@@ -27,8 +27,8 @@ from baton.runtime.process import Command, Exit, Supervisor, log_exit
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1
-ROUTER_GRACE_S = 2.0  # beyond the time that it may take to drain
-# Added to the nodes' own deadline: the time for the interpreter and the router to start.
+ROUTER_GRACE_S = 2.0  # the time to end, beyond the time that a drain may take
+# The time for the interpreter and the router to start, added to the nodes' own deadline.
 EXTRA_START_S = 20.0
 
 log = logger("serve")
@@ -99,7 +99,7 @@ class LocalServer:
     def wait_until_ready(self, interrupts: Interrupts) -> bool:
         """Return True when all are ready, False when a stop was requested.
 
-        Raises `NodeError` when a process ended or the start takes too long.
+        Raises `NodeError` if a process ended or the start takes too long.
         """
         limit_s = self._config.node.start_timeout_s + EXTRA_START_S
         deadline_s = monotonic() + limit_s
@@ -107,7 +107,7 @@ class LocalServer:
             while not interrupts.wait(WATCH_S):
                 for ended in self._poll():
                     raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
-                # Which router a connection comes to is up to the system.
+                # The system chooses which router gets a connection.
                 for _ in self._routers:
                     self._progress.show(self._ask_health())
                 if len(self._ready_routers) == len(self._routers):
@@ -125,9 +125,9 @@ class LocalServer:
                 log_exit(log, ended)
 
     def stop(self, *, is_hurried: bool = True) -> None:
-        """End everything, the routers first, which may finish their requests.
+        """End everything, beginning with the routers, which may finish their requests.
 
-        If it is hurried, all of this takes five seconds at the most.
+        If it is hurried, this takes five seconds at most.
         """
         self._progress.stop()
         drain_s = 0.0 if is_hurried else self._config.router.drain_s
@@ -137,7 +137,7 @@ class LocalServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """End everything by force, without waiting; safe in a signal handler."""
+        """End everything by force without waiting. A signal handler may call it."""
         self._router.kill()
         self._nodes.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -150,7 +150,7 @@ class LocalServer:
         return self._folder / f"{router}.yaml"
 
     def _ask_health(self) -> dict[str, str]:
-        """Return the phase of each node as a router reports it, and note a router that is ready."""
+        """Return the phase of each node from a router, and note a router that is ready."""
         health = ask_health(self.url) or HealthReply()
         wanted = self._config.prefill + self._config.decode
         if health.can_serve and len(health.ready_ids) >= wanted:
@@ -159,9 +159,9 @@ class LocalServer:
 
 
 def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
-    """Return the text that shows how to call the server, ready to paste into shell and Python.
+    """Return a text that shows how to call the server from a shell and from Python.
 
-    It repeats no API key, because terminals and logs keep what is printed.
+    It contains no API key, because terminals and logs keep what is printed.
     """
     key, header = "none", ""
     if wants_key:

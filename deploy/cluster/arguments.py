@@ -1,6 +1,6 @@
 """The command lines of `baton up`, `down`, `status` and `render`.
 
-`commands` reads them into one Struct. Settings have no flags here: they stand in cluster.yaml.
+`commands` reads them into one Struct. Settings have no flags here, because cluster.yaml has them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DEFAULT_FILE = "cluster.yaml"
 
 
 class Words(msgspec.Struct, frozen=True):
-    """What the words of one command say."""
+    """The arguments of one command."""
 
     file: str
     platform: str = LOCAL
@@ -32,7 +32,7 @@ class Words(msgspec.Struct, frozen=True):
     urls: tuple[str, ...] = ()  # of routers to ask
     api_key: str = ""
     ca_file: str = ""
-    names_deployment: bool = False  # by a file or a state folder, and not by default
+    names_deployment: bool = False  # a file or a state folder was named, and not taken by default
 
     @property
     def stays(self) -> bool:
@@ -41,7 +41,7 @@ class Words(msgspec.Struct, frozen=True):
 
 
 def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
-    """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
+    """Return the parsed arguments; `--help` prints and exits. Raises `ConfigError`."""
     given = vars(parser_of(command, summary).parse_args(arguments))
     hosts = tuple(filter(None, (given.pop("host", None) or "").split(",")))
     urls = tuple(given.pop("url", None) or ())
@@ -82,8 +82,8 @@ def parser_of(command: str, summary: str) -> FlagParser:
         parser.add_argument(
             "--host",
             metavar="A,B",
-            help="hosts of the description whose processes are meant; the default is the hosts "
-            "whose address this machine has",
+            help="hosts of the description whose processes this command handles (default: the "
+            "hosts whose addresses this machine has)",
         )
         parser.add_argument(
             "--address",
@@ -99,7 +99,7 @@ def parser_of(command: str, summary: str) -> FlagParser:
     parser.add_argument(
         "--state",
         metavar="FOLDER",
-        help="folder in which `up` notes what it starts (default: ~/.local/state/baton/NAME)",
+        help="folder in which `up` records what it starts (default: ~/.local/state/baton/NAME)",
     )
     if command == "up":
         _add_start(parser)
@@ -113,22 +113,23 @@ def _add_view(parser: FlagParser) -> None:
     parser.add_argument(
         "--once",
         action="store_true",
-        help="print the table once; without it, a terminal shows it live until Ctrl-C",
+        help="print the table once; without this flag, a terminal shows it live until Ctrl-C",
     )
     parser.add_argument(
         "--url",
         action="append",
         metavar="URL",
-        help="router to ask, such as http://10.0.0.1:8000; may be repeated; without FILE and "
-        "--state, only these are asked",
+        help="URL of a router to ask, such as http://10.0.0.1:8000; may be repeated; without FILE "
+        "and --state, only these routers are asked",
     )
     parser.add_argument(
-        "--api-key", help="key that the routers ask for (default: BATON_API_KEY, or the file's)"
+        "--api-key",
+        help="API key that the routers ask for (default: BATON_API_KEY, or the key in the file)",
     )
     parser.add_argument(
         "--ca-file",
         metavar="PATH",
-        help="PEM file of the authority of https routers' certificates",
+        help="PEM file with the authority that signed the certificates of https routers",
     )
 
 
@@ -136,13 +137,13 @@ def _add_start(parser: FlagParser) -> None:
     parser.add_argument(
         "--detach",
         action="store_true",
-        help="return once the cluster serves; without it, `--on local` stays in front and ends the "
-        "cluster with Ctrl-C",
+        help="return once the cluster serves; without this flag, `--on local` stays in the "
+        "foreground and ends the cluster with Ctrl-C",
     )
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="leave what was started running when the start fails; implies --detach",
+        help="keep the started processes running if the start fails; implies --detach",
     )
     parser.add_argument(
         "--timeout",
@@ -150,5 +151,5 @@ def _add_start(parser: FlagParser) -> None:
         metavar="S",
         type=timeout_of,
         help="longest wait until the cluster serves, in seconds (default: node.start_timeout_s of "
-        "the slowest pool and 20 s)",
+        "the slowest pool, plus 20 s)",
     )

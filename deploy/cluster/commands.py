@@ -1,8 +1,8 @@
 """`baton up`, `down`, `status` and `render`: one cluster.yaml on any platform.
 
 The command line calls `main`. `up` writes what it starts into a state folder, where `status` and
-`down` find it. It returns once the cluster serves, or stays in front on this machine, and leaves
-nothing running when it fails.
+`down` find it. It returns once the cluster serves, or stays in the foreground on this machine. If
+it fails, it leaves nothing running.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from baton.runtime.interrupts import Interrupts
 WATCH_S = 0.2
 # Added to the nodes' own deadline: the time for interpreters and the platform to start.
 EXTRA_START_S = 20.0
-# Platforms that fetch an image first, and maybe the model.
+# Platforms that first fetch an image, and perhaps the model.
 FETCH_S = {"kubernetes": 1800.0}
 
 
@@ -99,7 +99,7 @@ def down(words: Words) -> int:
 
 
 def status(words: Words) -> int:
-    """Print how a cluster is; the exit code is 0 if every process runs."""
+    """Print the state of a cluster. The exit code is 0 if every process runs."""
     if words.urls and not words.names_deployment:
         return show(ClusterView(words), words)
     folder, deployment = deployment_of(words.file, words.state)
@@ -110,12 +110,15 @@ def status(words: Words) -> int:
 def _ended(
     platform: Platform, folder: Path, words: Words, interrupts: Interrupts
 ) -> Iterator[None]:
-    """End what was started when the block fails, or when `up` stays in front and is done."""
+    """End the cluster if the block fails, or when `up` in the foreground is done."""
     try:
         yield
     except BaseException:
         if words.keep:
-            print(f"baton: --keep leaves it as it is; the state is in {folder}", file=sys.stderr)
+            print(
+                f"baton: --keep leaves the cluster as it is; its state is in {folder}",
+                file=sys.stderr,
+            )
             raise
         _end(platform, folder, is_hurried=True)
         raise
@@ -144,7 +147,7 @@ def _planned(words: Words) -> tuple[Platform, ClusterPlan]:
 
 
 def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool) -> str:
-    """Return what runs, where clients connect, and how it is ended."""
+    """Return a text that says what runs, where clients connect, and how to end it."""
     urls = platform.urls(plan, folder)
     lines = [table_of(platform.status(folder)), ""]
     lines += [f"{plan.description.name} serves at {url}/v1" for url in urls]

@@ -39,7 +39,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """Nodes of one role that are alike.
+    """Nodes of one role with the same settings.
 
     `gpus` is the number of GPUs of each node and its tensor-parallel degree; 0 computes on CPUs.
     `hosts` are addresses that take the nodes in turn; without them the platform places the nodes.
@@ -62,15 +62,15 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class SystemdOptions(msgspec.Struct, frozen=True):
-    """What only `--on systemd` reads."""
+    """Options that only `--on systemd` reads."""
 
     scope: SystemdScope = "system"
-    user: str = "baton"  # who runs the processes of system units
+    user: str = "baton"  # the user that runs the processes of system units
     program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
 
 
 class KubernetesOptions(msgspec.Struct, frozen=True):
-    """What only `--on kubernetes` reads."""
+    """Options that only `--on kubernetes` reads."""
 
     namespace: str = ""  # empty takes the name of the cluster
     image: str = "baton:latest"
@@ -79,7 +79,7 @@ class KubernetesOptions(msgspec.Struct, frozen=True):
 
 
 class SlurmOptions(msgspec.Struct, frozen=True):
-    """What only `--on slurm` reads; empty takes the default of Slurm."""
+    """Options that only `--on slurm` reads; empty takes the default of Slurm."""
 
     partition: str = ""
     account: str = ""
@@ -94,8 +94,8 @@ class Description(msgspec.Struct, frozen=True):
     pools: dict[Name, Pool]
     model: str = ""  # folder, or name on the Hugging Face hub; empty is the demo model
     key: str = ""  # file of `baton keygen`
-    logs: str = ""  # folder for what the processes print; empty keeps it in the state folder
-    gpus_per_host: MachineCount = 0  # 0 is not known, and not checked
+    logs: str = ""  # folder for the output of the processes; empty keeps it in the state folder
+    gpus_per_host: MachineCount = 0  # 0 if it is unknown, and then not checked
     routers: tuple[RouterPlace, ...] = (RouterPlace(),)
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes

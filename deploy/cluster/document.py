@@ -1,7 +1,7 @@
 """A YAML document as typed Structs, with messages that name the file and the key.
 
-`description` reads cluster.yaml with it. Keys that are unknown or written twice are refused, which
-neither YAML nor a plain conversion does. It knows nothing of clusters.
+`description` reads cluster.yaml with it. Unlike YAML or a plain conversion, it refuses keys that
+are unknown or written twice. It knows nothing of clusters.
 """
 
 from collections.abc import Hashable
@@ -35,7 +35,7 @@ def read_document(path: Path) -> object:
 
 
 def struct_of(content: object, kind: type[S], file: str, at: str = "") -> S:
-    """Return `content`, which lies at key `at` of `file`, as a struct; raises `ConfigError`."""
+    """Return `content`, which is at key `at` of `file`, as a struct. Raises `ConfigError`."""
     where = f"{file}: {at}" if at else file
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected `name: value` lines, got {content!r}")
@@ -54,7 +54,7 @@ def struct_of(content: object, kind: type[S], file: str, at: str = "") -> S:
 
 
 def _value(value: object, annotation: object, file: str, at: str) -> object:
-    """Return the value of one key as its type asks."""
+    """Return the value of one key, converted to its type."""
     if annotation == Settings:
         return _settings(value, file, at)
     origin, parts = get_origin(annotation), get_args(annotation)
@@ -111,7 +111,7 @@ class _Twice(Exception):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """A safe loader that refuses a key that is written twice, of which YAML takes the last."""
+    """A safe loader that refuses a key that is written twice; plain YAML takes the last one."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False

@@ -1,7 +1,7 @@
 """A host of a cluster, and how `baton doctor` runs a command there.
 
 Platforms that have chosen the hosts themselves, and can run a command beside a process that they
-have started, implement `Reaching`. Hosts by name are reached by `baton doctor` without a platform.
+have started, implement `Reaching`. `baton doctor` reaches hosts that are named without a platform.
 """
 
 import shlex
@@ -20,7 +20,8 @@ class HostSeat(msgspec.Struct, frozen=True):
     host: str
     specs: tuple[ProcessSpec, ...]
     program: tuple[str, ...]  # what runs baton there
-    launcher: tuple[str, ...] | None  # the words before a command; None: it cannot be reached
+    # The words before a command; None if the host cannot be reached.
+    launcher: tuple[str, ...] | None
     has_shell: bool = False  # the launcher hands the words to a shell, as ssh does
 
     @property
@@ -28,10 +29,10 @@ class HostSeat(msgspec.Struct, frozen=True):
         return [spec for spec in self.specs if spec.role != "router"]
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return what runs baton there with these words, in the environment of a node."""
+        """Return the command that runs baton there with these words, in a node's environment."""
         assert self.launcher is not None
         env = (self.nodes or self.specs)[0].env
-        # Settings are in the words; what else a node is told, such as UCX_TLS, counts here too.
+        # Settings are in the words; other variables of a node, such as UCX_TLS, matter here too.
         given = [f"{name}={text}" for name, text in env.items() if not name.startswith("BATON_")]
         inner = [*(["env", *given] if given else []), *self.program, *words]
         return [*self.launcher, *(map(shlex.quote, inner) if self.has_shell else inner)]
@@ -42,7 +43,7 @@ class Reaching(Protocol):
     """A platform that can run a command on the hosts of a deployment that is up."""
 
     def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
-        """Return the hosts of a deployment that have a process by now.
+        """Return the hosts of a deployment that already have a process.
 
         `folder` is its state folder.
         """

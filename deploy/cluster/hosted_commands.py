@@ -1,7 +1,7 @@
-"""Commands that run beside a process on its host, for somebody elsewhere who asks how they go.
+"""Commands that run beside a process on its host, for a caller on another host.
 
-An actor of Ray has one of these; `ray_command` starts commands there and reads what they print. It
-knows nothing of Ray, and waits for nothing.
+An actor of Ray has one `HostedCommands`; `ray_command` starts commands there and reads their
+output. This file knows nothing of Ray, and waits for nothing.
 """
 
 import os
@@ -16,7 +16,7 @@ CANNOT_RUN = 127  # as a shell says it
 
 
 class CommandSaid(msgspec.Struct, frozen=True):
-    """What a command has printed since it was asked last, and its exit code once it has ended."""
+    """The output of a command since the last call, and its exit code once it has ended."""
 
     out: bytes = b""
     complaints: bytes = b""
@@ -27,12 +27,12 @@ class HostedCommands:
     """The commands of one process's host, by names that their owners choose."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
-        """`values` has the text of each variable that the words of a command may hold."""
+        """`values` holds the text of each variable that the words of a command may contain."""
         self._values = values
         self._running: dict[str, _HostedCommand] = {}
 
     def start(self, name: str, words: Sequence[str]) -> None:
-        """Start a command; what keeps it from starting is what it complains of."""
+        """Start a command. If it cannot start, the reason appears as its error output."""
         self._running[name] = _HostedCommand([self._filled(word) for word in words])
 
     def read(self, name: str) -> bytes:
@@ -78,7 +78,7 @@ class _HostedCommand:
             os.write(self._complaints, f"cannot run {words[0]}: {error}\n".encode())
 
     def read(self) -> CommandSaid:
-        # Asked first, so that nothing of a command that has ended is missed.
+        # This comes first, so that no output of a command that has ended is missed.
         code = CANNOT_RUN if self._process is None else self._process.poll()
         return CommandSaid(self._next(0, self._out), self._next(1, self._complaints), code)
 

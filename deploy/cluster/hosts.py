@@ -1,6 +1,6 @@
-"""Which hosts of a description are this machine, and whether it has what their processes need.
+"""Find the hosts of a description that are this machine, and check what their processes need.
 
-The platforms that run processes on hosts by name ask: `local` and `systemd`.
+`local` and `systemd`, which run processes on named hosts, call it.
 """
 
 import ipaddress
@@ -29,13 +29,13 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def places_by_name(description: Description) -> ProcessPlaces:
-    """Return the places of processes that run where the description says, or else all here."""
+    """Return the places of processes: the hosts in the description, or else this machine."""
     routers = tuple(router.host or HERE for router in description.routers)
     return ProcessPlaces(routers, HERE, host=HERE)
 
 
 def chosen(plan: ClusterPlan, hosts: Sequence[str]) -> tuple[ProcessSpec, ...]:
-    """Return the processes of `hosts`, or those of this machine; raises `ConfigError` for none."""
+    """Return the processes of `hosts`, or of this machine. Raises `ConfigError` without any."""
     known = dict.fromkeys(spec.host for spec in plan.processes)
     for host in hosts:
         if host not in known:
@@ -76,8 +76,8 @@ def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
         missing = [number for number in spec.gpu_ids if number >= num_gpus()]
         if missing:
             raise ConfigError(
-                f"{who}: no GPU is left for it, because it needs number {missing[0]} and this host "
-                f"has {num_gpus()}; lower gpus or replicas, or name more hosts"
+                f"{who}: no GPU is left for it, because it needs GPU number {missing[0]} and this "
+                f"host has {num_gpus()}; lower gpus or replicas, or name more hosts"
             )
 
 
@@ -102,8 +102,8 @@ def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
 def on_this_machine(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
     """Give the processes the GPUs, CPUs and memory that this command may use.
 
-    Nodes that compute on CPUs and set no number of threads share them; `shared` is a file by which
-    they lend each other those that they do not need.
+    Nodes that compute on CPUs and set no number of threads share the CPUs. Through the file
+    `shared`, they lend each other CPUs that they do not need.
     """
     on_cpus = [spec for spec in specs if spec.role != "router" and not spec.gpus]
     sharing = [spec for spec in on_cpus if not _set(spec, THREADS)]
@@ -119,7 +119,7 @@ def on_this_machine(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[P
 
 
 def _with_visible_gpus(spec: ProcessSpec) -> ProcessSpec:
-    """Return the process with GPUs of those that this command was left."""
+    """Return the process with GPUs among those that this command may use."""
     names = _visible_gpus()
     if not (names and spec.gpu_ids):
         return spec
@@ -138,7 +138,7 @@ def _with_share(spec: ProcessSpec, num_nodes: int, shared: str) -> ProcessSpec:
 
 
 def _set(spec: ProcessSpec, setting: str) -> str:
-    """Return what a command sets a setting to; empty if it does not."""
+    """Return the value that a command gives to a setting; empty if it gives none."""
     values = [word.partition("=")[2] for word in spec.argv if word.startswith(f"{setting}=")]
     return values[-1] if values else ""
 

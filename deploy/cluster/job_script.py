@@ -2,7 +2,7 @@
 
 `slurm` writes and submits it. The first component holds the routers and each further one a pool.
 Every component has one step, whose tasks run `slurm_task`. The script holds no setting and no
-secret of baton: the tasks read those from the private folder of the job. Pure.
+secret of baton: the tasks read those from the private folder of the job. This file is pure.
 """
 
 import math
@@ -14,8 +14,8 @@ import msgspec
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 
-ADDRESS = "address"  # the file in the folder that holds the routers' address once the job runs
-PROCESSES = "processes"  # the folder in it that holds a folder per process
+ADDRESS = "address"  # the file that holds the routers' address once the job runs
+PROCESSES = "processes"  # its subfolder with a folder per process
 FUNCTIONS = r"""
 # Print host=address of each host of a node list.
 addresses() {
@@ -67,7 +67,7 @@ exit 1
 
 
 class Component(msgspec.Struct, frozen=True):
-    """A component of the job: processes that are alike, evenly spread over its hosts."""
+    """A component of the job: equal processes, evenly spread over its hosts."""
 
     pool: str
     num_tasks: int

@@ -1,9 +1,9 @@
 """The process that keeps the processes of a cluster running on one host: `--on local`.
 
-`LocalPlatform` starts it with a state folder, from which it reads what to run and in which it
-writes how that goes; actors of Ray use the class alone. A process that ends is started again, later
-each time. When the keeper ends, by SIGTERM or by force, its processes end too. It never speaks to a
-router or a node.
+`LocalPlatform` starts it with a state folder, from which it reads its orders and to which it writes
+the state of the processes; actors of Ray use only the class. A process that ends is restarted,
+after a longer delay each time. When the keeper ends, by SIGTERM or by force, its processes end too.
+It never sends messages to a router or a node.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ log = logger("keeper")
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a keeper is to run. It holds secrets, so only the user may read its file."""
+    """The orders of a keeper. They hold secrets, so only the user may read their file."""
 
     processes: tuple[ProcessSpec, ...]
     logs: str  # folder
@@ -45,8 +45,8 @@ class Keeper:
         self._orders = orders
         self._logs = Path(self._orders.logs)
         self._files: dict[str, IO[bytes]] = {}
-        self._troubles: dict[str, str] = {}  # why a file cannot be written, by what it is for
-        self._ends: dict[str, str] = {}  # why a process ended when it last did
+        self._troubles: dict[str, str] = {}  # why a file cannot be written, by its purpose
+        self._ends: dict[str, str] = {}  # why a process ended the last time
         specs = {spec.name: spec for spec in self._orders.processes}
         self._routers = Supervisor(
             tuple(map(_command, _of_role(specs.values(), is_router=True))), monotonic, self._relay
@@ -68,7 +68,7 @@ class Keeper:
         self._tell()
 
     def poll(self) -> None:
-        """Restart the processes that are due, and write down what has changed."""
+        """Restart the processes that are due, and write down changes."""
         exits = [*self._routers.poll(), *self._nodes.poll()]
         for ended in exits:
             self._ends[ended.name] = why(ended)
@@ -78,7 +78,7 @@ class Keeper:
     def stop(self, *, is_hurried: bool) -> None:
         """End the routers, then the nodes, each with the time that its requests may take.
 
-        If it is hurried, they do not wait for their requests.
+        If it is hurried, the processes do not wait for their requests.
         """
         for supervisor, is_router in ((self._routers, True), (self._nodes, False)):
             specs = _of_role(self._orders.processes, is_router=is_router)
@@ -92,7 +92,7 @@ class Keeper:
         self._nodes.kill()
 
     def _tell(self) -> None:
-        """Write the state of every process, if it is another than before."""
+        """Write the state of every process, if it has changed."""
         content = msgspec.json.encode([self._status(spec) for spec in self._orders.processes])
         path = self._folder / STATUS
         with self._or_trouble("the state of the processes"):
@@ -110,7 +110,7 @@ class Keeper:
     def _relay(self, name: str, line: str) -> None:
         """Pass on a line of a process; its reader thread calls this."""
         text = relayed(name, line)
-        # Without a reader, a process would stop as soon as it has filled its pipe.
+        # Without a reader, a process would block as soon as its pipe is full.
         with self._or_trouble(f"the log of {name}"):
             self._files[name].write(f"{text}\n".encode(errors="replace"))
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def _or_trouble(self, what: str) -> Iterator[None]:
-        """Go on if a file cannot be written, such as on a full disk, and say so once."""
+        """Continue if a file cannot be written, as on a full disk, and report it once."""
         try:
             yield
         except OSError as error:
@@ -132,7 +132,7 @@ class Keeper:
 
 
 def why(ended: Exit) -> str:
-    """Return in one line why a process ended: the last line that it printed."""
+    """Return one line that says why a process ended, with the last line that it printed."""
     last = next((line for line in reversed(ended.tail) if line.strip()), "")
     for start in (f" {ended.name}: ", "baton: "):
         last = last.partition(start)[2] or last

@@ -1,7 +1,7 @@
-"""`--on kubernetes`: manifests under kustomize, and `kubectl` for what touches a cluster.
+"""`--on kubernetes`: manifests for kustomize, and `kubectl` for everything that needs a cluster.
 
 `render` needs no cluster and no kubectl. `start` applies what `render` writes to the namespace of
-the description, which it makes if need be and never deletes: it may hold volumes.
+the description. It creates a missing namespace, but never deletes one, because it may hold volumes.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ APPLIED = "kubernetes.json"
 SELECTED = f"{NAME_LABEL}=baton"
 POD_IP = "$(POD_IP)"
 BASE, AUTOSCALE = "base", "overlays/autoscale"
-# What containers wait for in any start.
+# The reasons for which containers wait in a normal start.
 USUAL = ("ContainerCreating", "PodInitializing")
 STATES: dict[str, ProcessState] = {
     "Pending": "waiting", "Running": "running", "Succeeded": "ended", "Failed": "ended",
@@ -48,7 +48,7 @@ STATES: dict[str, ProcessState] = {
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """What `start` has applied, for `stop` and `status`."""
+    """The objects that `start` has applied, for `stop` and `status`."""
 
     namespace: str
     overlay: str
@@ -84,7 +84,7 @@ class KubernetesPlatform:
     def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
         """Write `base`, and an overlay for pools that grow with their queues.
 
-        Only this user can read the folder: it holds the key.
+        Only this user can read the folder, because it holds the key.
         """
         description = plan.description
         files = texts_of(base_of(plan, _key_of(description)))
@@ -124,11 +124,11 @@ class KubernetesPlatform:
         return [_status(applied, name, pods) for name in applied.processes]
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        """Return none: what can be reached from here is for the cluster's own ingress to say."""
+        """Return none, because the cluster's own ingress decides what can be reached."""
         return ()
 
     def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
-        """Take every pod for a host: a command in it has the limits and devices of its process."""
+        """Treat every pod as a host: a command in it has the limits and devices of its process."""
         applied = _applied(folder)
         if applied is None:
             return []
@@ -195,7 +195,7 @@ def _pods_of(applied: Applied) -> list[_Pod]:
 
 
 def _pod_of(name: str, pods: list[_Pod]) -> _Pod | None:
-    """Return the pod of a process, the last that is listed."""
+    """Return the pod of a process, which is the last one listed."""
     found = [
         pod for pod in pods if name in (pod.metadata.name, pod.metadata.labels.get(PROCESS_LABEL))
     ]

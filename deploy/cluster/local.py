@@ -32,7 +32,7 @@ from baton.runtime.settings import VARIABLE_PREFIX
 
 KEEPER, KEEPER_LOG, SHARED_CPUS = "keeper.json", "keeper.log", "cpus"
 MODULE = "baton.deploy.cluster.keeper"
-# Beyond the grace of the processes: the time that the keeper itself takes.
+# The time that the keeper itself takes beyond the grace of its processes.
 EXTRA_STOP_S = 10.0
 
 
@@ -41,7 +41,7 @@ class LocalPlatform:
 
     def __init__(self, options: PlatformOptions) -> None:
         self._options = options
-        # Held so that it is reaped: the keeper that this process has started.
+        # The keeper that this process has started, held so that it is reaped.
         self._keeper: Child | subprocess.Popen[bytes] | None = None
 
     def places(self, description: Description) -> ProcessPlaces:

@@ -2,7 +2,7 @@
 
 `kubernetes` writes and applies them. A router is a Deployment with a Service that nodes dial before
 the router is ready; clients have one Service for all routers. A pool is a StatefulSet, whose pods
-are called like the nodes. Pure.
+are called like the nodes. This file is pure.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ CLIENTS = "baton"  # the Service that clients call
 NAME_LABEL, PROCESS_LABEL = "app.kubernetes.io/name", "baton/process"
 GPU = "nvidia.com/gpu"
 RDMA = "rdma/"
-# A terminating router leaves the Service first; kube-proxy needs a moment to hear of it.
+# A terminating router first leaves the Service, which takes a moment to reach kube-proxy.
 LEAVE_S = 5
 SHARED = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
 
@@ -106,7 +106,7 @@ def _control(spec: ProcessSpec) -> Manifest:
         **_head("v1", "Service", spec.name, ROUTERS),
         "spec": {
             "selector": {**labels(ROUTERS), PROCESS_LABEL: spec.name},
-            # A router is ready when it has nodes, and they must reach it before.
+            # A router is ready only when it has nodes, so they must reach it before that.
             "publishNotReadyAddresses": True,
             "ports": [{"name": control.name, "port": control.port}],
         },
@@ -145,7 +145,7 @@ def _pool(plan: ClusterPlan, specs: tuple[ProcessSpec, ...]) -> list[Manifest]:
 
 
 def _disruption(component: str) -> Manifest:
-    """Let an eviction take one process of a kind at a time."""
+    """Limit evictions to one process of a kind at a time."""
     return {
         **_head("policy/v1", "PodDisruptionBudget", component, component),
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels(component)}},
@@ -217,7 +217,7 @@ def _container(description: Description, spec: ProcessSpec) -> Manifest:
 
 
 def _start_s(description: Description) -> float:
-    """Return the longest time from the start of a node to its being ready."""
+    """Return the longest time from the start of a node until it is ready."""
     return ClusterPlan(description, ()).start_timeout_s
 
 
@@ -258,7 +258,7 @@ def _from_pod(name: str, field: str) -> Manifest:
 
 
 def _resources(spec: ProcessSpec) -> Manifest:
-    """Return what the container asks for. GPUs and devices must be limits, and equal requests."""
+    """Return the container's resources. GPUs and devices must be limits, equal to requests."""
     limits: dict[str, str] = dict(spec.resources)
     if spec.gpus:
         limits[GPU] = str(spec.gpus)
@@ -276,7 +276,7 @@ def _confined(spec: ProcessSpec) -> Manifest:
 
 
 def _model_fetch(description: Description, spec: ProcessSpec) -> Manifest:
-    """Fetch a model of the hub, for which the probes of the process would not wait."""
+    """Fetch a model of the hub in an init container, because probes would not wait for it."""
     fetch: Manifest = {
         "name": "model",
         "image": description.kubernetes.image,
@@ -301,7 +301,7 @@ def _model_fetch(description: Description, spec: ProcessSpec) -> Manifest:
 
 
 def _key_copy(description: Description) -> Manifest:
-    """Copy the key for the process alone: a Secret's volume is open to the pod's group."""
+    """Copy the key for the process alone, because a Secret's volume is open to the pod's group."""
     source = f"{SECRET_FOLDER}/{KEY_FILE}"
     return {
         "name": "key",

@@ -1,8 +1,8 @@
-"""What the routers of one cluster and its platform say of its processes, merged into rows.
+"""Merge the reports of a cluster's routers and of its platform into one row per process.
 
 `status` feeds it with the documents of `/status.json` and prints the rows. A node that several
-routers know is one row; counts of hand-overs are those of all routers. Rates come from the
-documents of the last seconds, so the first rows have none. Pure.
+routers know is one row; counts of handoffs are summed over all routers. Rates come from the
+documents of the last seconds, so the first rows have none. This file is pure.
 """
 
 from collections import deque
@@ -12,9 +12,10 @@ import msgspec
 
 from baton.deploy.cluster.platform import ProcessStatus
 
-# Rates and times are those of this many last looks.
+# Rates and times cover this many last looks.
 WINDOW = 10
-# The states of a node at a router, the worst first; "absent" is one that the router does not know.
+# The states of a node at a router, the worst first; "absent" means that the router does not know
+# it.
 STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
 IN_SERVICE = ("degraded", "ready")
 ROUTER = "router"
@@ -39,7 +40,7 @@ class NodeDocument(msgspec.Struct, frozen=True):
 
     @property
     def doing(self) -> str:
-        """The state, and of a start how far it is."""
+        """Return the state, with the progress if the node is starting."""
         if self.state != "starting":
             return self.state
         return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase or self.state
@@ -83,7 +84,7 @@ class RouterDocument(msgspec.Struct, frozen=True):
 
 
 class RouterAnswer(msgspec.Struct, frozen=True):
-    """What one router said, or why it said nothing."""
+    """The answer of one router, or why there is none."""
 
     name: str
     url: str
@@ -92,7 +93,7 @@ class RouterAnswer(msgspec.Struct, frozen=True):
 
 
 class StatusRow(msgspec.Struct, frozen=True):
-    """One process. `state` is how its platform sees it, and `health` how the routers do."""
+    """One process: its `state` at the platform, and its `health` at the routers."""
 
     name: str
     role: str
@@ -101,20 +102,20 @@ class StatusRow(msgspec.Struct, frozen=True):
     note: str = ""  # its pid or its pod
     last_end: str = ""
     health: str = ""
-    in_service_at: str = ""  # of a node that several routers know
+    in_service_at: str = ""  # the router, if several know the node
     num_running: int | None = None
     num_waiting: int | None = None
     kv_used: float | None = None  # of 1
     num_handoffs: int | None = None  # since the routers started
     handoffs_per_s: float | None = None
-    handoff_s: float | None = None  # mean, lately or since the routers started
+    handoff_s: float | None = None  # mean, recent or since the routers started
     last_fault: str = ""
     last_fault_at: float | None = None  # seconds since 1970
     version: str = ""  # of a router
 
 
 class Handoffs(msgspec.Struct, frozen=True):
-    """Those of one pair, or of several."""
+    """The handoffs of one pair, or of several pairs."""
 
     count: int = 0
     spent_s: float = 0.0
@@ -131,14 +132,14 @@ class Overview:
         self._answers: Sequence[RouterAnswer] = ()
 
     def take(self, answers: Sequence[RouterAnswer]) -> None:
-        """Take what the routers say now."""
+        """Take in the routers' latest answers."""
         self._answers = answers
         for answer in answers:
             if (document := answer.document) is None:
                 continue
             past = self._past.setdefault(answer.url, deque(maxlen=WINDOW + 1))
             if past and past[-1].uptime_s > document.uptime_s:
-                past.clear()  # another process, whose counts begin anew
+                past.clear()  # another process, whose counts start again
             past.append(document)
 
     def rows(self, statuses: Sequence[ProcessStatus]) -> list[StatusRow]:
@@ -180,7 +181,7 @@ class Overview:
     # --- inside --------------------------------------------------------------------------------
 
     def _nodes(self) -> dict[str, dict[str, NodeDocument]]:
-        """Return each node as the routers that answer know it, by their names."""
+        """Return each node's states, by the names of the routers that answer."""
         found: dict[str, dict[str, NodeDocument]] = {}
         answered = [one for one in self._answers if one.document is not None]
         for answer in answered:
@@ -249,7 +250,7 @@ class Overview:
         node: str,
         faults: Sequence[FaultDocument],
     ) -> StatusRow:
-        """Add the hand-overs of a node, or of all nodes, at some routers, and the last fault."""
+        """Add the handoffs of a node, or of all nodes, at some routers, and the last fault."""
         total, lately, per_s = Handoffs(), Handoffs(), 0.0
         is_compared = False
         for answer in answers:
@@ -276,7 +277,7 @@ class Overview:
 
 
 def _handoffs(document: RouterDocument, node: str) -> Handoffs:
-    """Return the hand-overs of a node since a router started, or of all nodes for an empty name."""
+    """Return a node's handoffs since a router started, or those of all for an empty name."""
     pairs = [
         pair for pair in document.pairs if not node or node in (pair.prefill_node, pair.decode_node)
     ]

@@ -1,7 +1,7 @@
-"""What stands in a plan for addresses and folders that only the machine of a process knows.
+"""Variables in a plan for addresses and folders that only the machine of a process knows.
 
-`slurm` and `ray` plan with these variables, because their scheduler chooses the machines. Where a
-process runs, `filled` puts the values in. Pure.
+`slurm` and `ray` plan with these variables, because their scheduler chooses the machines. On the
+process's machine, `filled` replaces them by values. This file is pure.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SHIFTED = {"peers": "BATON_NODE_BIND", "http": "BATON_NODE_HTTP"}
 def filled(spec: ProcessSpec, host: str, nth: int, values: Mapping[str, str]) -> ProcessSpec:
     """Return `spec` as it runs on `host`, as the `nth` node of its pool there.
 
-    `values` has the text of each variable. Fixed ports of a node move up by `nth`.
+    `values` holds the text of each variable. `nth` is added to fixed ports of a node.
     """
     env = {name: _with_values(text, values) for name, text in spec.env.items()}
     if spec.role != "router":

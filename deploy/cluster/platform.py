@@ -1,10 +1,10 @@
-"""What `baton up`, `down`, `status` and `render` ask of every platform.
+"""The interface of platforms for `baton up`, `down`, `status` and `render`.
 
 A platform is this host, systemd, Slurm, Ray or Kubernetes. It runs the processes of a `ClusterPlan`
-exactly as they stand: it may prefix a command with the program's path, but adds no setting except
-one that only the machine knows, such as a share of its CPUs.
-`folder` is the state folder of one deployment, which only its user can enter; a platform keeps
-there what `stop` and `status` need. `platforms` chooses one by its name.
+unchanged: it may prefix a command with the program's path, but adds no setting except one that only
+the machine knows, such as a share of its CPUs. `folder` is the state folder of one deployment,
+which only its user can enter; a platform keeps there what `stop` and `status` need. `platforms`
+chooses one by its name.
 """
 
 from pathlib import Path
@@ -19,20 +19,21 @@ ProcessState = Literal["waiting", "running", "ended", "unknown"]
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """How a platform sees one process. Whether a node is ready is for its routers to say."""
+    """A process's state at its platform. Only its routers know whether a node is ready."""
 
     name: str
     role: ProcessRole
     host: str
     state: ProcessState
     note: str = ""  # its pid or its pod
-    last_end: str = ""  # why it ended when it last did, in one line, even if it runs again
+    last_end: str = ""  # why it ended the last time, in one line, even if it runs again
 
 
 class PlatformOptions(msgspec.Struct, frozen=True):
-    """What the command line says to a platform."""
+    """The options that the command line passes to a platform."""
 
-    hosts: tuple[str, ...] = ()  # whose processes are meant; empty means those of this machine
+    # Hosts whose processes are handled; empty means those of this machine.
+    hosts: tuple[str, ...] = ()
     is_tied: bool = False  # everything ends with this process, which shows what the others print
     address: str = ""  # of the Ray cluster to join
     may_wait: bool = False  # for resources that are not there yet
@@ -43,7 +44,7 @@ class Platform(Protocol):
         """Return the processes that `start` starts: all of them, or those of the chosen hosts."""
 
     def places(self, description: Description) -> ProcessPlaces:
-        """Return what the platform knows of the machines. Raises `ConfigError`."""
+        """Return what the platform knows about the machines. Raises `ConfigError`."""
 
     def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
         """Write the files that run `plan` into `folder` and return them. Start nothing."""
@@ -51,17 +52,17 @@ class Platform(Protocol):
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         """Start every process and return without waiting for nodes to be ready.
 
-        Raises `ConfigError` for what cannot work and `NodeError` for what failed.
+        Raises `ConfigError` if the plan cannot work, and `NodeError` if starting failed.
         """
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         """End every process, each with its `grace_s`, and return when all are gone. Idempotent.
 
-        Where the platform can, those that are hurried do not wait for their requests.
+        If the platform supports it, hurried processes do not wait for their requests.
         """
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        """Return the state of every process, and of those that have ended the reason."""
+        """Return the state of every process, with a reason if it has ended."""
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        """Return the routers' base URLs that can be reached from here; none is allowed."""
+        """Return the routers' base URLs that can be reached from here; there may be none."""

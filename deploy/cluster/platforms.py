@@ -11,7 +11,7 @@ from baton.protocol.errors import ConfigError
 
 
 def platform_named(name: str, options: PlatformOptions) -> Platform:
-    """Return the platform of `--on`; raises `ConfigError` for an unknown name."""
+    """Return the platform of `--on`. Raises `ConfigError` for an unknown name."""
     if name not in PLATFORMS:
         raise ConfigError(f"--on {name}: choose one of {', '.join(PLATFORMS)}")
     return PLATFORMS[name](options)

@@ -1,8 +1,8 @@
-"""The processes of a cluster: what each runs, where, with what, and how it is probed and ended.
+"""The processes of a cluster: their commands, hosts and resources, and how to probe and end them.
 
 `processes_of` is the one place that states commands; every platform runs what it returns. All
-processes of a pool have the same `argv`. What differs between them, addresses and ids, is in `env`,
-so that one systemd template, StatefulSet or srun step can serve a pool. Pure.
+processes of a pool have the same `argv`. Their addresses and ids are in `env`, so that one systemd
+template, StatefulSet or srun step can serve a pool. This file is pure.
 """
 
 import re
@@ -20,7 +20,7 @@ from baton.protocol.messages import Role
 ProcessRole = Role | Literal["router"]
 
 ROUTERS = "router"  # the name of the routers, as if they were a pool
-# From SIGTERM to a forced end, beyond the time in which requests may finish.
+# The time from SIGTERM to a forced end, beyond the time in which requests may finish.
 EXTRA_GRACE_S = 10.0
 
 
@@ -31,7 +31,7 @@ _LOOKS_SECRET = re.compile(
 
 
 class ProcessPlaces(msgspec.Struct, frozen=True):
-    """What a platform knows of the machines, as text that goes into commands as it stands.
+    """What a platform knows about the machines, as text that is put into commands unchanged.
 
     An address that is known only where the process runs may be a variable that the platform fills
     in, such as `$(POD_IP)`.
@@ -79,7 +79,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     live: Probe | None  # None for a node without http_port: its routers know how it is
     ready: Probe | None
     grace_s: float  # from SIGTERM to a forced end
-    is_tls: bool = False  # its HTTP is https
+    is_tls: bool = False  # whether its HTTP is https
 
 
 class ClusterPlan(msgspec.Struct, frozen=True):
@@ -93,13 +93,13 @@ class ClusterPlan(msgspec.Struct, frozen=True):
 
     @property
     def start_timeout_s(self) -> float:
-        """The longest time from the start of a node to its being ready."""
+        """Return the longest time from the start of a node until it is ready."""
         pools = self.description.pools.values()
         return max(config_of(self.description, p.settings).node.start_timeout_s for p in pools)
 
 
 def plan_of(description: Description, places: ProcessPlaces) -> ClusterPlan:
-    """Return the plan; raises `ConfigError` where processes would reach other hosts keyless."""
+    """Return the plan. Raises `ConfigError` if processes would reach other hosts without a key."""
     keys = config_of(description, {}).keys
     if not (description.key or keys.insecure or all(map(is_loopback, places.routers))):
         raise ConfigError(
@@ -129,7 +129,7 @@ def processes_of(description: Description, places: ProcessPlaces) -> tuple[Proce
 
 
 class _Seat(msgspec.Struct, frozen=True):
-    """The place of a node to be: the `nth` of its pool on its host, dialled at `address`."""
+    """The place of a future node: the `nth` of its pool on its host, dialled at `address`."""
 
     pool_name: str
     pool: Pool
@@ -235,7 +235,7 @@ def _node(
 
 
 def _split(description: Description, env: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that all may see, and those that the description or the name hides."""
+    """Return the public variables, and those that the description or their names mark as secret."""
     hidden = {
         name: text
         for name, text in env.items()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 DEPLOYED, LAYOUT = "ray.json", "ray.yaml"
-COMMAND = "baton.deploy.cluster.ray_command"  # the module that runs a command by an actor
+COMMAND = "baton.deploy.cluster.ray_command"  # the module that runs a command through an actor
 WATCH_S = 0.2
 HURRIED_S = 10.0
 # The time that Ray itself takes, beyond that of the processes.
@@ -54,7 +54,7 @@ EXTRA_STOP_S = 15.0
 
 
 class RayProcess(msgspec.Struct, frozen=True):
-    """What the commands after `up` know of a process."""
+    """The facts about a process that `up` records for later commands."""
 
     name: str
     role: ProcessRole
@@ -62,12 +62,12 @@ class RayProcess(msgspec.Struct, frozen=True):
 
 
 class RayDeployment(msgspec.Struct, frozen=True):
-    """What `start` notes for `status` and `stop`."""
+    """What `start` records for `status` and `stop`."""
 
     name: str
-    token: str  # that of the orders: other orders of this name are not ours
+    token: str  # the token of our orders; other orders of this name are not ours
     processes: tuple[RayProcess, ...]
-    needs: dict[str, float]  # what Ray is asked for in all
+    needs: dict[str, float]  # the total resources that are requested from Ray
     address: str = ""  # empty until Ray has answered
     local: LocalRay | None = None
 
@@ -80,12 +80,12 @@ class RayPlatform:
         address = options.address or os.environ.get(ADDRESS_VARIABLE, "")
         self._address = "" if address == "local" else address
         self._connection: RayConnection | None = None
-        # Held so that it is reaped: the Ray cluster that this process has started.
+        # The Ray cluster that this process has started, held so that it is reaped.
         self._started: subprocess.Popen[bytes] | None = None
 
     @property
     def _loopback(self) -> str:
-        """Return the address of all processes, where Ray is to be on this host alone."""
+        """Return the loopback address for all processes if Ray runs on this host alone."""
         return "" if self._address else HERE
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
@@ -206,7 +206,7 @@ class RayPlatform:
         return RayOrders(token, plan.processes, content, logs, self._loopback)
 
     def _remove_actors(self, deployment: RayDeployment, folder: Path, *, is_hurried: bool) -> None:
-        """Let the processes of this deployment drain, and remove their actors from Ray."""
+        """Drain the processes of this deployment, and remove their actors from Ray."""
         local = deployment.local
         if not deployment.address or (local is not None and not local.process.is_alive):
             return
@@ -225,7 +225,7 @@ class RayPlatform:
         self._connection = None
 
     def joined(self, deployment: RayDeployment, folder: Path) -> "RayConnection":
-        """Return the connection to Ray; raises `NodeError`, and `ConfigError` without Ray."""
+        """Return the connection to Ray. Raises `NodeError`, or `ConfigError` without Ray."""
         if self._connection is None:
             _check_installed()
             if deployment.local is not None:
@@ -250,7 +250,7 @@ def _end(
 ) -> None:
     """Let the routers finish their requests, then the nodes, and remove all actors.
 
-    A signal, or a process that does not end in time, leads to the removal at once.
+    A signal, or a process that does not end in time, ends the waiting.
     """
     with Interrupts() as interrupts:
         for is_router in (True, False):
@@ -264,14 +264,14 @@ def _end(
                 for name, report in over.items():
                     _write_tail(folder / "logs", name, report)
                 left = [name for name in left if name not in over | gone]
-                # Those that Ray has started again meanwhile have not heard it yet.
+                # Actors that Ray has restarted meanwhile have not been told yet.
                 connection.end([name for name in left if name in reports], is_hurried=is_hurried)
                 interrupts.wait(WATCH_S)
         connection.remove([one.name for one in deployment.processes])
 
 
 def _write_tail(logs: Path, name: str, report: ActorReport) -> None:
-    """Keep the last lines of a process here, because those of its host may be out of reach."""
+    """Keep the last lines of a process here, because its host may be out of reach."""
     logs.mkdir(exist_ok=True)
     (logs / f"{name}.log").write_text("".join(f"{line}\n" for line in report.tail))
 

@@ -1,9 +1,9 @@
 """The actor that runs one process of a cluster on a host of Ray.
 
-`ray_binding` makes a Ray actor of it. It runs the process as the keeper of `--on local` does: a
-process that ends is started again, later each time. When the actor's own process ends, by any
-signal, the child ends too, and Ray starts the actor again. Secrets stay in the memory of the actor,
-so a host that fails keeps none on its disk. It knows nothing of Ray.
+`ray_binding` makes a Ray actor from it. It runs the process as the keeper of `--on local` does: a
+process that ends is restarted, after a longer delay each time. When the actor's own process ends,
+by any signal, the child ends too, and Ray restarts the actor. Secrets stay in the memory of the
+actor, so a failed host has none on its disk. This file knows nothing of Ray.
 """
 
 import os
@@ -28,22 +28,22 @@ from baton.runtime.channels.destination import SCHEME
 from baton.runtime.clock import monotonic
 
 WATCH_S = 0.1
-FOLLOW_S = 2.0  # between two looks at where the routers are
+FOLLOW_S = 2.0  # between two looks at the routers' addresses
 ROUTERS = "BATON_NODE_ROUTERS"
 TAIL_LINES, TAIL_BYTES = 50, 32768
 CAME_BACK = "its actor ended, and Ray started it again"
 
 
 class ActorReport(msgspec.Struct, frozen=True):
-    """How an actor and its process are."""
+    """The state of an actor and its process."""
 
     status: ProcessStatus
-    is_over: bool = False  # the process was told to end, and has
-    tail: tuple[str, ...] = ()  # its last lines, once that is so
+    is_over: bool = False  # the process was told to end and has ended
+    tail: tuple[str, ...] = ()  # its last lines, after that
 
 
 class ProcessActor:
-    """One process, kept running until `end`. No method waits for it."""
+    """One process, which is kept running until `end`. No method waits for it."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class ProcessActor:
     ) -> None:
         """Start the process. `addresses` are the hosts of all processes of the orders.
 
-        `look` returns them as they are later. One that Ray is still looking for is empty, and all
+        `look` returns later addresses. An address that Ray is still looking for is empty, and all
         are missing while Ray does not answer.
 
         Raises `ConfigError` if this host has no place for the private folder.
         """
         self._process, self._orders, self._look = process, orders, look
-        # No other user can have made a folder with the token in its name.
+        # No other user can have created a folder with the token in its name.
         self._folder = Path(tempfile.gettempdir()) / f"baton-{orders.token}-{process}"
         make_private(self._folder)
         key_file = _in_memory(orders.key)
@@ -71,7 +71,7 @@ class ProcessActor:
         spec = self._following(spec)
         self._log = Path(orders.logs or self._folder / "logs") / f"{process}.log"
         self._keeper = Keeper(self._folder, Orders((spec,), str(self._log.parent)))
-        # A status of the time before the actor came back.
+        # A status from before the restart of the actor.
         (self._folder / STATUS).unlink(missing_ok=True)
         last_end = CAME_BACK if came_back else ""
         status = ProcessStatus(spec.name, spec.role, spec.host, "waiting", "", last_end)
@@ -96,7 +96,7 @@ class ProcessActor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start_command(self, name: str, words: Sequence[str]) -> None:
-        """Start a command beside the process; `read_command` tells how it goes."""
+        """Start a command beside the process. `read_command` returns its output."""
         self._commands.start(name, words)
 
     def read_command(self, name: str) -> bytes:
@@ -129,7 +129,7 @@ class ProcessActor:
             self.discard()
 
     def _following(self, spec: ProcessSpec) -> ProcessSpec:
-        """Return a node that reads the addresses of its routers from files, since they may move."""
+        """Return the process with files as router addresses, because routers may move."""
         self._follows = spec.role != "router" and not self._orders.loopback
         if not self._follows:
             return spec
@@ -137,13 +137,13 @@ class ProcessActor:
         return msgspec.structs.replace(spec, env=spec.env | {ROUTERS: ",".join(names)})
 
     def _follow(self) -> None:
-        """Write down where the routers are, if Ray has moved one."""
+        """Write down the routers' addresses if Ray has moved one."""
         addresses = self._look()
         if addresses and all(addresses):
             self._write_routers(at_its_place(self._orders, self._process, addresses)[0])
 
     def _write_routers(self, spec: ProcessSpec) -> list[Path]:
-        """Write the address of each router of a node into its file, where it is another one."""
+        """Write the address of each router of a node into its file, if it has changed."""
         paths = []
         for index, endpoint in enumerate(spec.env[ROUTERS].split(",")):
             path = self._folder / f"router-{index}"
@@ -153,7 +153,7 @@ class ProcessActor:
         return paths
 
     def _seen(self) -> ProcessStatus:
-        """Return what the keeper has noted, and why the process ended when the actor did."""
+        """Return the keeper's notes, and why the process ended when the actor ended."""
         noted = (self._folder / STATUS).read_bytes()
         (status,) = msgspec.json.decode(noted, type=list[ProcessStatus])
         last_end = status.last_end or self._report.status.last_end
@@ -161,7 +161,7 @@ class ProcessActor:
 
 
 def _in_memory(key: str) -> str:
-    """Return the path of a file that only this user can read and that ends with this process."""
+    """Return the path of a private file that vanishes with this process."""
     if not key:
         return ""
     descriptor = os.memfd_create("baton-key")

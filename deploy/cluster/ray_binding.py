@@ -34,7 +34,7 @@ from baton.protocol.errors import NodeError
 
 GROUP = "processes"  # the name of the placement group in the namespace
 STORE = "baton"
-# The first answer of an actor waits for its process to start, which imports baton.
+# An actor's first answer waits until its process has started and imported baton.
 ASK_S = 5.0
 CONNECT_S = 5.0
 # On a busy host an actor answers late, and nothing else waits for the answer.
@@ -46,7 +46,7 @@ class RayConnection:
     """This process as a driver of a Ray cluster. Use one at a time."""
 
     def __init__(self, address: str, namespace: str) -> None:
-        """Connect; raises `NodeError` if Ray does not answer or refuses this host."""
+        """Connect. Raises `NodeError` if Ray does not answer or refuses this host."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         self._namespace = namespace
         self._asked: dict[str, object] = {}  # process -> the answer that is on its way
@@ -82,11 +82,11 @@ class RayConnection:
         ]
 
     def free(self) -> dict[str, float]:
-        """Return what is free of each resource."""
+        """Return the free amount of each resource."""
         return dict(ray.available_resources())
 
     def orders(self) -> RayOrders | None:
-        """Return what was ordered in this namespace, by whichever deployment."""
+        """Return the orders of any deployment in this namespace."""
         return _orders(self._namespace)
 
     def start(self, orders: RayOrders, bundles: Sequence[Bundle]) -> bool:
@@ -121,11 +121,11 @@ class RayConnection:
         return True
 
     def addresses(self) -> list[str]:
-        """Return the host of each process in their order, empty for those that have none yet."""
+        """Return the host of each process, in order; empty for a process without a host yet."""
         return _addresses()
 
     def ask(self, processes: Sequence[str]) -> tuple[dict[str, ActorReport], dict[str, str]]:
-        """Return the reports of the actors, and why others are gone; late ones are in neither."""
+        """Return actors' reports, and why other actors are gone; late ones are in neither."""
         reports: dict[str, ActorReport] = {}
         gone: dict[str, str] = {}
         for process in processes:
@@ -156,11 +156,11 @@ class RayConnection:
                 self._actor(process).end.remote(is_hurried=is_hurried)
 
     def start_command(self, process: str, name: str, words: Sequence[str]) -> None:
-        """Start a command on the host of a process; raises `NodeError` if its actor is gone."""
+        """Start a command on the host of a process. Raises `NodeError` if its actor is gone."""
         self._told(self._found(process).start_command.remote(name, list(words)))
 
     def read_command(self, process: str, name: str) -> CommandSaid:
-        """Return what a command has printed since the last call; raises `NodeError`."""
+        """Return the output of a command since the last call. Raises `NodeError`."""
         said = self._told(self._found(process).read_command.remote(name))
         return msgspec.json.decode(said, type=CommandSaid)
 
@@ -168,7 +168,7 @@ class RayConnection:
         self._told(self._found(process).stop_command.remote(name))
 
     def remove(self, processes: Sequence[str]) -> None:
-        """Kill the actors and give back what they reserved. What still runs of them ends."""
+        """Kill the actors, which ends their processes, and give back what they reserved."""
         actors = []
         for process in processes:
             with contextlib.suppress(ValueError):
@@ -190,7 +190,7 @@ class RayConnection:
             raise NodeError(f"the actor of {process} is gone") from error
 
     def _told(self, reference: "ray.ObjectRef[bytes]") -> bytes:
-        """Return what an actor answers; raises `NodeError` if it does not."""
+        """Return the answer of an actor. Raises `NodeError` if there is none."""
         try:
             return bytes(ray.get(reference, timeout=COMMAND_S) or b"")
         except RayError as error:
@@ -201,7 +201,7 @@ class RayConnection:
 
 
 class _HostedProcess(ProcessActor):
-    """The actor as Ray makes it: its one argument shows no secret."""
+    """The actor that Ray makes. Its only argument shows no secret."""
 
     def __init__(self, process: str) -> None:
         # Ray runs actors with a nice value of 15, which the process would inherit.
@@ -211,7 +211,7 @@ class _HostedProcess(ProcessActor):
         orders = _orders(context.namespace)
         if orders is None:
             raise NodeError(f"{process} was ended before it started")
-        # Ray may just be looking for a host for another bundle.
+        # Ray may be looking for a host for another bundle at this moment.
         while not all(addresses := _addresses()):
             time.sleep(WATCH_S)
         came_back = bool(context.was_current_actor_reconstructed)
@@ -232,7 +232,7 @@ def _group() -> PlacementGroup | None:
 
 
 def _addresses() -> list[str]:
-    """Return the address of each bundle in their order, empty for those that have no host yet."""
+    """Return the address of each bundle, in order; empty for a bundle without a host yet."""
     group = _group()
     if group is None:
         return []
@@ -242,7 +242,7 @@ def _addresses() -> list[str]:
 
 
 def _addresses_now() -> list[str]:
-    """Return `_addresses`, or nothing while Ray's control store is away."""
+    """Return `_addresses`, or nothing while Ray's control store does not answer."""
     try:
         return _addresses()
     except (RayError, RuntimeError, OSError):
@@ -250,7 +250,7 @@ def _addresses_now() -> list[str]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `NodeError` if nothing listens there; Ray itself would try for a minute."""
+    """Raise `NodeError` if nothing listens there, because Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
@@ -263,7 +263,7 @@ def _check_answers(address: str) -> None:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Keep the signal handlers of the command, which Ray replaces, and its stderr clean."""
+    """Keep the command's signal handlers, which Ray replaces, and keep its stderr clean."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [(number, signal.getsignal(number)) for number in numbers]
     try:

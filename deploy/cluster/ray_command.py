@@ -1,8 +1,8 @@
 """`python -m baton.deploy.cluster.ray_command FOLDER PROCESS WORDS...`: run WORDS beside a process.
 
 `baton doctor` runs it for each host of a cluster on Ray. It joins the Ray cluster of the state
-folder, lets the actor of the process start the words, passes on what they print, and exits with
-their exit code. A signal ends them.
+folder, lets the actor of the process start the command, passes on its output, and exits with its
+exit code. A signal ends the command.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ POLL_S = 0.1
 
 
 def main(folder: Path, process: str, words: Sequence[str]) -> int:
-    """Raises `BatonError` if the words cannot be run there."""
+    """Run the command and return its exit code. Raises `BatonError` if it cannot run there."""
     deployment = deployment_in(folder)
     if deployment is None:
         raise NodeError(f"nothing is up on Ray in {folder}")

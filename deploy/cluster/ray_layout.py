@@ -1,8 +1,8 @@
-"""What Ray is asked for: one placement group, with a bundle and a named actor for each process.
+"""The request to Ray: one placement group, with a bundle and a named actor for each process.
 
 `ray` checks it against the hosts of a Ray cluster, and starts it or writes it as YAML. Bundle,
 actor and process have the same place in the plan. All bundles are reserved at once or not at all,
-on as many hosts as there are (SPREAD). Pure.
+on as many hosts as there are (SPREAD). This file is pure.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ RESTARTS = -1  # Ray restarts an actor as often as it ends
 # The file of the cluster's key, which each actor holds in memory.
 KEY_FILE = "$(KEY_FILE)"
 PYTHON = "$(PYTHON)"  # that runs the actor, in the words of a command
-# What a bundle asks for by keys of the description, in Ray's words.
+# Ray's names for the resources that the description has keys for.
 OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
 HEADER = """\
 # What `baton up --on ray` asks of Ray. $(ROUTER_0_ADDRESS) and $(OWN_ADDRESS) are addresses of
@@ -31,7 +31,7 @@ HEADER = """\
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What Ray reserves on one host for a process. Memory is in bytes."""
+    """The resources that Ray reserves on one host for a process. Memory is in bytes."""
 
     process: str
     resources: dict[str, float]
@@ -48,7 +48,7 @@ class RayHost(msgspec.Struct, frozen=True):
 
 
 class RayOrders(msgspec.Struct, frozen=True):
-    """What the actors of a cluster run. It holds secrets: Ray's control store alone keeps it."""
+    """The orders of a cluster's actors. Only Ray's control store keeps them: they hold secrets."""
 
     token: str  # unlike that of any other deployment
     processes: tuple[ProcessSpec, ...]
@@ -67,9 +67,9 @@ def router_variable(index: int) -> str:
 
 
 def places_of(description: Description, loopback: str = "") -> ProcessPlaces:
-    """Return where processes are: on hosts that Ray chooses, or all at the address `loopback`.
+    """Return the places of processes: hosts that Ray chooses, or `loopback` for all.
 
-    Raises `ConfigError` for what Ray cannot do as described.
+    Raises `ConfigError` if the description asks for something that Ray cannot do.
     """
     for problem in _problems(description):
         raise ConfigError(problem)
@@ -105,7 +105,7 @@ def total(amounts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def shortage(bundles: Sequence[Bundle], hosts: Sequence[RayHost]) -> str:
-    """Return what the hosts lack, even when nothing else runs on them; empty if it is nothing."""
+    """Return what the hosts lack even without other work; empty if they lack nothing."""
     asked, present = total(one.resources for one in bundles), total(one.resources for one in hosts)
     for name, amount in asked.items():
         if present.get(name, 0.0) < amount:
@@ -133,7 +133,7 @@ def at_its_place(
 ) -> tuple[ProcessSpec, ...]:
     """Return the processes of the host of `process`, this one first, as they run there.
 
-    `addresses` has the host of every process of the orders, in their order, as Ray has it.
+    `addresses` holds Ray's host of every process of the orders, in order.
     """
     if orders.loopback:
         addresses = [orders.loopback] * len(orders.processes)
@@ -155,7 +155,7 @@ def at_its_place(
 
 
 def text_of_layout(plan: ClusterPlan) -> str:
-    """Return as YAML what Ray is asked for, without secrets."""
+    """Return the request to Ray as YAML, without secrets."""
     actors = [
         {
             "name": spec.name,

@@ -1,7 +1,7 @@
-"""A Ray cluster of this host alone, which `baton up --on ray` starts where it is given no other.
+"""A Ray cluster on this host alone, which `baton up --on ray` starts if it is given no other.
 
-Only processes that have the token in the state folder can join it, since Ray listens on all
-interfaces. `ray` ends it by its process id: `ray stop` would end every Ray of this user.
+Ray listens on all interfaces, so only processes with the token in the state folder can join. `ray`
+ends it by its process id, because `ray stop` would end every Ray of this user.
 """
 
 import os
@@ -29,8 +29,8 @@ ADDRESS_FILE = "ray_current_cluster"  # in its folder, written once it is up
 START_S, STOP_S, POLL_S = 120.0, 30.0, 0.05
 # Nothing of baton goes through Ray's object store; this is about the least that Ray accepts.
 STORE_BYTES = 100_000_000
-# Ray would run its workers, and so the nodes, with a nice value of 15. There is nothing of others
-# that it would have to wait for when it ends.
+# By default Ray would run its workers, and so the nodes, with a nice value of 15. At its end, it
+# need not wait for work of others.
 OWN_VARIABLES = {"RAY_worker_niceness": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
 
@@ -42,7 +42,7 @@ class LocalRay(msgspec.Struct, frozen=True):
 
     @classmethod
     def start(cls, state: Path, num_cpus: int) -> "tuple[LocalRay, subprocess.Popen[bytes]]":
-        """Start it and return at once, also the process for its parent; raises `NodeError`."""
+        """Start it and return at once, with the process for its parent. Raises `NodeError`."""
         write_private(state / TOKEN, secrets.token_hex(32).encode())
         folder = tempfile.mkdtemp(prefix="baton-ray-")
         words = [
@@ -69,7 +69,7 @@ class LocalRay(msgspec.Struct, frozen=True):
         return cls(ProcessId.of(process.pid), folder), process
 
     def wait(self, state: Path) -> str:
-        """Return its address once it is up; raises `NodeError` if it ends before."""
+        """Return its address once it is up. Raises `NodeError` if it ends before."""
         deadline_s = monotonic() + START_S
         path = Path(self.folder) / ADDRESS_FILE
         while self.process.is_alive and monotonic() < deadline_s:
@@ -79,7 +79,7 @@ class LocalRay(msgspec.Struct, frozen=True):
         raise NodeError(f"Ray did not start on this host: see {state / LOG}")
 
     def stop(self) -> None:
-        """End it and everything in it, and return when it is gone. Idempotent."""
+        """End it with everything in it, and return when it is gone. A second call does nothing."""
         if self.process.signal(signal.SIGTERM) and not self.process.wait(STOP_S):
             # Ray's processes end with the one that has started them.
             self.process.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Wait until a cluster serves, or say in one line which process of which host does not.
+"""Wait until a cluster serves, or name the process and the host that are not ready.
 
 `baton up` calls it. It asks the routers' /health and the platform's status, and dials the
 routers' control ports with the key of this host.
@@ -38,8 +38,8 @@ def wait_until_ready(
 ) -> bool:
     """Return True when the cluster serves, False when a stop was requested.
 
-    Raises `NodeError` for the first process that ended, or that is not ready in time. A command
-    that started no router waits for the nodes that it has started, any other for all.
+    Raises `NodeError` for the first process that ended or is not ready in time. A command that
+    started no router waits only for the nodes that it has started; any other command waits for all.
     """
     own = platform.own(plan)
     is_central = any(spec.role == "router" for spec in own)
@@ -57,7 +57,9 @@ def wait_until_ready(
             missing, phases = _missing_of(plan, nodes, urls)
             if not urls:
                 missing = [
-                    Missing(status, "is waiting", status.note or "see what its platform says")
+                    Missing(
+                        status, "is waiting", status.note or "see the platform's own status of it"
+                    )
                     for status in statuses
                     if status.state != "running"
                 ]
@@ -74,20 +76,20 @@ def wait_until_ready(
 
 
 def check_ids(plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]) -> None:
-    """Raise `NodeError` if a router has a node with the id of one that is about to start."""
+    """Raise `NodeError` if a router has a node with the id of a node that is about to start."""
     for router, url in zip(plan.pool(ROUTERS), urls, strict=False):
         health = ask_health(url) or HealthReply()
         present = {node.node_id for node in health.nodes if node.state != "silent"}
         for spec in own:
             if spec.name in present:
                 raise NodeError(
-                    f"{_who(spec)}: {router.name} has a node of this id already; end that one, or "
-                    "give the pool another name"
+                    f"{_who(spec)}: {router.name} already has a node with this id; end that node, "
+                    "or give the pool another name"
                 )
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A process that is not ready, and what to look at."""
+    """A process that is not ready, and advice."""
 
     process: ProcessSpec | ProcessStatus
     doing: str
@@ -111,9 +113,9 @@ def _check_running(statuses: Sequence[ProcessStatus]) -> None:
 def _missing_of(
     plan: ClusterPlan, nodes: Sequence[ProcessSpec], urls: Sequence[str]
 ) -> tuple[list[Missing], dict[str, str]]:
-    """Return which routers and which of `nodes` are not ready, and what each node is doing.
+    """Return the routers and those of `nodes` that are not ready, with what each is doing.
 
-    A node is ready when every router says so.
+    A node is ready when every router reports it as ready.
     """
     missing: list[Missing] = []
     phases: dict[str, str] = {}
@@ -147,7 +149,8 @@ def _lack(spec: ProcessSpec, router: ProcessSpec, health: HealthReply) -> Missin
 class KeyCheck:
     """Dials the control ports of `plan`'s routers, as nodes do, with the key of this host.
 
-    Without it, nodes that run already could pass for those of a host that has another key.
+    Without this check, nodes that already run could be mistaken for nodes of a host with another
+    key.
     """
 
     def __init__(self, plan: ClusterPlan) -> None:
@@ -165,7 +168,7 @@ class KeyCheck:
             self._dialers.append(self._dial(f"tcp://{host}:{control}"))
 
     def are_accepted(self) -> bool:
-        """Return whether every router has taken the key; raises `NodeError` if one refuses it."""
+        """Return whether every router has accepted the key. Raises `NodeError` on a refusal."""
         for router, dialer in zip(self._plan.pool(ROUTERS), self._dialers, strict=False):
             while dialer.receive() is not None:
                 pass
@@ -178,7 +181,7 @@ class KeyCheck:
         return all(dialer.connected for dialer in self._dialers)
 
     def unanswered(self) -> Missing:
-        """Return the first router whose control port nothing has answered."""
+        """Return the first router whose control port has not answered."""
         routers = zip(self._plan.pool(ROUTERS), self._dialers, strict=False)
         router, dialer = next(pair for pair in routers if not pair[1].connected)
         return Missing(

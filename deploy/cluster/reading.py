@@ -1,4 +1,4 @@
-"""From a cluster.yaml to a checked `Description`.
+"""Read a cluster.yaml into a checked `Description`.
 
 `read_description` refuses what cannot work before anything starts: splits that cannot exchange KV
 blocks, addresses and ports that clash, keys that others can read. Every `ConfigError` names the
@@ -37,7 +37,7 @@ DECIDED = {
 # Sections that the processes of one pool, or one router, may have of their own.
 POOL_SECTIONS = ("cache", "engine", "node", "transfer", "log")
 ROUTER_SECTIONS = ("router", "log")
-# What the nodes of all pools must share, to exchange blocks.
+# Settings that must be equal in all pools, so that nodes can exchange blocks.
 SHARED = ("cache.block_size", "transfer.verify_kv")
 
 
@@ -64,7 +64,7 @@ def is_loopback(host: str) -> bool:
 
 
 def config_of(description: Description, own: Settings) -> ClusterConfig:
-    """Return the settings of a process: those of all, then its `own`."""
+    """Return the settings of a process: those of all processes, then its `own`."""
     return with_values(ClusterConfig(), {**description.settings, **own})
 
 
@@ -78,7 +78,7 @@ def placed_hosts(pool: Pool) -> list[str]:
 
 
 def _problems(description: Description) -> Iterator[str]:
-    """Yield what is wrong, the plainest first, each with its key and what to do."""
+    """Yield problems, the plainest first, each with its key and what to do."""
     yield from _missing(description)
     yield from _settings_problems(description)
     for name, pool in description.pools.items():
@@ -292,6 +292,6 @@ def _beside(path: Path, name: str) -> str:
 
 
 def _model_beside(path: Path, name: str) -> str:
-    """Return the folder beside the file, or `name` if there is none: it may be one of the hub."""
+    """Return the folder beside the file, or else `name`, which may be a model of the hub."""
     is_folder = name.startswith((".", "~")) or (bool(name) and (path.parent / name).is_dir())
     return _beside(path, name) if is_folder else name

@@ -1,4 +1,4 @@
-"""What is known of a deployment between two commands: its state folder, and processes by id.
+"""The record of a deployment between two commands: its state folder, and processes by id.
 
 `up` makes the folder, `status` and `down` read it. A process is known by its id and the moment it
 started, so that a signal never reaches another process that got the same id later.
@@ -67,12 +67,12 @@ class ProcessId(msgspec.Struct, frozen=True):
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """What `up` writes down for the commands after it."""
+    """What `up` records for later commands."""
 
     name: str
     platform: str
     file: str
-    hosts: tuple[str, ...]  # whose processes were started; empty means all of them
+    hosts: tuple[str, ...]  # hosts whose processes were started; empty means all of them
 
 
 def state_folder(name: str, chosen: str = "") -> Path:
@@ -101,8 +101,8 @@ def deployment_of(file: str, chosen: str = "") -> tuple[Path, Deployment]:
     deployment = read_deployment(folder)
     if deployment is None:
         raise ConfigError(
-            f"nothing is up in {folder}: `baton up` was not run by this user on this machine, or "
-            "with another --state"
+            f"nothing is up in {folder}: this user has not run `baton up` on this machine, or ran "
+            "it with another --state"
         )
     return folder, deployment
 
@@ -125,7 +125,7 @@ def forget_deployment(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, or check that only this user can enter it; raises `ConfigError`."""
+    """Make the folder, or check that only this user can enter it. Raises `ConfigError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = folder.stat().st_mode
@@ -141,7 +141,7 @@ def make_private(folder: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by one that only this user can read; a reader sees the old or the new one."""
+    """Replace a file by a private one. A reader sees either the old or the new content."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with open(descriptor, "wb") as file:

@@ -2,7 +2,7 @@
 
 `render` writes the batch script, the plan and a copy of the key into a folder that only the user
 can enter, and that all hosts of the job must share. Every task of the job runs one process and
-notes there how it is, which `status` reads. `stop` lets the job drain before it cancels it.
+writes its state there, which `status` reads. `stop` lets the job drain before it cancels it.
 """
 
 import re
@@ -145,7 +145,7 @@ class SlurmPlatform:
 
 
 def _check(description: Description) -> None:
-    """Raise `ConfigError` for what Slurm could not do as described."""
+    """Raise `ConfigError` if the description asks for something that Slurm cannot do."""
     named = [f"routers[{i}].host" for i, one in enumerate(description.routers) if one.host]
     named += [f"pools.{name}.hosts" for name, pool in description.pools.items() if pool.hosts]
     if named:
@@ -168,7 +168,7 @@ def _check(description: Description) -> None:
 
 
 def _status(spec: ProcessSpec, folder: Path, job: str, state: str, logs: str) -> ProcessStatus:
-    """Return what a task has noted of its process, or how its part of the job is."""
+    """Return a task's record of its process, or the state of its part of the job."""
     note = f"job {job} is {state or 'gone'}"
     if state not in ACTIVE:
         last_end = f"{note}; see {logs}/job.log"
@@ -197,7 +197,7 @@ def _are_active(job: str) -> bool:
 
 
 def _gone(job: str, timeout_s: float, interrupts: Interrupts) -> bool:
-    """Return whether the job ends in time; a second Ctrl-C does not wait for it."""
+    """Return whether the job ends in time. A second Ctrl-C ends the waiting."""
     deadline_s = monotonic() + timeout_s
     while _are_active(job):
         if monotonic() > deadline_s or interrupts.requested:
@@ -207,7 +207,7 @@ def _gone(job: str, timeout_s: float, interrupts: Interrupts) -> bool:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove all that `start` and the job have written, except logs."""
+    """Remove everything that `start` and the job have written, except logs."""
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)
     for name in (SCRIPT, PLAN, KEY, ADDRESS, JOB):
         (folder / name).unlink(missing_ok=True)
@@ -223,7 +223,7 @@ def _job(folder: Path) -> str:
 def _run(*words: str, may_fail: bool = False) -> str:
     """Run a command of Slurm and return what it prints; raises `NodeError` if it fails.
 
-    With `may_fail`, it is no failure that the job has ended.
+    With `may_fail`, an ended job is not a failure.
     """
     run = question if words[0] == "squeue" else order
     try:

@@ -1,8 +1,8 @@
-"""One task of a Slurm job: it runs the process that its rank in its pool gives it.
+"""One task of a Slurm job, which runs the process of its rank in its pool.
 
-The batch script of `job_script` starts it with the job's folder and a pool. It fills in what is
-known only where the process runs, its addresses and its GPUs, and then keeps the process running
-as `keeper` does. `status` reads the folder of the process.
+The batch script of `job_script` starts it with the job's folder and a pool. It fills in the values
+that only the process's machine knows, its addresses and GPUs, and then keeps the process running as
+`keeper` does. `status` reads the folder of the process.
 """
 
 import os
@@ -26,7 +26,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class SlurmPlan(msgspec.Struct, frozen=True):
-    """What a job is to run. It holds secrets, so only the user may read its file."""
+    """The plan of a job. It holds secrets, so only the user may read its file."""
 
     processes: tuple[ProcessSpec, ...]
     logs: str  # folder
@@ -38,7 +38,7 @@ def read_plan(folder: Path) -> SlurmPlan:
 
 
 def placed(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> ProcessSpec:
-    """Return `spec` as its task runs it; raises `ConfigError` where GPUs are missing."""
+    """Return `spec` with its task's values. Raises `ConfigError` if GPUs are missing."""
     host = environment["SLURMD_NODENAME"]
     addresses = dict(
         line.partition("=")[::2] for line in environment["HOST_ADDRESSES"].splitlines()
@@ -70,7 +70,7 @@ def _own_gpus(spec: ProcessSpec, host: str, nth: int, given: str) -> Sequence[st
 
 
 def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
-    """Run the process until its step is told to end; return the exit code."""
+    """Run the process until its step is told to end, and return the exit code."""
     plan = read_plan(folder)
     index = int(environment["SLURM_PROCID"])
     try:

@@ -1,7 +1,8 @@
-"""`baton status`: the processes of a cluster in the terminal, as the page `/` shows them.
+"""`baton status` shows the processes of a cluster in the terminal, as the page `/` does.
 
-The platform says which processes run, and the routers how they are; either is enough. On a terminal
-the table is live until Ctrl-C, elsewhere it is printed once. It changes nothing.
+The platform reports which processes run, and the routers report their states; either is enough. On
+a terminal the table is live until Ctrl-C; elsewhere it is printed once. The command changes
+nothing.
 """
 
 import os
@@ -48,7 +49,7 @@ COLOURS = {
 
 
 class AskedRouter(msgspec.Struct, frozen=True):
-    """Where to ask a router, and with which API key."""
+    """The URL of a router to ask, and the API key to send."""
 
     name: str
     url: str
@@ -56,7 +57,7 @@ class AskedRouter(msgspec.Struct, frozen=True):
 
 
 class ClusterView:
-    """What is known of one cluster now: of its deployment, or of routers that were named."""
+    """The current knowledge of one cluster: of its deployment, or of named routers."""
 
     def __init__(
         self, words: Words, folder: Path | None = None, deployment: Deployment | None = None
@@ -95,7 +96,7 @@ class ClusterView:
         return self._overview.summary(self._deployment.name if self._deployment else "")
 
     def look(self) -> None:
-        """Ask the platform and every router; raises `NodeError` if the platform does not say."""
+        """Ask the platform and every router. Raises `NodeError` if the platform does not answer."""
         if self._platform is not None and self._folder is not None:
             self.statuses = self._platform.status(self._folder)
         routers = self._routers()
@@ -118,7 +119,7 @@ class ClusterView:
         return [AskedRouter(name, url, key) for name, url in zip(names, urls, strict=True)]
 
     def _own_routers(self) -> list[AskedRouter]:
-        """Return the deployment's routers that can be reached from here, as its file names them."""
+        """Return the deployment's reachable routers, with the names in its file."""
         if self._deployment is None or self._platform is None or self._folder is None:
             return []
         if self._plan is None:
@@ -126,7 +127,7 @@ class ClusterView:
                 description = read_description(Path(self._deployment.file))
                 self._plan = plan_of(description, self._platform.places(description))
             except ConfigError:
-                return []  # the file was changed or moved: its platform still says what runs
+                return []  # the file was changed or moved, but the platform still reports what runs
         plan = self._plan
         routers, urls = plan.pool(ROUTERS), self._platform.urls(plan, self._folder)
         return [
@@ -178,7 +179,7 @@ def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
 
 
 def ask(trust: ssl.SSLContext, router: AskedRouter) -> RouterAnswer:
-    """Return what a router says at /status.json, or why it does not."""
+    """Return a router's answer at /status.json, or why there is none."""
     request = urllib.request.Request(f"{router.url}/status.json")
     if router.api_key:
         request.add_header("Authorization", f"Bearer {router.api_key}")
@@ -190,7 +191,7 @@ def ask(trust: ssl.SSLContext, router: AskedRouter) -> RouterAnswer:
     except urllib.error.HTTPError as error:
         with error:
             problem = {
-                401: f"wants an API key: give one with --api-key, or in {KEY_VARIABLE}",
+                401: f"asks for an API key: give one with --api-key, or in {KEY_VARIABLE}",
                 404: "has no status page: router.page is off",
             }.get(error.code, f"answers {error.code}")
     except (OSError, msgspec.MsgspecError) as error:
@@ -232,13 +233,13 @@ def _drawn(view: ClusterView, problems: Sequence[str]) -> Group:
 def _filled(
     rows: Sequence[tuple[str, ...]],
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns in which some row has text: their titles, and the rows."""
+    """Return the titles and rows of the columns in which some row has text."""
     kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in rows)]
     return tuple(HEAD[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
 
 def _state_of(row: StatusRow) -> str:
-    """Return the routers' word, unless the platform knows better."""
+    """Return the state from the routers, unless the platform's state overrides it."""
     return row.health if row.health and row.state in ("", "running", "unknown") else row.state
 
 

@@ -1,8 +1,8 @@
 """`--on systemd`: a target, a template per pool, and an environment file per process.
 
 `render` writes a folder for every host. `start` installs the files of this machine and starts the
-target, as root or, with `systemd: {scope: user}`, in the user's own manager. Units hold no secret:
-those are in environment files that only the owner can read. systemd starts what fails again.
+target, as root or, with `systemd: {scope: user}`, in the user's own manager. Units hold no secrets:
+those are in environment files that only the owner can read. systemd restarts processes that fail.
 """
 
 import os
@@ -31,7 +31,7 @@ SHOWN = ("ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainStatus")
 
 
 class Installed(msgspec.Struct, frozen=True):
-    """What `start` has put into this machine, for `stop` and `status`."""
+    """The files that `start` has installed on this machine, for `stop` and `status`."""
 
     scope: SystemdScope
     target: str
@@ -110,7 +110,7 @@ class SystemdPlatform:
 
 
 def program_of(description: Description) -> tuple[str, ...]:
-    """Return how the hosts run baton: as the description says, or as it runs here."""
+    """Return the path of baton on the hosts: that of the description, or the one here."""
     program = description.systemd.program
     return (program,) if program else (sys.executable, "-m", "baton")
 
@@ -127,7 +127,7 @@ def _status(installed: Installed, unit: str) -> ProcessStatus:
     note = f"pid {shown['MainPID']}" if state == "running" else ""
     last_end = ""
     if state == "ended" or shown["NRestarts"] != "0":
-        # systemd forgets the exit code when it starts a unit again.
+        # systemd forgets the exit code when it restarts a unit.
         code = f"exit code {shown['ExecMainStatus']}: " if state == "ended" else ""
         flag = " --user" if installed.scope == "user" else ""
         last_end = f"{code}see journalctl{flag} -u {unit}"
@@ -150,7 +150,7 @@ def _folders(scope: SystemdScope, name: str) -> tuple[Path, Path]:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file: environments hold secrets, units are for all to read."""
+    """Write a file. Environments hold secrets; all users may read units."""
     try:
         write_private(path, text.encode())
         if path.suffix != ".env":

@@ -1,7 +1,7 @@
 """The text of systemd units and environment files that run the processes of one host.
 
 `systemd` writes and installs them. One template serves a pool: an instance differs by its
-environment file alone. Pure.
+environment file alone. This file is pure.
 """
 
 import re
@@ -80,7 +80,7 @@ def _template(
     program: Sequence[str],
 ) -> str:
     name = description.name
-    # A unit is stopped before those that it starts after: routers end before their nodes.
+    # systemd stops a unit before the units that it starts after, so routers end before their nodes.
     after = ["network-online.target"]
     if spec.pool == ROUTERS:
         after += [unit_of(name, other) for other in others]
@@ -111,7 +111,7 @@ def _template(
         *_limits(description, spec),
     ]
     sandbox = SANDBOX + (ROUTER_SANDBOX if spec.role == "router" else "")
-    # A user's own manager has not the rights that a sandbox takes.
+    # A user's own manager lacks the rights that a sandbox needs.
     return "\n".join(lines) + "\n" + (sandbox if description.systemd.scope == "system" else "")
 
 
@@ -138,7 +138,7 @@ def _environment(spec: ProcessSpec) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return a word of a command line as ExecStart= takes it."""
+    """Return a word of a command line, quoted for ExecStart=."""
     if _PLAIN.fullmatch(word):
         return word
     text = word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
@@ -151,7 +151,7 @@ def _literal(text: str) -> str:
 
 
 def _in_file(text: str) -> str:
-    """Return a value as an environment file takes it."""
+    """Return a value, quoted for an environment file."""
     for special in ("\\", '"', "$", "`"):
         text = text.replace(special, f"\\{special}")
     return f'"{text}"'

@@ -1,7 +1,7 @@
-"""`baton doctor`: what is wrong with this machine, with the hosts of a cluster, and between them.
+"""`baton doctor` finds problems of this machine, of the hosts of a cluster, and between them.
 
 Probers collect facts, rules turn facts into findings, and nothing here serves a request. The path
 between two hosts is measured with `kv_transfer`'s own agents and transports, over pools of its own,
-so a cluster that serves loses a second of its network and none of its memory. The command line
+so a cluster that serves loses only a second of its network and none of its memory. The command line
 calls `commands`.
 """

@@ -1,6 +1,6 @@
 """The command line of `baton doctor`.
 
-`commands` reads it into one Struct. What nodes are told by settings has the flag of the setting.
+`commands` reads it into one Struct. Options that are settings of nodes have the setting's flag.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TIMEOUT_S = 20.0
 
 
 class DoctorWords(msgspec.Struct, frozen=True):
-    """What the words say. Of `file`, `listen`, `connect` and `url` at most one is set."""
+    """The parsed words. Of `file`, `listen`, `connect` and `url`, at most one is set."""
 
     config: ClusterConfig
     wants: Wants
@@ -38,7 +38,7 @@ class DoctorWords(msgspec.Struct, frozen=True):
 
 
 def words_of(name: str, summary: str, arguments: Sequence[str]) -> DoctorWords:
-    """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
+    """Return the parsed arguments; `--help` prints and exits. Raises `ConfigError`."""
     given = vars(parser_of(name, summary).parse_args(arguments))
     fields = {field.name: field for field in _fields()}
     values = {
@@ -51,7 +51,7 @@ def words_of(name: str, summary: str, arguments: Sequence[str]) -> DoctorWords:
         gpus=_count(given.pop("gpus")),
         pool_mib=config.cache.memory_mib,
         needs_nixl=given.pop("nixl") or config.transfer.transport == "nixl",
-        # On a host of a cluster, the words say which ports count, if any.
+        # On a host of a cluster, the words name the ports to check, if any.
         ports=tuple(given.pop("port") or ([] if given["reach"] else _router_ports(config))),
         reach=tuple(given.pop("reach")),
     )
@@ -82,8 +82,8 @@ def parser_of(name: str, summary: str) -> FlagParser:
         "file",
         metavar="FILE",
         nargs="?",
-        help="a cluster.yaml: look at its hosts and measure every path between them; without it, "
-        "look at this machine",
+        help="a cluster.yaml: check its hosts and measure every path between them; without it, "
+        "check this machine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
@@ -110,13 +110,13 @@ def _add_paths(parser: FlagParser) -> None:
     group.add_argument(
         "--connect",
         metavar="HOST:PORT",
-        help="on a prefill node's host: have the host that listens there read a pool of this one",
+        help="on a prefill node's host: let the host that listens there read a pool of this host",
     )
     group.add_argument(
         "--once", action="store_true", help="with --listen: end after one host has connected"
     )
     group.add_argument(
-        "--url", metavar="URL", help="ask a router how the transfers of its nodes went, and no more"
+        "--url", metavar="URL", help="only ask a router how the transfers of its nodes went"
     )
 
 
@@ -129,9 +129,11 @@ def _add_hosts(parser: FlagParser) -> None:
         "deployment that is up on Slurm, Kubernetes or Ray are reached without it",
     )
     group.add_argument(
-        "--state", metavar="FOLDER", help="the state folder of `baton up`, if it was given one"
+        "--state",
+        metavar="FOLDER",
+        help="the state folder of `baton up`, if it was started with --state",
     )
-    group.add_argument("--gpus", metavar="N", help="GPUs that nodes need on this machine")
+    group.add_argument("--gpus", metavar="N", help="number of GPUs that nodes need on this machine")
     group.add_argument(
         "--port",
         metavar="HOST:PORT",
@@ -147,7 +149,7 @@ def _add_hosts(parser: FlagParser) -> None:
         help="an address of another host that must answer; may be repeated",
     )
     group.add_argument(
-        "--nixl", action="store_true", help="it is a fault if NIXL does not work on this machine"
+        "--nixl", action="store_true", help="report a fault if NIXL does not work on this machine"
     )
 
 

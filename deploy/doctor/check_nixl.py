@@ -1,6 +1,6 @@
 """`python -m baton.deploy.doctor.check_nixl [DEVICE]`: print this machine's `NixlFacts` as JSON.
 
-The prober runs it in a process of its own, because a library that does not fit the machine may end
+The prober runs it in a separate process, because a library that does not fit the machine may end
 the process. It makes an agent as a node does, then asks the UCX that NIXL has loaded for its lanes.
 """
 
@@ -31,7 +31,7 @@ def nixl_facts(device: str) -> NixlFacts:
         return NixlFacts()
     log = UcxLog()
     try:
-        # Held: UCX is unloaded with the last agent.
+        # The agent is held, because UCX is unloaded with the last agent.
         agent = make_agent("doctor", device)
     except ConfigError as error:
         # NIXL itself gives no reason.
@@ -71,12 +71,12 @@ def ucx_lanes() -> list[str]:
 
 
 def lanes_in(text: str) -> list[str]:
-    """Return the lanes in what UCX prints of a context, as `tcp/eth0`."""
+    """Return the lanes in UCX's description of a context, such as `tcp/eth0`."""
     return list(dict.fromkeys(RESOURCE.findall(text)))
 
 
 if __name__ == "__main__":
     facts = nixl_facts(*sys.argv[1:2] or ("",))
     os.write(1, b"\n" + msgspec.json.encode(facts) + b"\n")
-    # What UCX does at exit is of no interest.
+    # The exit skips UCX's cleanup.
     os._exit(0)

@@ -1,6 +1,6 @@
-"""`baton doctor cluster.yaml`: every host that can be reached, and the path of every pair of them.
+"""`baton doctor cluster.yaml` checks every reachable host, and the path of every pair of hosts.
 
-It runs `baton doctor --json` on each host, compares what they say, and then lets each prefill host
+It runs `baton doctor --json` on each host, compares the reports, and then lets each prefill host
 offer a pool to each decode host, one pair after the other. `commands` calls it. A cluster that
 serves is not touched.
 """
@@ -27,12 +27,12 @@ from baton.deploy.doctor.orders import connect_words, listen_words, look_words
 
 PATHS = "paths"
 MAX_AT_ONCE = 8
-# To start an interpreter on a busy host, beyond the time that the words of a command give it.
+# The time to start an interpreter on a busy host, beyond the command's own timeout.
 EXTRA_S = 60.0
 
 
 def check_cluster(words: DoctorWords) -> Iterator[Finding]:
-    """Yield what is found, host by host and then path by path. Raises `ConfigError`."""
+    """Yield the findings, host by host and then path by path. Raises `ConfigError`."""
     description = read_description(Path(words.file))
     folder = state_folder(description.name, words.state)
     seats, is_up = seats_of(description, folder, words.via), read_deployment(folder) is not None
@@ -107,7 +107,7 @@ def _path(prefill: HostSeat, decode: HostSeat, timeout_s: float) -> Finding:
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """Return what a command prints, and the last line of what it complains of."""
+    """Return the output of a command, and the last line of its error output."""
     try:
         done = subprocess.run(
             command,

@@ -1,6 +1,6 @@
-"""`baton doctor`: look at this machine, a cluster's hosts, one path, or the transfers of a router.
+"""`baton doctor` checks this machine, a cluster's hosts, one path, or the transfers of a router.
 
-The command line calls `main`. The exit code is 1 if anything is a fault, and else 0.
+The command line calls `main`. The exit code is 1 if there is a fault, else 0.
 """
 
 import socket
@@ -44,7 +44,7 @@ def main(name: str, summary: str, arguments: Sequence[str]) -> int:
 
 
 def _report(found: Iterable[Finding], words: DoctorWords) -> int:
-    """Print each finding as it comes, or all of them as JSON; return the exit code."""
+    """Print each finding when it is made, or all of them as JSON. Return the exit code."""
     findings = []
     lines = Lines(is_coloured=sys.stdout.isatty())
     for finding in found:

@@ -1,4 +1,7 @@
-"""What must be equal on all hosts of a cluster, from the facts of each. Pure."""
+"""Compare the facts that must be equal on all hosts of a cluster.
+
+This file is pure.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +16,7 @@ FAR_CLOCK_S = 1.0
 
 
 class LookedAt(msgspec.Struct, frozen=True):
-    """The facts of one host, and when they were asked for and had come, on the asker's clock."""
+    """The facts of one host, with the times of the request and the answer on the asker's clock."""
 
     host: str
     facts: MachineFacts
@@ -22,7 +25,7 @@ class LookedAt(msgspec.Struct, frozen=True):
 
 
 def compared(hosts: Sequence[LookedAt]) -> list[Finding]:
-    """Return a finding for each thing that is compared; none for a single host."""
+    """Return a finding for each comparison; none for a single host."""
     if len(hosts) < 2:
         return []
     findings = [
@@ -48,7 +51,7 @@ def compared(hosts: Sequence[LookedAt]) -> list[Finding]:
 def _equal(
     hosts: Sequence[LookedAt], check: str, value_of: Callable[[MachineFacts], str], advice: str
 ) -> Finding | None:
-    """Name the hosts whose value is not that of most; a host without one has its own finding."""
+    """Name the hosts whose value differs from that of most; a host without one is left out."""
     values = {one.host: value_of(one.facts) for one in hosts if value_of(one.facts)}
     if len(values) < 2:
         return None
@@ -75,6 +78,6 @@ def _clocks(hosts: Sequence[LookedAt]) -> Finding:
 
 
 def _ahead_s(one: LookedAt) -> float:
-    """Return by how much a clock is ahead at the least: it was read between question and answer."""
+    """Return how far a clock, read between question and answer, is ahead at least."""
     now_s = one.facts.clock.now_s
     return max(0.0, now_s - one.answered_s) + min(0.0, now_s - one.asked_s)

@@ -1,7 +1,7 @@
-"""What was found on one machine, and what is wanted of it. Rules read these; probers fill them in.
+"""The facts about one machine and the demands on it. Probers fill them in, and rules read them.
 
-They travel as JSON between the hosts that a cluster's check looks at, so every field has a default,
-and a host of another release can still be read. A default means "not known" or "not there".
+They are sent as JSON between the hosts of a cluster's check, so every field has a default, and a
+report of another release can still be read. A default means "unknown" or "absent".
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ UNLIMITED = -1
 
 
 class Wants(msgspec.Struct, frozen=True):
-    """What the processes of a machine need of it."""
+    """What processes need from their machine."""
 
     gpus: int = 0
     pool_mib: int = 0  # 0: the share of free memory that a node would take
@@ -44,7 +44,7 @@ class NixlFacts(msgspec.Struct, frozen=True):
 
 
 class PortFacts(msgspec.Struct, frozen=True):
-    """A port that a process wants to listen on."""
+    """A port on which a process wants to listen."""
 
     address: str
     problem: str = ""  # why it cannot be listened on
@@ -68,7 +68,7 @@ class MemoryFacts(msgspec.Struct, frozen=True):
 
 
 class LimitFacts(msgspec.Struct, frozen=True):
-    """Of this user's processes; `UNLIMITED` where there is none, 0 where it is not known."""
+    """Limits of this user's processes; `UNLIMITED` without a limit, 0 if it is unknown."""
 
     memlock_kib: int = 0
     open_files: int = 0
@@ -88,7 +88,7 @@ class ClockFacts(msgspec.Struct, frozen=True):
 
 
 class FileFacts(msgspec.Struct, frozen=True):
-    """A model or a key: equal digests mean equal contents."""
+    """A model or a key. Equal digests mean equal contents."""
 
     path: str = ""
     digest: str = ""

@@ -1,4 +1,4 @@
-"""The model and the key of one host: whether they can be used, and digests to compare hosts by."""
+"""Check the model and the key of one host, and compute digests with which hosts are compared."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ SAMPLE_BYTES = 1 << 16
 
 
 def model_facts(model: ModelConfig) -> FileFacts:
-    """Look at a model; none is meant if it has no path."""
+    """Return the facts of a model; an empty path means no model."""
     if not model.path:
         return FileFacts()
     try:
@@ -29,7 +29,7 @@ def model_facts(model: ModelConfig) -> FileFacts:
 
 
 def key_facts(keys: KeysConfig) -> FileFacts:
-    """Look at the cluster's key. Its digest gives nothing of the key away."""
+    """Return the facts of the cluster's key. Its digest reveals nothing of the key."""
     if not keys.file:
         return FileFacts()
     try:
@@ -42,7 +42,7 @@ def key_facts(keys: KeysConfig) -> FileFacts:
 
 
 def _folder_digest(folder: Path) -> str:
-    """Return a digest of names, sizes and first bytes of what baton reads of a model.
+    """Return a digest of the names, sizes and first bytes of the model files that baton reads.
 
     It takes milliseconds for a model of any size. Nodes compare more when they join.
     """

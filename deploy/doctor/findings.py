@@ -1,4 +1,4 @@
-"""A finding: one line of what `baton doctor` prints, and findings as lines."""
+"""A finding, which is one line of `baton doctor`, and the printing of findings."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,12 +11,12 @@ COLOURS = {"ok": "32", "warning": "33", "fault": "31"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`text` says what was found. If that is not well, it goes on to say what to do."""
+    """`text` says what was found and, if that is a problem, what to do."""
 
     check: str
     level: Level
     text: str
-    host: str = ""  # empty: the host that was asked
+    host: str = ""  # empty for the host that was asked
 
 
 def ok(check: str, text: str) -> Finding:
@@ -36,7 +36,7 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 class Lines:
-    """Findings as lines, as they come: those of a host below a line with its name."""
+    """Prints findings as lines, those of a host below a line with its name."""
 
     def __init__(self, *, is_coloured: bool) -> None:
         self._is_coloured = is_coloured

@@ -1,7 +1,8 @@
 """The hosts of a description, and how to run a command on each.
 
-`cluster_check` asks. This machine needs nothing, `--via` says how to reach another, and a platform
-that has chosen the hosts of a deployment reaches those that it has started processes on.
+`cluster_check` calls it. This machine needs no launcher, `--via` says how to reach another host,
+and a platform that has chosen the hosts of a deployment reaches those on which it has started
+processes.
 """
 
 import shlex
@@ -26,7 +27,7 @@ Launch = Callable[[str], tuple[str, ...]]
 def seats_of(description: Description, folder: Path, via: str) -> list[HostSeat]:
     """Return every host; `folder` is the state folder of the deployment, if there is one.
 
-    Raises `ConfigError` for a mistake in `via`, and `NodeError` if a platform does not say.
+    Raises `ConfigError` for a mistake in `via`, and `NodeError` if a platform does not answer.
     """
     deployment = read_deployment(folder)
     if deployment is not None:

@@ -1,4 +1,4 @@
-"""What `baton doctor --json` prints of one machine, and `cluster_check` reads of each host."""
+"""The report on one machine, which `baton doctor --json` prints and `cluster_check` reads."""
 
 import msgspec
 

@@ -1,6 +1,6 @@
-"""The words of `baton doctor` on one host of a cluster, from the processes that belong there. Pure.
+"""Make the words of `baton doctor` for one host of a cluster from the host's processes.
 
-`cluster_check` runs them. What a node is told by its settings, its check is told by flags.
+`cluster_check` runs them. Flags tell the check what settings tell a node. This file is pure.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ POOL = "cache.memory_mib"
 
 
 def look_words(seat: HostSeat, seats: Sequence[HostSeat], *, is_up: bool) -> list[str]:
-    """Return how to look at a host of `seats`; nodes that are up have their pools already."""
+    """Return the words that check a host of `seats`. Running nodes have their pools already."""
     words = ["doctor", "--json", *_settings(seat)]
     pool_mib = sum(int(_settings_of(one).get(POOL, 0)) for one in seat.nodes if not one.gpus)
     if pool_mib and not is_up:
@@ -32,7 +32,7 @@ def look_words(seat: HostSeat, seats: Sequence[HostSeat], *, is_up: bool) -> lis
 
 
 def listen_words(seat: HostSeat, timeout_s: float) -> list[str]:
-    """Return how a decode host listens: at an address of its nodes, and a free port."""
+    """Return the words with which a decode host listens, at its nodes' address and a free port."""
     bind = bindable(next(spec.env[BIND] for spec in seat.nodes if spec.role == "decode"))
     words = ["doctor", "--listen", f"tcp://{_bracketed(bind.host)}", "--once", "--json"]
     return [*words, "--timeout", f"{timeout_s:g}", *_settings(seat)]
@@ -44,7 +44,7 @@ def connect_words(seat: HostSeat, address: str, timeout_s: float) -> list[str]:
 
 
 def _settings(seat: HostSeat) -> list[str]:
-    """Return the flags for what the processes of a host are told, but for their pools."""
+    """Return flags for the settings of a host's processes, except their pools."""
     given: dict[str, str] = {}
     for spec in seat.specs:
         given = _settings_of(spec) | given
@@ -52,7 +52,7 @@ def _settings(seat: HostSeat) -> list[str]:
 
 
 def _settings_of(spec: ProcessSpec) -> dict[str, str]:
-    """Return the settings that a process is told and that matter here."""
+    """Return those settings of a process that matter here."""
     pairs = [word.partition("=") for word in spec.argv]
     return {name: value for name, _, value in pairs if name in SETTINGS}
 
@@ -71,7 +71,7 @@ def _listened(seat: HostSeat) -> list[str]:
 
 
 def _dialled(seat: HostSeat, seats: Sequence[HostSeat]) -> list[str]:
-    """Return what the nodes of a host dial: routers, and decode nodes with a port of their own."""
+    """Return the addresses that a host's nodes dial: routers, and decode nodes with fixed ports."""
     found: dict[str, None] = {}
     for spec in seat.nodes:
         found |= dict.fromkeys(one.removeprefix("tcp://") for one in spec.env[ROUTERS].split(","))

@@ -1,5 +1,5 @@
-"""The two ends of a measured path: `PathReader` listens, in a decode node's place, and `offer_pool`
-dials, in a prefill node's.
+"""The ends of a measured path: `PathReader` listens as decode does, `offer_pool` dials as prefill
+does.
 
 `commands` runs one on each host, by hand or through a launcher. They meet as nodes do: prefill
 dials decode with the cluster's key, and decode reads prefill's blocks.
@@ -37,24 +37,24 @@ from baton.runtime.interrupts import Interrupts
 from baton.runtime.network_devices import devices_for, own_address
 
 POLL_S = 0.1
-REFUSALS = 2  # handshakes that fail in a row, for one may fail by chance
+REFUSALS = 2  # failed handshakes in a row, because one may fail by chance
 
 
 class PathRow(msgspec.Struct, frozen=True):
-    """What the end that dialled knows of the path when it is done."""
+    """The result of a path at the end that dialled."""
 
     prefill_host: str
     decode_host: str
     measured: PathMeasured
-    version: str  # of the end that listens, as are those below
+    version: str  # of the end that listens, like those below
     protocol: int
-    clock_s: float  # by how much its clock is ahead; as exact as the round trip is short
+    clock_s: float  # how far its clock is ahead, with an error of up to a round trip
 
 
 class PathReader:
-    """Waits for pools that are offered, and reads each of them. Close it.
+    """Waits for offered pools, and reads each of them. It must be closed.
 
-    Raises `ConfigError` where it cannot listen at `endpoint` or the transport cannot work.
+    Raises `ConfigError` if it cannot listen at `endpoint` or the transport cannot work.
     """
 
     def __init__(self, config: ClusterConfig, endpoint: str) -> None:
@@ -79,7 +79,7 @@ class PathReader:
     ) -> bool:
         """Read every pool that is offered until an interrupt comes, or with `is_once` one pool.
 
-        Return False if it should have been one and none was offered within `timeout_s`.
+        Return False if `is_once` is set and no pool was offered within `timeout_s`.
         """
         until_s = monotonic() + timeout_s
         while not interrupts.requested:
@@ -116,7 +116,7 @@ class PathReader:
             elif measured.transport:
                 measured = msgspec.structs.replace(measured, lane="mapped memory")
             self._listener.send(peer, measured)
-            # The owner goes first: over TCP, UCX may end a process whose reader vanishes.
+            # The owner ends first, because over TCP, UCX may end a process whose reader vanishes.
             self._wait_for_end(peer, timeout_s)
         finally:
             pool.close()
@@ -129,9 +129,9 @@ class PathReader:
 
 
 def offer_pool(config: ClusterConfig, endpoint: str, timeout_s: float) -> PathRow:
-    """Have the reader at `endpoint` read a pool of this host, and return what it measured.
+    """Let the reader at `endpoint` read a pool of this host, and return its measurement.
 
-    Raises `ConfigError`, and `NodeError` where nothing answers or the keys differ.
+    Raises `ConfigError`, and `NodeError` if nothing answers or the keys differ.
     """
     keys = load_keys(config.keys)
     keys.check(bindable(endpoint), "dialling")
@@ -168,7 +168,7 @@ class _Owner:
     def measured(self, interrupts: Interrupts) -> PathRow:
         self._dialer.send(self._offer)
         taken, offset_s = self._taken(interrupts)
-        # It may try transports one after the other, and reads for some time.
+        # The reader may try several transports, and reads for some time.
         message = self._receive(interrupts, 3 * self._timeout_s, "measuring the path")
         if not isinstance(message, PathMeasured):
             raise NodeError("the listening end sent something else: use one release on both hosts")
@@ -177,13 +177,13 @@ class _Owner:
         )
 
     def _taken(self, interrupts: Interrupts) -> tuple[OfferTaken, float]:
-        """Return the first answer, and by how much the clock of its host is ahead."""
+        """Return the first answer, and how far the clock of its host is ahead."""
         begin_s = time.time()
         message = self._receive(interrupts, self._timeout_s, "dialling")
         end_s = time.time()
         if not isinstance(message, OfferTaken):
             raise NodeError("the listening end sent something else: use one release on both hosts")
-        # The answer was made between the two, so a clock that says so may be right.
+        # The answer was made between the two times, so a clock between them may be right.
         ahead_s = max(0.0, message.now_s - end_s) + min(0.0, message.now_s - begin_s)
         return message, ahead_s
 
@@ -199,8 +199,8 @@ class _Owner:
                 self._dialer.send(self._offer)
             if self._dialer.refusals >= REFUSALS:
                 raise NodeError(
-                    f"{where} refuses this host's key, or is no `baton doctor --listen`: copy one "
-                    "key file to both hosts (--keys)",
+                    f"{where} refuses this host's key, or is not a `baton doctor --listen`: copy "
+                    "one key file to both hosts (--keys)",
                     code="key_refused",
                 )
             if interrupts.requested:

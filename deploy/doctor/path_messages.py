@@ -1,7 +1,7 @@
-"""What the two ends of a measured path say to each other, over a channel with the cluster's key.
+"""The messages between the two ends of a measured path, over a channel with the cluster's key.
 
-The end that listens is in a decode node's place: it reads the pool of the end that dials, which is
-in a prefill node's. `reader` and `owner` send these.
+The end that listens acts as a decode node: it reads the pool of the end that dials, which acts as a
+prefill node. `path_ends` sends these.
 """
 
 import msgspec
@@ -13,11 +13,11 @@ from baton.protocol.messages import RankAddress
 
 
 class PathMessage(msgspec.Struct, frozen=True, tag=True):
-    """Root of these messages. New fields have defaults."""
+    """The root of these messages. New fields have defaults."""
 
 
 class PoolOffered(PathMessage, frozen=True):
-    """From the owner: its pool, and the checksums that its blocks have."""
+    """Sent by the owner: its pool, and the checksums of its blocks."""
 
     version: str
     protocol: int
@@ -31,7 +31,7 @@ class PoolOffered(PathMessage, frozen=True):
 
 
 class OfferTaken(PathMessage, frozen=True):
-    """From the reader, at once: it begins to read."""
+    """Sent by the reader at once, before it begins to read."""
 
     version: str
     protocol: int
@@ -39,13 +39,13 @@ class OfferTaken(PathMessage, frozen=True):
 
 
 class PathMeasured(PathMessage, frozen=True):
-    """From the reader: how fast the pool was read, or why it could not be."""
+    """Sent by the reader: how fast it read the pool, or why it could not."""
 
     transport: str = ""
-    lane: str = ""  # which part of the transport carried it, as far as that is known
+    lane: str = ""  # the part of the transport that was used, if it is known
     num_bytes: int = 0
-    read_s: float = 0.0  # of all of the pool, the median of some reads
-    block_s: float = 0.0  # of a single block, likewise
+    read_s: float = 0.0  # the median of some reads of the whole pool
+    block_s: float = 0.0  # the median of some reads of one block
     block_bytes: int = 0
     failure: Failure | None = None
 

@@ -1,4 +1,4 @@
-"""What one measured path means. Pure, as `rules` is for one machine."""
+"""Judge one measured path. This file is pure, like `rules` for one machine."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ FAR_CLOCK_S = 1.0
 
 
 def path(row: PathRow, rdma_ports: Sequence[str]) -> Finding:
-    """`rdma_ports` are those of the end that dialled."""
+    """Return the findings of a path. `rdma_ports` are those of the end that dialled."""
     check = f"{row.decode_host} reads {row.prefill_host}"
     measured = row.measured
     if measured.failure is not None:

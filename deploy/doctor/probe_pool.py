@@ -1,7 +1,7 @@
-"""A pool of its own with a transfer agent, at one end of a path that is measured.
+"""A separate pool with a transfer agent, at one end of a measured path.
 
-`owner` lends one, `reader` reads it with another. The agent, the transports and the choice between
-them are those of nodes (`kv_transfer`); a pool that serves is never touched.
+The owner lends one pool, and the reader reads it into another. The agent, the transports and the
+choice between them are those of nodes (`kv_transfer`); a pool that serves is never touched.
 """
 
 import os
@@ -38,7 +38,7 @@ WHOLE_BLOCK = BlockPiece(0, 0, BLOCK_BYTES)
 
 
 class ProbePool:
-    """`NUM_BLOCKS` blocks of host memory. Raises `ConfigError` where `config` cannot work."""
+    """`NUM_BLOCKS` blocks of host memory. Raises `ConfigError` if `config` cannot work."""
 
     def __init__(self, config: TransferConfig) -> None:
         self.epoch = Epoch(secrets.token_hex(8))
@@ -52,15 +52,18 @@ class ProbePool:
         return self._agent.address()
 
     def fill(self) -> tuple[int, ...]:
-        """Write bytes that no other pool has, and return the checksums of the blocks."""
+        """Fill the pool with unique bytes, and return the checksums of the blocks."""
         self._pool.buffer[:] = os.urandom(self._pool.shape.pool_bytes)
         return self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES)
 
     def measure(self, offer: PoolOffered, timeout_s: float) -> PathMeasured:
-        """Read the offered pool some times. What cannot be done is the `failure` of the answer."""
+        """Read the offered pool some times. A problem becomes the `failure` of the answer."""
         try:
             if (offer.num_blocks, offer.block_bytes) != (NUM_BLOCKS, BLOCK_BYTES):
-                raise TransferError("the other end measures with other blocks: use one release")
+                raise TransferError(
+                    "the other end measures with blocks of another size: use the same release on "
+                    "both hosts"
+                )
             name = self._connect(offer, monotonic() + timeout_s)
             return self._read(offer, name, timeout_s)
         except TransferError as error:
@@ -103,7 +106,7 @@ class ProbePool:
         while len(wholes) < NUM_WHOLE and sum(wholes) < WHOLE_S:
             wholes.append(self._timed(offer, tuple(range(NUM_BLOCKS)), timeout_s))
         if self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES) != offer.checksums:
-            raise TransferError("the bytes that were read are not those of the other end")
+            raise TransferError("the bytes that were read differ from those of the other end")
         size = NUM_BLOCKS * BLOCK_BYTES
         return PathMeasured(name, "", size, median(wholes), median(singles), BLOCK_BYTES)
 
@@ -122,7 +125,7 @@ class ProbePool:
         return event.ended_s - event.posted_s
 
     def _next(self, deadline_s: float, what: str) -> AgentEvent:
-        """Return the agent's next event; raises `TransferError` if none comes in time."""
+        """Return the agent's next event. Raises `TransferError` if none comes in time."""
         while True:
             for event in self._agent.poll():
                 return event

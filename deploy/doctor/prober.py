@@ -1,6 +1,6 @@
 """Collect the facts of this machine: from the kernel, from limits, and from a few programs.
 
-`commands` calls it. What may crash or take long, torch and NIXL, is asked in processes of its own.
+`commands` calls it. torch and NIXL, which may crash or take long, are tried in separate processes.
 It changes nothing on the machine, and keeps nothing open.
 """
 
@@ -59,7 +59,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def machine_facts(config: ClusterConfig, wants: Wants) -> MachineFacts:
-    """Look at everything; `config` says which model, key and network device are meant."""
+    """Return all facts; `config` names the model, the key and the network device."""
     return MachineFacts(
         wants=wants,
         host=socket.gethostname(),
@@ -92,7 +92,7 @@ def _nixl(device: str) -> NixlFacts:
 
 
 def _said_by(module: str, words: Sequence[str], kind: type[S]) -> tuple[S | None, str]:
-    """Run a module that prints a struct in its last line; return that, or why there is none."""
+    """Run a module whose last line is a struct. Return the struct, or why there is none."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, *words],
@@ -108,7 +108,7 @@ def _said_by(module: str, words: Sequence[str], kind: type[S]) -> tuple[S | None
 
 
 def _gpus() -> tuple[GpuFacts, ...]:
-    """Return what nvidia-smi says; none where it is not installed or does not work."""
+    """Return the GPUs that nvidia-smi lists; none if it is missing or does not work."""
     gpus = _nvidia_smi("gpu", "index", "uuid", "name", "memory.total", "memory.used")
     users = _nvidia_smi("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory")
     return tuple(
@@ -125,7 +125,7 @@ def _gpus() -> tuple[GpuFacts, ...]:
 
 
 def _nvidia_smi(what: str, *columns: str) -> list[list[str]]:
-    """Return a row of text for each of what is asked for."""
+    """Return a row of text for each object of the query."""
     try:
         done = subprocess.run(
             [*NVIDIA_SMI, f"--query-{what}={','.join(columns)}"],
@@ -142,7 +142,7 @@ def _program(text: str) -> str:
 
 
 def _number(text: str) -> int:
-    """Return a number of nvidia-smi, which writes [N/A] for what it does not know."""
+    """Return a number of nvidia-smi, which writes [N/A] for unknown values."""
     return int(text) if text.strip().isdecimal() else 0
 
 
@@ -190,7 +190,7 @@ def _clock() -> ClockFacts:
 
 
 def _is_synchronised() -> bool | None:
-    """Ask the kernel; None where it does not say."""
+    """Return whether the clock is synchronised; None if the kernel does not know."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
@@ -214,7 +214,7 @@ def _holder(port: int) -> str:
             is_it = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
             if is_it and one.pid:
                 process = psutil.Process(one.pid)
-                # As `baton serve` or `python -m baton serve`.
+                # It runs as `baton serve` or `python -m baton serve`.
                 is_ours = "baton" in (Path(word).name for word in process.cmdline()[:3])
                 return f"{'baton' if is_ours else process.name()}, pid {one.pid}"
     return ""

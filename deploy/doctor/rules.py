@@ -1,7 +1,7 @@
-"""What facts about one machine mean: each rule looks at one thing and returns at most one finding.
+"""Judge the facts about one machine: each rule checks one thing and returns at most one finding.
 
-Pure. A fault is something with which nodes would not start or not reach each other; a warning is
-something that costs speed, or that is wrong only if it was not meant so. Both say what to do.
+This file is pure. With a fault, nodes would not start or not reach each other. A warning is
+something that costs speed, or that may be unintended. Both say what to do.
 """
 
 from collections.abc import Callable
@@ -209,7 +209,7 @@ def tasks(facts: MachineFacts) -> Finding | None:
 def cpu(facts: MachineFacts) -> Finding | None:
     found = facts.cpu
     shown = f"{found.num_usable} of {found.num_cpus} CPUs may be used"
-    # What other machines have cannot be told from these names.
+    # The feature names of other machines do not show this.
     if "avx2" not in found.features:
         return warning(
             "cpu",
@@ -226,17 +226,17 @@ def kernels(facts: MachineFacts) -> Finding | None:
     if found.kernels_failure:
         return warning(
             "kernels",
-            f"compiled kernels cannot be made or kept ({found.kernels_failure}): each start "
+            f"kernels cannot be compiled or cached ({found.kernels_failure}): each start "
             "compiles them again or does without; set XDG_CACHE_HOME to a folder of this user's",
         )
-    return ok("kernels", "numba works, and what it compiles is kept")
+    return ok("kernels", "numba works, and compiled kernels are cached")
 
 
 def clock(facts: MachineFacts) -> Finding | None:
     found = facts.clock
     if found.now_s < found.installed_s:
         return fault(
-            "clock", "the clock is before the day on which baton was installed: set it, by NTP"
+            "clock", "the clock is before the day on which baton was installed: set it with NTP"
         )
     if found.is_synchronised is False:
         return warning(

@@ -1,4 +1,4 @@
-"""What a router says of its nodes and their transfers. It is asked, and nothing is moved."""
+"""Ask a router about its nodes and their transfers, without moving any block."""
 
 from urllib.parse import urlsplit
 
@@ -28,7 +28,7 @@ def serving_findings(health: HealthReply) -> list[Finding]:
         findings.append(_pair(one, pair))
     findings += [_pair(TransferReply(*names), pair) for names, pair in avoided.items()]
     if not health.nodes:
-        findings.append(fault("nodes", "none has joined: start some, and see their logs"))
+        findings.append(fault("nodes", "no node has joined: start some, and see their logs"))
     return findings
 
 

@@ -1,7 +1,7 @@
-"""Which of UCX's lanes carries a transfer, as UCX itself logs it.
+"""Find in UCX's own log which of its lanes carries a transfer.
 
-Made before NIXL is loaded, because UCX reads its environment then. Only the two ends of a measured
-path and the check of NIXL use it: a node that serves logs nothing of the kind.
+It must be made before NIXL is loaded, because UCX reads its environment then. Only the two ends of
+a measured path and the check of NIXL use it, and no node that serves.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ ROW = re.compile(r"\d+(?:\.\.\w+)?$")
 
 
 class UcxLog:
-    """Has UCX write what it decides into a file, unless the environment asks for something else."""
+    """Makes UCX log its decisions to a file, unless the environment sets something else."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         descriptor, name = tempfile.mkstemp(prefix="baton-ucx-")

@@ -254,7 +254,7 @@ def test_keep_leaves_what_has_started(small: Deployed) -> None:
         "decode": {"role": "decode", "settings": HASTY},
     }
     code, _, complained = small.run("up", "--keep")
-    assert (code, "--keep leaves it" in complained) == (1, True), complained
+    assert (code, "--keep leaves the cluster" in complained) == (1, True), complained
     until(lambda: "prefill-0" in small.processes(), str)
 
 

@@ -111,7 +111,8 @@ ILL: list[tuple[str, str, dict[str, object], str]] = [
     ("clock", "fault", {"clock": ClockFacts(1e9, 2e9)}, "before the day on which baton was"),
     ("clock", "warning", {"clock": ClockFacts(2e9, 1e9, is_synchronised=False)}, "chrony"),
     ("model", "fault", {"model": FileFacts("/m", failure="/m does not exist")}, "/m does not"),
-    ("key", "fault", {"key": FileFacts("/k", failure="/k is open to others")}, "is open to"),
+    ("key", "fault", {"key": FileFacts("/k", failure=
+        "/k can be read by other users")}, "can be read"),
     ("ports", "fault",
      {"ports": (PortFacts("0.0.0.0:8000", "port 8000 is in use", "nginx, pid 3"),)},
      "0.0.0.0:8000: port 8000 is in use, by nginx, pid 3: end it, or choose another port"),
