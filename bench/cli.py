@@ -1,7 +1,7 @@
-"""The command line of `baton bench`: flags and help come from the Structs of `settings.py`.
+"""The command line of `baton bench`, whose flags and help come from the Structs of `settings.py`.
 
-Called by `baton.command_line`. A command's code is imported when it is chosen, so that help comes
-at once. A mistake of the user is a `ConfigError` in one line; the exit code is 0 for valid figures,
+`baton.command_line` calls it. A command's code is imported when it is chosen, so that help appears
+at once. A mistake of the user is a `ConfigError` of one line. The exit code is 0 for valid figures,
 1 for figures that must not be used, and 2 for misuse.
 """
 
@@ -33,7 +33,7 @@ class Command(msgspec.Struct, frozen=True):
     settings: type[msgspec.Struct]
     start: str  # MODULE:FUNCTION, called with the settings, and with the words if it takes any
     example: str
-    words: str = ""  # what it takes besides its flags
+    words: str = ""  # the operands that it takes besides its flags
     words_help: str = ""
     no_flags: tuple[str, ...] = ()
 
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(settings: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Return the settings that `arguments` ask for, and the words that are no flags."""
+    """Return the settings that `arguments` ask for, and the words that are not flags."""
     given = vars(parser(settings).parse_intermixed_args(arguments))
     values = {
         field.name: field.from_text(given[field.name], field.flag)
@@ -129,7 +129,7 @@ def parser(settings: type[msgspec.Struct]) -> FlagParser:
 
 
 def flags_of(settings: type[msgspec.Struct]) -> list[Field]:
-    """Return the settings that have a flag; the others are found out by the bench itself."""
+    """Return the settings that have a flag; the bench itself finds out the others."""
     hidden = _command_of(settings)[1].no_flags
     fields = fields_of(settings)
     return [field for field in fields if field.is_described and field.name not in hidden]

@@ -2,9 +2,9 @@
 
 In each round every arm gets the same requests once, in an order that is drawn anew; different
 rounds have different prompts. Figures are compared within a round, so that a machine that changes
-from hour to hour changes all arms alike. Whether the servers were started alike is read from flags
-and their own words: settings are compared under the names and with the values that they were
-written with.
+from hour to hour changes all arms alike. Flags and the servers' own reports show whether the
+servers were started alike: settings are compared by the names and values with which they were
+written.
 """
 
 import random
@@ -27,7 +27,7 @@ from baton.bench.settings import CompareSettings
 from baton.protocol.errors import ConfigError
 
 ON = "true"  # the value of a flag that has none
-# What a comparison depends on, and the words by which the names of its settings are known.
+# The settings on which a comparison depends, and words by which their names are recognised.
 DECISIVE: Mapping[str, str] = {
     "dtype": "dtype",
     "quantization": "quantiz",
@@ -70,7 +70,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
                 if run is not None:
                     run.arm, run.round = name, number
     contrast(report, list(arms))
-    # Last: a run that is whole stays in the comparison of the rounds that are.
+    # This comes last, so that complete rounds are still compared.
     return experiment.finish(len(arms) * settings.rounds)
 
 
@@ -91,7 +91,7 @@ def arms_of(words: Sequence[str], common: Target) -> dict[str, Target]:
 
 
 def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
-    """Return what every arm was started with, as far as `--flags` says."""
+    """Return the flags with which every arm was started, according to `--flags`."""
     flags: dict[str, Facts] = {arm: {} for arm in arms}
     for given in texts:
         name, equals, text = given.partition("=")
@@ -107,13 +107,13 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--flags: cannot read {text}: {error}") from error
         if not is_file and not re.search("--|[=:]", text):
-            raise ConfigError(f"--flags {given!r}: there is no such file, and it is no flag")
+            raise ConfigError(f"--flags {given!r}: it is neither a file nor a flag")
         flags[name] |= facts_of(text)
     return flags
 
 
 def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
-    """Return the servers, each asked only for what every one of them gives."""
+    """Return the servers. Each is asked only for extensions that all of them have."""
     servers = {name: experiment.connect(target) for name, target in arms.items()}
     given = frozenset.intersection(*(server.probed.gives for server in servers.values()))
     workloads = [server.workload for server in servers.values()]
@@ -148,7 +148,7 @@ def contrast(report: Report, arms: Sequence[str]) -> None:
                 )
             )
         elif any(any(found) for found in values.values()):
-            # A figure that no arm ever has was not asked for, and is not missed.
+            # A figure that no arm ever has was not requested, so it is not missing.
             lacking = {arm: found.count(0.0) for arm, found in values.items()}
             shown = ", ".join(f"{arm} in {count}" for arm, count in lacking.items() if count)
             report.notes.append(
@@ -174,7 +174,7 @@ def facts_of(text: str) -> Facts:
 
 
 def facts_said(pages: Mapping[str, str]) -> Facts:
-    """Return what a server says of itself on these pages: in JSON, or as labels of info metrics."""
+    """Return what a server reports about itself on these pages, in JSON or in info metrics."""
     facts: Facts = {}
     for text in pages.values():
         is_json = text.lstrip().startswith(("{", "["))
@@ -184,7 +184,7 @@ def facts_said(pages: Mapping[str, str]) -> Facts:
 
 
 def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity]:
-    """Return a row per setting of each arm: what its server says, or else what its flags say."""
+    """Return a row per setting with each arm's value, from its server or else from its flags."""
     seen = {arm: facts | said.get(arm, {}) for arm, facts in flags.items()}
     names = dict.fromkeys(name for facts in seen.values() for name in facts)
     return [
@@ -194,7 +194,7 @@ def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity
 
 
 def warnings(rows: Sequence[Parity], arms: Sequence[str]) -> list[str]:
-    """Return a line for each setting that differs, and one for all that are not known."""
+    """Return a line for each setting that differs, and one for all unknown settings."""
     lines = []
     for row in rows:
         if row.same == "NO":
@@ -206,5 +206,5 @@ def warnings(rows: Sequence[Parity], arms: Sequence[str]) -> list[str]:
         lacking = [arm for arm in arms if all(row.values[arm] == UNKNOWN for row in own)]
         silent += [f"{subject} ({', '.join(lacking)})"] if lacking else []
     if silent:
-        lines.append(f"Not said by flags or servers: {', '.join(silent)}; see --flags")
+        lines.append(f"neither flags nor servers show {', '.join(silent)}; see --flags")
     return lines

@@ -1,8 +1,9 @@
-"""The frame of every command that measures: plan all loads, put them on servers, judge, report.
+"""The frame of every command that measures: it plans all loads, runs them, judges and reports.
 
-A command makes an `Experiment`, which refuses any load that cannot be planned before the first one
-runs, enters it, puts its loads and ends with `finish`. Ctrl-C ends the load that is running and
-leaves a report that is marked as interrupted; a second one ends the process at once.
+A command makes an `Experiment`, which refuses, before the first load runs, any load that cannot be
+planned. The command then enters it, runs its loads and ends with `finish`. Ctrl-C ends the load
+that is running and leaves a report that is marked as interrupted; a second one ends the process at
+once.
 """
 
 import contextlib
@@ -30,11 +31,13 @@ from baton.protocol.errors import BatonError
 from baton.runtime.interrupts import Interrupts
 
 OnStart = Callable[[float], None]
-STOPPING = "stopping: the report keeps what there is; Ctrl-C again ends at once, without one"
+STOPPING = (
+    "stopping: the report keeps the results so far; a second Ctrl-C ends at once, without a report"
+)
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server as it can be asked."""
+    """A server, and the requests that it accepts."""
 
     target: Target
     workload: Workload  # with the vocabulary settled
@@ -42,7 +45,7 @@ class Server(msgspec.Struct, frozen=True):
 
     @property
     def described(self) -> str:
-        """Return one line on what the server is, and on what is made use of."""
+        """Return one line that describes the server and the extensions in use."""
         gives = {
             "token ids": self.target.token_ids,
             "a timeline": self.target.timeline,
@@ -55,7 +58,7 @@ class Server(msgspec.Struct, frozen=True):
 
 
 class Experiment:
-    """A context in which loads run one after the other; it has a `report` from its beginning on.
+    """A context in which loads run one after the other, with a `report` from the start.
 
     `arrivals` are those of every load, None in a closed loop; a search does not know all of its
     loads and names the first. Raises `ConfigError` for all mistakes that show without a server.
@@ -99,7 +102,7 @@ class Experiment:
         return self._interrupts.requested
 
     def connect(self, target: Target) -> Server:
-        """Find out what a server can be asked; raises `ConfigError` or `BatonError`."""
+        """Find out which requests a server accepts. Raises `ConfigError` or `BatonError`."""
         target = settled(target, self.draft.requests)
         probed = probe(target, self._interrupts.fileno())
         target, workload = probed.fit(target), self.settings.workload
@@ -120,7 +123,7 @@ class Experiment:
     def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
         workload = reseeded(workload, place)
         if self._newest is None or self._newest[:2] != (workload, arrivals):
-            self._newest = None  # before the next one is made, because plans are large
+            self._newest = None  # drop it before the next one is made, because plans are large
             plan = plan_of(workload, self.settings.load, arrivals)
             self._newest = workload, arrivals, plan
         return self._newest[2]
@@ -213,7 +216,7 @@ class Experiment:
 
 
 class _Watch:
-    """A watch on one load: it shows the progress, and stops the load early for a reason."""
+    """Watches one load: it shows the progress, and may stop the load early."""
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
         self.stop = threading.Event()

@@ -1,7 +1,8 @@
 """Carry out the fault of a run: a thread signals a process at a given moment.
 
 A descriptor holds the process from the beginning, so that a process that gets the same id later is
-never signalled. The injector continues what it stopped, also when the run fails or is interrupted.
+never signalled. The injector continues a process that it stopped, even if the run fails or is
+interrupted.
 """
 
 import os
@@ -55,7 +56,7 @@ class FaultInjector:
         self._fault = self._thread.submit(self._carry_out)
 
     def finish(self) -> Injected | None:
-        """Return what was done by now, or None if the load ended before the fault."""
+        """Return the fault as carried out, or None if the load ended before it."""
         self._halt()
         return None if self._fault is None else self._fault.result()
 

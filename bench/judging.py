@@ -1,6 +1,6 @@
-"""Turn the records of a load into a `Run` of a report: its figures, and what is wrong with them.
+"""Turn the records of a load into a `Run` of a report: its figures and its problems.
 
-The experiment asks after every load. Pure.
+The experiment calls it after every load. This file is pure.
 """
 
 from collections import Counter
@@ -21,14 +21,14 @@ from baton.protocol.errors import BatonError
 MAX_OFF_RATE = 0.1
 MAX_CACHED_SHARE = 0.1  # of prompt tokens; a chat template may be shared
 CACHED = (
-    "the server had prompts cached that share nothing among themselves: it saw them before, so "
+    "the server had prompts cached that share nothing with each other: it saw them before, so "
     "TTFT is too good; choose another --seed, or reset the cache"
 )
 
 
 @dataclass(slots=True)
 class Case:
-    """A load that is to be put on a target, and how it is judged."""
+    """A load for a target, and how to judge it."""
 
     label: str
     target: Target
@@ -38,7 +38,7 @@ class Case:
 
 
 def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
-    """Return the figures of a load, and everything that is wrong with them.
+    """Return the figures of a load, and all problems with them.
 
     Raises `BatonError` for a load that was stopped before any request counts.
     """
@@ -70,7 +70,7 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> Run:
 def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -> Iterator[Problem]:
     asked, planned = case.settings.load, case.plan.requests
     if is_stopped or (case.concurrency and asked.duration_s):
-        # That others were not sent is said already, or meant.
+        # Unsent requests are intended, or have been reported already.
         ended = {record.index for record in result.records}
         planned = [one for one in planned if one.index in ended]
     yield from check(result, summary, planned)
@@ -92,7 +92,7 @@ def _flaws(case: Case, result: LoadResult, summary: Summary, is_stopped: bool) -
 
 
 def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
-    """Say how far a load came that was stopped, without its warm-up."""
+    """Return how far a stopped load got, without its warm-up."""
     sent = [one for one in records if not one.warm_up]
     num_planned = sum(not one.warm_up for one in planned)
     num_stopped = sum(one.outcome is Outcome.STOPPED for one in sent)

@@ -22,9 +22,9 @@ from baton.bench.report.document import Run
 from baton.bench.settings import FaultSettings, RunSettings, SearchSettings, SweepSettings
 from baton.protocol.errors import BatonError, ConfigError
 
-# Mean requests in flight below which a request meets no other most of the time.
+# Below this mean number of requests in flight, most requests run alone.
 ALONE = 0.2
-TOO_LATE = "the load ended before it; let it go on for longer"
+TOO_LATE = "the load ended before the fault; make the load longer"
 
 
 def run(settings: RunSettings) -> int:
@@ -109,10 +109,10 @@ def probe_of(rate: float, run: Run) -> Probe:
 
 
 def is_servers_fault(run: Run) -> bool:
-    """Return whether an invalid run shows that the server does not hold the rate.
+    """Return whether an invalid run shows that the server cannot sustain the rate.
 
-    It does if every request failed, or if answers of a wrong length are all that is wrong. A client
-    without a socket left says nothing about the server.
+    It does if every request failed, or if wrong lengths of answers are the only problem. A client
+    without free sockets shows nothing about the server.
     """
     outcomes = run.summary.outcomes
     if outcomes.get(Outcome.NO_SOCKET):

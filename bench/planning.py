@@ -1,7 +1,7 @@
-"""From settings to plans: bounds, arrivals, the window, and the requests of every load.
+"""Make plans from settings: bounds, arrivals, the window, and the requests of every load.
 
-Pure, but for the traces and files that a plan reads. Every function raises `ConfigError` for what
-cannot work, in one line that names the flag.
+This file is pure, except for the traces and files that a plan reads. Every function raises a
+`ConfigError` of one line, which names the flag, for settings that cannot work.
 """
 
 import msgspec
@@ -24,7 +24,7 @@ def bounds_of(settings: BoundSettings) -> Bounds | None:
 
 
 def arrivals_of(settings: ArrivalSettings, workload: Workload) -> ArrivalProcess | None:
-    """Return None for a closed loop."""
+    """Return the arrivals of an open loop, or None for a closed loop."""
     if settings.arrivals and settings.concurrency:
         raise ConfigError("--arrivals is an open loop and --concurrency a closed one: choose one")
     if settings.concurrency:

@@ -1,7 +1,7 @@
 """The records of a load: the planned requests, and their outcomes.
 
 Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request lies
-before zero. Counts are tokens, never text. Pure.
+before zero. Counts are tokens, never text. This file is pure.
 """
 
 from enum import StrEnum

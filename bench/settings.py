@@ -18,7 +18,7 @@ MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
 Shape = Annotated[
     str, about("distribution of the arrivals: poisson, constant, gamma,cv=N or trace")
 ]
-Verify = Annotated[bool, about("ask each prompt alone after the load, and compare the outputs")]
+Verify = Annotated[bool, about("send each prompt alone after the load, and compare the outputs")]
 
 
 class ArrivalSettings(msgspec.Struct, frozen=True):
@@ -30,26 +30,47 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
         ),
     ] = ""
     concurrency: Annotated[
-        int, about("closed loop: clients that each wait for an answer; 0: an open loop", ge=0)
+        int,
+        about(
+            "closed loop: number of clients that each wait for their answer; 0 means an open loop",
+            ge=0,
+        ),
     ] = 0
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
-    requests: Annotated[int, about("number of requests; 0: no limit", ge=0, le=MOST_REQUESTS)] = 0
-    duration_s: Annotated[float, about("time in which requests arrive; 0: no end", "s", ge=0)] = 0.0
+    requests: Annotated[
+        int, about("number of requests; 0 means no limit", ge=0, le=MOST_REQUESTS)
+    ] = 0
+    duration_s: Annotated[
+        float, about("time in which requests arrive; 0 means no end", "s", ge=0)
+    ] = 0.0
     warm_up: Annotated[
-        int, about("requests with other prompts that go first and do not count", ge=0, le=100_000)
+        int,
+        about(
+            "number of requests with other prompts that are sent first and do not count",
+            ge=0,
+            le=100_000,
+        ),
     ] = 4
-    window: Annotated[str, about("FROM-TO in seconds: count only requests that arrive then")] = ""
-    processes: Annotated[int, about("client processes that share the load", ge=1, le=256)] = 1
+    window: Annotated[
+        str, about("FROM-TO in seconds: count only requests that arrive in this time")
+    ] = ""
+    processes: Annotated[
+        int, about("number of client processes that share the load", ge=1, le=256)
+    ] = 1
     give_up_after: Annotated[
-        int, about("end the load if its first N requests all failed; 0 never does", ge=0)
+        int, about("end the load if its first N requests all failed; 0 never ends it", ge=0)
     ] = 16
 
 
 class BoundSettings(msgspec.Struct, frozen=True):
-    preset: Annotated[Preset, about("bounds by name; the next flags replace single ones")] = ""
-    ttft_ms: Annotated[float, about("bound on the first token; 0 sets none", "ms", ge=0)] = 0.0
+    preset: Annotated[
+        Preset, about("named set of bounds; the next flags replace single bounds")
+    ] = ""
+    ttft_ms: Annotated[
+        float, about("bound on the time to the first token; 0 sets none", "ms", ge=0)
+    ] = 0.0
     tpot_ms: Annotated[float, about("bound on the mean time per later token", "ms", ge=0)] = 0.0
     gap_max_ms: Annotated[float, about("bound on the largest gap between tokens", "ms", ge=0)] = 0.0
     e2e_ms: Annotated[float, about("bound on the whole answer", "ms", ge=0)] = 0.0
@@ -72,7 +93,7 @@ class Settings(msgspec.Struct, frozen=True):
 class RunSettings(Settings, frozen=True):
     """Put one load on a server and measure it."""
 
-    runs: Annotated[int, about("times to run the load, each with its own prompts", ge=1)] = 1
+    runs: Annotated[int, about("number of runs of the load, each with its own prompts", ge=1)] = 1
     verify: Verify = False
     arrival: ArrivalSettings = ArrivalSettings()
 
@@ -96,7 +117,9 @@ class SearchSettings(Settings, frozen=True):
 class CompareSettings(Settings, frozen=True):
     """Measure several servers in turn with the same requests, and their ratios."""
 
-    rounds: Annotated[int, about("rounds, each of which measures every arm once", ge=1)] = 6
+    rounds: Annotated[
+        int, about("number of rounds, each of which measures every arm once", ge=1)
+    ] = 6
     flags: Annotated[
         tuple[str, ...],
         about(
@@ -114,8 +137,8 @@ class FaultSettings(Settings, frozen=True):
     fault: Annotated[
         str,
         about(
-            "kill:PID@10, or stop:PID@10+2 for 2 s: a process of this host, and when to do it, in "
-            "seconds from the start of the load"
+            "kill:PID@10, or stop:PID@10+2 for 2 s: a process of this host, and the moment of the "
+            "fault in seconds from the start of the load"
         ),
     ] = ""
     verify: Verify = False
@@ -125,7 +148,7 @@ class FaultSettings(Settings, frozen=True):
 class SelfTestSettings(msgspec.Struct, frozen=True):
     """Measure a scripted server whose token times are known, and compare."""
 
-    requests: Annotated[int, about("good answers of each of the two loads", ge=1)] = 300
+    requests: Annotated[int, about("number of good answers in each of the two loads", ge=1)] = 300
     rate: Annotated[float, about("requests per second", gt=0)] = 25.0
     tolerance_ms: Annotated[float, about("largest error of a percentile", "ms", ge=0)] = 1.0
     seed: Annotated[int, about("seed of arrivals and scripts", ge=0)] = 0

@@ -38,7 +38,7 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
             for grid in _grids(table, width):
                 console.print(grid)
             _say(console, *filter(None, [table.caption]), "")
-        # Last, since what is printed last is what is read.
+        # This comes last, because people read what is printed last.
         _say(console, *section.lines, *([""] if section.lines else []))
     _say(console, report.verdict)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,6 +1,6 @@
 """Compare the outputs under load with those of each request alone: greedy, token by token.
 
-Asking warms the server's prefix cache with the very prompts, so it comes *after* the measured load.
+Asking warms the server's prefix cache with the same prompts, so it comes *after* the measured load.
 The outputs of a server that is not batch-invariant may differ without a loss: they part once and
 for good (`wrong`), while `lost`, `doubled` and `reordered` are faults of delivery on any server.
 """
@@ -96,8 +96,8 @@ def whole(record: Record) -> Record:
 def compare_outputs(references: Mapping[int, Record], records: Sequence[Record]) -> list[Mismatch]:
     """Return every output that differs, in the order of `records`.
 
-    The tokens of a request that failed must be right as far as they go. Raises `BatonError` for an
-    answered request that cannot be compared, because it may not be taken as right.
+    The tokens that a failed request got must be right. Raises `BatonError` for an answered request
+    that cannot be compared, because it must not count as right.
     """
     found = []
     for record in records:
@@ -135,7 +135,7 @@ def _mismatch(expected: Record, record: Record, is_whole: bool) -> Mismatch | No
 
 
 def _shown(part: Sequence[object]) -> str:
-    """Return some tokens or letters as people read them, and an empty text for none."""
+    """Return some tokens or letters in readable form; an empty text for none."""
     if isinstance(part, str):
         return repr(part) if part else ""
     return " ".join(map(str, part))
@@ -165,7 +165,7 @@ def classify(expected: Sequence[object], got: Sequence[object]) -> MismatchKind:
 
 
 def _goes_on(expected: Sequence[object], got: Sequence[object]) -> bool:
-    """Return whether the two agree as far as both go, and for too long to agree by chance."""
+    """Return whether both agree up to the shorter end, for too long to be chance."""
     length = min(len(expected), len(got))
     return length >= MIN_OVERLAP and expected[:length] == got[:length]
 

@@ -1,8 +1,9 @@
-"""Read one streamed answer as it arrives: its tokens, its usage and its faults. Pure.
+"""Read one streamed answer as it arrives: its tokens, its usage and its faults.
 
-Token ids give the number of tokens in a chunk. Without them the tokens of the final usage count as
-spread over the chunks with text, or each such chunk as one if there is no usage. An answer is
+Token ids give the number of tokens in a chunk. Without them, the tokens of the final usage are
+spread over the chunks with text; without usage, each such chunk counts as one token. An answer is
 `ANSWERED` only if nothing about it is in doubt, and a token counts only if a report supports it.
+This file is pure.
 """
 
 import re
@@ -104,10 +105,10 @@ class AnswerReader:
     """The reader of one answer: `feed` it until the answer ended, then `fill` a record."""
 
     def __init__(self, is_chat: bool) -> None:
-        self.done = False  # [DONE] came
+        self.done = False  # [DONE] has arrived
         self.problem: Problem | None = None
         self.token_ids: list[int] | None = None
-        self.timeline: msgspec.Raw | None = None  # the server's own timeline, as it came
+        self.timeline: msgspec.Raw | None = None  # the server's own timeline, unchanged
         self._is_chat = is_chat
         self._events = EventParser()
         self._pieces: list[_Piece] = []
@@ -116,7 +117,7 @@ class AnswerReader:
         self._finish_reason: str | None = None
 
     def feed(self, data: bytes, at_s: float) -> bool:
-        """Take in bytes; return whether the answer ended, well or not. Later bytes are not read."""
+        """Take in bytes, and return whether the answer ended, well or not. Ignore later ones."""
         try:
             events = self._events.feed(data)
         except ValueError as error:
@@ -179,7 +180,7 @@ class AnswerReader:
     def _on_choice(self, choices: list[_Choice], at_s: float) -> Problem | None:
         choice, ids = choices[0], choices[0].token_ids
         if len(choices) > 1 or choice.index != 0:
-            return _malformed("an event belongs to a choice that was not asked for")
+            return _malformed("an event belongs to a choice that was not requested")
         text = choice.text
         if self._is_chat:
             if (delta := choice.delta) is None:
@@ -211,7 +212,8 @@ class AnswerReader:
         num_texts = sum(with_text)
         if reported is None or reported == num_texts:
             return with_text, None, ""
-        # A token may complete no text, so usage may say more, but not once all have come.
+        # A token may complete no text, so usage may report more tokens, but not once all ids
+        # arrived.
         if reported < num_texts or num_texts in (0, num_forced):
             return with_text, _differs(reported, num_texts, "chunks carried text"), ""
         note = f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"

@@ -18,8 +18,8 @@ from baton.bench.records import Outcome, Planned, Record
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 
-LEAD_S = 0.05  # a request is made ready this long before its moment
-# Servers close idle connections after 5 s or more; a request must not meet that on the way.
+LEAD_S = 0.05  # a request is prepared this long before its moment
+# Servers close idle connections after 5 s or more, and no request may be sent on such a connection.
 IDLE_LIMIT_S = 2.0
 DRAIN_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
 
@@ -53,7 +53,7 @@ class Session:
         await asyncio.sleep(0)  # transports that were aborted close in the next turn of the loop
 
     def stop(self) -> None:
-        """Send nothing more and give up the requests under way. Idempotent."""
+        """Send nothing more, and give up the running requests. A second call does nothing."""
         self.stopped = True
         for end in tuple(self._under_way):
             end()
@@ -145,7 +145,7 @@ class Session:
     async def exchange(
         self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
     ) -> None:
-        """Send, and return when `exchange` ended. From then on the session owns the connection."""
+        """Send, and return when `exchange` has ended. The session then owns the connection."""
 
         def give_up(outcome: Outcome, why: str) -> None:
             exchange.end(monotonic(), Problem(outcome, why))
@@ -204,8 +204,9 @@ async def _connected(
 ) -> tuple[float, Connection | Problem]:
     """Wait until `due_s`; return the moment of sending, and a connection or a `Problem`.
 
-    Opening starts earlier. If it lasts beyond the moment, the delay is the server's time and not a
-    lag of the client; if it failed before the moment, a second try at the moment decides.
+    Opening starts earlier. If it takes until after the moment, the delay counts as the server's and
+    not as a lag of the client; if it failed before the moment, a second attempt at the moment
+    decides.
     """
     found: Connection | Problem | None = session.take()
     opening = None if found else asyncio.ensure_future(session.open(timeout_s))

@@ -22,7 +22,7 @@ from baton.runtime.clock import monotonic
 MAX_BODY_BYTES = 1 << 20  # the limit for an answer that is not a stream
 # More heads, chunk sizes and trailers than this without a byte of the body are not an answer.
 MAX_OTHER_BYTES = 64 << 10
-# With these errors, this machine had no resources left for a connection.
+# These errors mean that this machine had no resources left for a connection.
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
 _TLS_ALERT = b"\x15\x03"
@@ -91,11 +91,12 @@ class Exchange:
         self.body = bytearray()  # the body of an answer that is not a stream
         self.first_byte_s: float | None = None
         self.end_s = 0.0
-        self.is_complete = False  # the whole body is there; a stream may have ended before
+        self.is_complete = False  # the whole body has arrived; a stream may have ended earlier
         self.keep_alive = False
         self.drained: asyncio.Future[None] | None = None  # done: the connection can be used again
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Set only within `feed`: the parser refers to this, and the client collects no cycles.
+        # This is set only within `feed`, because the parser refers to this object and the client
+        # collects no cycles.
         self._parser: httptools.HttpResponseParser | None = None
         self._read_s = 0.0  # the stamp of the read that is being parsed
         self._num_other_bytes = 0

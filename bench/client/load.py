@@ -1,8 +1,8 @@
 """Run one load: client processes that each send a share of the requests and return the records.
 
 All processes count from one start on the host's monotonic clock; this process sleeps while they
-run, so that it takes no CPU from them. Records travel when the load is over. A process that ends
-without its records is an error, never a smaller number.
+run, so that it takes no CPU from them. Records are sent when the load is over. If a process ends
+without its records, the load fails instead of having fewer records.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ MODULE = "baton.bench.client.worker"
 class Load(msgspec.Struct, frozen=True):
     """Requests for a target.
 
-    With a `concurrency` it is a closed loop: each of so many clients sends when it has its last
-    answer, and none after `stop_after_s`. Without one every request is sent at its own moment.
+    With a `concurrency`, it is a closed loop: each of that many clients sends when it has its last
+    answer, but not after `stop_after_s`. Without one, every request is sent at its own moment.
     """
 
     target: Target
@@ -80,7 +80,7 @@ def run_load(
 ) -> LoadResult:
     """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
 
-    Requests under way at a stop are `STOPPED`, and later ones have no record. `on_start` gets the
+    Running requests at a stop are `STOPPED`, and later ones have no record. `on_start` gets the
     start of the schedule on the monotonic clock. Raises `ConfigError` for a load that cannot run.
     """
     with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
@@ -166,7 +166,7 @@ class Workers:
             if self._stop.is_set() and not self.stopping:
                 self.stopping, self._deadline_s = True, now_s + STOP_TIMEOUT_S
                 for end in self.ends:
-                    with contextlib.suppress(OSError):  # `poll` finds out how a process ended
+                    with contextlib.suppress(OSError):  # `poll` finds out how the process ended
                         end.pipe.send_bytes(encode(None))
             if self.stopping and now_s > self._deadline_s:
                 raise BatonError("the client processes did not stop when told to")
@@ -175,7 +175,7 @@ class Workers:
                 self._show(self.progress)
 
     def poll(self, timeout_s: float) -> None:
-        """Take in the messages of `timeout_s`; raises `BatonError` if a process failed."""
+        """Handle messages for `timeout_s`. Raises `BatonError` if a process failed."""
         listening = [end for end in self.ends if end.finished is None]
         heard = wait([end.pipe for end in listening], timeout_s)
         for end in listening:

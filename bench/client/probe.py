@@ -1,4 +1,4 @@
-"""Find out what a server is, can return and says of itself, before any load, with a few requests.
+"""Find out, with a few requests before any load, what a server is and what it can return.
 
 A server that would spoil every request of a load is refused in one line that says what to do;
 `Probed.fit` removes from the requests the fields that the server does not know.
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0  # the first answer of a server may wait for a compiler
 NUM_TOKENS = 2
 MAX_NAMES = 8
 PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
-# Fields of `Target` that ask for an extension.
+# The fields of `Target` that ask for an extension.
 EXTENSIONS = ("ignore_eos", "token_ids", "timeline")
 ABILITIES = ("usage", *EXTENSIONS)
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
@@ -81,7 +81,7 @@ def probe(target: Target, stop_fd: int | None = None) -> Probed:
 async def _probe(target: Target) -> Probed:
     async with Session(target) as session:
         listed = await _send(session, target, "GET", session.base_path + "/models")
-        # The bare request goes first: once it works, a refusal is about the extension.
+        # The bare request goes first, so that a later refusal must be about the extension.
         bare = msgspec.structs.replace(
             target, model=_model(target, listed), usage=True, **dict.fromkeys(EXTENSIONS, False)
         )
@@ -158,7 +158,10 @@ async def _send(
     if isinstance(connection, Problem):
         raise ConfigError(f"cannot reach {target.url}: {connection.detail}")
     if not connection.is_idle:
-        text = "spoke or hung up before it was asked: is another program listening there?"
+        text = (
+            "sent data or closed the connection before any request: is another program listening "
+            "there?"
+        )
         raise ConfigError(f"{target.url} {text}")
     exchange = Exchange(target.is_chat)
     await session.exchange(connection, session.request(method, path, body), exchange, timeout_s)
@@ -176,7 +179,7 @@ def _model(target: Target, listed: Exchange) -> str:
         why = "wrong" if target.api_key else "missing"
         raise ConfigError(f"{url} wants an API key, and it is {why} (status {status})")
     if status == 404 and wanted:
-        return wanted  # the server has no such list; the first request will show the mistake
+        return wanted  # the server has no list of models; the first request will show a mistake
     if status == 404:
         path = f"{place_of(url).base_path}/models"
         raise ConfigError(f"{url} has no {path} (status 404): {PATH_OR_MODEL}")

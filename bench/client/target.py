@@ -35,13 +35,14 @@ class Target(msgspec.Struct, frozen=True):
     model: Annotated[str, about("name of the model, if the server has several")] = ""
     api: Annotated[
         Literal["auto", "completions", "chat"],
-        about("endpoint to ask; auto takes chat for messages, else completions"),
+        about("endpoint to use; auto takes chat for messages, else completions"),
     ] = "auto"
     api_key: Annotated[
-        str, about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; not reported")
+        str,
+        about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; it is never reported"),
     ] = ""
     ca_file: Annotated[
-        str, about("PEM file of the authority of the server's certificate", kind="path")
+        str, about("PEM file with the authority that signed the server's certificate", kind="path")
     ] = ""
     insecure: Annotated[bool, about("trust any certificate, as curl --insecure does")] = False
     timeout_s: Annotated[float, about("time limit of an answer", "s", gt=0)] = 300.0
@@ -94,7 +95,7 @@ class Place(msgspec.Struct, frozen=True):
     host: str
     port: int
     is_tls: bool
-    base_path: str  # up to and with /v1
+    base_path: str  # up to and including /v1
 
     @property
     def authority(self) -> str:

@@ -1,4 +1,4 @@
-"""A client process of a load: send a share of the requests on schedule, and do little else.
+"""A client process of a load, which sends a share of the requests on schedule and does little else.
 
 `load.py` starts it with one end of a pipe. Garbage collection is frozen; records are encoded as
 requests end, and sent when all have ended. The schedule is absolute: a late request does not delay
@@ -35,9 +35,9 @@ CPU_EVERY_S = 0.5
 CPU_SPAN_S = 5.0
 # epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
 COARSE_S = 0.003
-# The pause of a client of a closed loop after the server turned it away.
+# The pause of a closed loop's client after the server refused it.
 PAUSE_S, SHORTEST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.5, 0.1, 10.0
-# These outcomes count only without a token. A proxy may accept for an absent server, then close.
+# These outcomes count as a refusal only without a token: a proxy may accept and then close.
 TURNED_AWAY = (
     Outcome.UNREACHABLE,
     Outcome.NO_SOCKET,
@@ -93,7 +93,7 @@ class Worker:
         self._records.append(self._encode(record))
 
     def _hear(self) -> None:
-        """Take in one message; the end of the load's process is also a stop."""
+        """Handle one message. The end of the load's process is also a stop."""
         with contextlib.suppress(EOFError, ConnectionError):
             order: Order = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Order)
             if order is not None:
@@ -124,7 +124,7 @@ class Worker:
             await self._session.open_ahead(min(share.concurrency, len(requests)), timeout_s)
         gc.collect()
         gc.freeze()
-        gc.disable()  # cycles are rare here, and a collection would stop the clock of all requests
+        gc.disable()  # cycles are rare here, and a collection would delay all requests
         self._ready = 1
         self._tell(self._progress())
         start_s = await self._start
@@ -159,7 +159,7 @@ class Worker:
     async def _closed_loop(self, requests: Sequence[Planned], start_s: float) -> None:
         """Run the clients; each sends the next request when it has the last answer.
 
-        One that was turned away pauses, or it would spend all its requests on an absent server.
+        A client that was refused pauses, or it would spend all its requests on an absent server.
         """
         waiting, session = deque(requests), self._session
         stop_after_s = self._share.stop_after_s

@@ -1,4 +1,4 @@
-"""The fault of a run: how it is written, and its effect on the requests around it.
+"""The fault of a run: its notation, and its effect on the requests around it.
 
 `impact_of` reads the records of the load afterwards: it is pure, and sees only what a client sees,
 so it holds for any server. DEFINITIONS explains every term.
@@ -20,7 +20,7 @@ from baton.bench.records import Outcome, Record
 from baton.protocol.errors import ConfigError
 
 FaultKind = Literal["kill", "stop"]
-FEW = 20  # requests before the fault below which they say little about what is usual
+FEW = 20  # with fewer requests before the fault, it is unclear what is usual
 FORMS = "kill:PID@10 or stop:PID@10+2 (seconds from the start)"
 _FORM = re.compile(r"(?P<kind>kill|stop):(?P<pid>[0-9]+)@(?P<at>[0-9.]+)(?:\+(?P<after>[0-9.]+))?")
 DEFINITIONS = {
@@ -63,7 +63,7 @@ class Injected(msgspec.Struct, frozen=True):
     at_s: float  # just before the signal
     gone_s: float | None = None  # the process had ended
     resumed_s: float | None = None  # SIGCONT
-    problem: str = ""  # one line, when it could not be done as written
+    problem: str = ""  # one line, if the fault could not be carried out as written
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -73,7 +73,8 @@ class Judgement(msgspec.Struct, frozen=True):
     stall_factor: float = 10.0
     recovered_share: float = 0.9
     num_steady_bins: int = 5
-    closed_loop: bool = False  # then the dip must not count arrivals: failures bring more of them
+    # Then the dip must not count arrivals, because failures lead to more of them.
+    closed_loop: bool = False
 
 
 class Bin(msgspec.Struct, frozen=True):
@@ -97,7 +98,7 @@ class Impact(msgspec.Struct, frozen=True):
     goodput_dip: float
     num_in_flight: int
     num_interrupted: int  # of these: failed, or waited beyond the limit
-    num_resumed: int  # of these: answered all the same
+    num_resumed: int  # of these: answered nevertheless
     num_failed: int  # of all from the fault on
     bins: list[Bin]  # before the fault and after it
     notes: list[str]
@@ -144,7 +145,7 @@ class _Witness:
 
 
 class _Around:
-    """The requests before, at and after a fault."""
+    """The requests before, during and after a fault."""
 
     def __init__(
         self, records: Sequence[Record], at_s: float, bounds: Bounds, judgement: Judgement

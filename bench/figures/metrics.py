@@ -1,7 +1,8 @@
 """The figures of a load: every figure of a report, and the definition that is printed with it.
 
-A failed request has no latency that counts, but it stays in every denominator. A request belongs to
-a window by its intended arrival, whenever it ended. Nothing here may mend, drop or reorder records.
+A failed request has no latency that counts, but it stays in every denominator. The intended arrival
+of a request decides its window, at whatever time it ended. Nothing here may mend, drop or reorder
+records.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ RATES = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 
 DEFINITIONS: Mapping[str, str] = {
     "intended": "when the schedule wanted the request to arrive; in a closed loop, when it is sent",
-    "lag": "sent - intended, of all requests; what the client itself was late",
+    "lag": "sent - intended, of all requests; the delay of the client itself",
     "ttft": "first byte that carries a token, at the client - intended",
     "ttft_from_sent": "the same from the moment of sending",
     "e2e": "last byte of the answer - intended",
@@ -58,7 +59,7 @@ DEFINITIONS: Mapping[str, str] = {
 
 
 class Bounds(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request must not exceed to count as good. None does not bound."""
+    """Limits that a good request must not exceed. None means no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -90,7 +91,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A sample that is not empty, in milliseconds."""
+    """The distribution of a non-empty sample, in milliseconds."""
 
     count: int
     mean: float
@@ -174,7 +175,7 @@ def measure(record: Record) -> Timing:
 
 
 def meets(record: Record, bounds: Bounds) -> bool:
-    """Say whether a request was answered within all bounds; a limit itself is within."""
+    """Return whether a request was answered within all bounds; the limit itself is within."""
     if record.outcome is not Outcome.ANSWERED:
         return False
     timing = measure(record)
@@ -267,7 +268,7 @@ def summarise(
 
 
 def figures_of(summary: Summary) -> dict[str, float]:
-    """Return what loads are compared by; 0 where a load has no such figure."""
+    """Return the figures by which loads are compared; 0 if a load has no such figure."""
     found: dict[str, float | None] = {"tokens/s": summary.tokens_per_s}
     for field, percentile in HEADLINES:
         one: Distribution | None = getattr(summary, field)
@@ -306,8 +307,9 @@ def _per_s(count: float, span: Window) -> float:
 def _spans(records: Sequence[Record], closed_loop: bool) -> tuple[Window, Window]:
     """Return the spans over which arrivals and answers are counted.
 
-    Arrivals reach to where the next one would be. Answers reach to the last end, in an open loop
-    at least as far as arrivals: else more would be answered per second than is offered.
+    The span of arrivals reaches to where the next arrival would be. The span of answers reaches to
+    the last end, and in an open loop at least as far as that of arrivals: otherwise more would be
+    answered per second than was offered.
     """
     first_s, last_s = records[0].intended_s, records[-1].intended_s
     next_s = last_s + (last_s - first_s) / max(1, len(records) - 1)

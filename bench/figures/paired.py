@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-# With fewer rounds not even the range of all of them covers a median in 95 of 100 cases.
+# With fewer rounds, even the range of all of them covers the median in fewer than 95 of 100 cases.
 MIN_ROUNDS = 6
 NUM_BATCHES = 20
 _T_OF_19 = 2.093  # two-sided 95 % of Student's t with NUM_BATCHES - 1 degrees of freedom
@@ -69,8 +69,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
 def _outside(num_rounds: int) -> int:
     """Return how many ratios lie below the 95 % interval of their median; as many lie above.
 
-    More than n - k ratios lie on one side of the true median as often as fewer than k of n coins
-    show heads; on either side that may be once in 40 times.
+    More than n - k ratios lie on one side of the true median with the probability that fewer than k
+    of n coins show heads, which may be 1 in 40 per side.
     """
     chances = accumulate(math.comb(num_rounds, heads) for heads in range(num_rounds + 1))
     rare = [count for count in chances if 40 * count <= 1 << num_rounds]
@@ -80,7 +80,8 @@ def _outside(num_rounds: int) -> int:
 def batch_means(samples: Sequence[float]) -> Interval | None:
     """Estimate the mean of a sequence whose neighbours depend on each other, in order of arrival.
 
-    The means of long batches hardly do. None where batches would be shorter than two samples.
+    The means of long batches hardly depend on each other. Return None if batches would be shorter
+    than two samples.
     """
     if len(samples) < 2 * NUM_BATCHES:
         return None
@@ -94,7 +95,7 @@ def batch_means(samples: Sequence[float]) -> Interval | None:
 def share_interval(met: Sequence[bool]) -> Interval:
     """Estimate a share of a sequence that is not empty: the wider of Wilson's and batch means.
 
-    Wilson's says how little few samples prove; batch means, how little many dependent ones do.
+    Wilson's interval is wide for few samples; that of batch means is wide for dependent samples.
     """
     size, share, z2 = len(met), sum(met) / len(met), 1.96**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)

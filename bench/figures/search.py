@@ -1,7 +1,7 @@
-"""The search for the largest rate at which enough requests meet their bounds. Pure.
+"""The search for the largest rate at which enough requests meet their bounds.
 
-It doubles, bisects, then runs the rate that it found several times more: a rate is confirmed only
-if every one of these runs attains.
+The search doubles the rate, bisects, and then runs the rate that it found several times more. A
+rate is confirmed only if every one of these runs attains. This file is pure. This file is pure.
 """
 
 import math
@@ -15,7 +15,7 @@ import msgspec
 from baton.protocol.errors import ConfigError
 from baton.protocol.setting import about
 
-# An invalid run says nothing. Two in a row at one rate are the client's limit, not chance.
+# An invalid run shows nothing. Two in a row at one rate are the client's limit, not chance.
 MAX_INVALID = 2
 
 
@@ -23,8 +23,12 @@ class SearchOptions(msgspec.Struct, frozen=True):
     attainment: Annotated[
         float, about("share of all arrivals that must meet the bounds", gt=0, le=1)
     ] = 0.9
-    start_rate: Annotated[float, about("first rate to try", "requests/s", gt=0)] = 1.0
-    min_rate: Annotated[float, about("lowest rate to try", "requests/s", gt=0)] = 0.01
+    start_rate: Annotated[float, about("first rate to try, in requests/s", "requests/s", gt=0)] = (
+        1.0
+    )
+    min_rate: Annotated[float, about("lowest rate to try, in requests/s", "requests/s", gt=0)] = (
+        0.01
+    )
     # Rates have four digits; a bracket that is hardly wider could not be bisected.
     tolerance: Annotated[
         float, about("relative distance of the rates between which bisecting ends", ge=0.01, le=1)
@@ -39,7 +43,8 @@ class Purpose(StrEnum):
     UP = "up"
     DOWN = "down"
     BISECT = "bisect"
-    RECHECK = "recheck"  # the rate failed once, and one bad run must not be the server's limit
+    # The rate failed once, and a single bad run must not decide the server's limit.
+    RECHECK = "recheck"
     CONFIRM = "confirm"
 
 
@@ -71,7 +76,7 @@ class Ending(StrEnum):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The result of a search. Unless it is `confirmed`, `rate` is just the best that was seen."""
+    """The result of a search. Unless it is `confirmed`, `rate` is only the best that was seen."""
 
     rate: float | None
     confirmed: bool
@@ -113,7 +118,7 @@ class RateSearch:
         self._next = (start, Purpose.UP)
 
     def next_rate(self) -> float | None:
-        """Return the rate to run now, or None once the search has ended. Changes nothing."""
+        """Return the rate to run next, or None once the search has ended, without side effects."""
         return self._next[0] if self._next else None
 
     @property
@@ -121,7 +126,7 @@ class RateSearch:
         return self._next[1] if self._next else None
 
     def observe(self, probe: Probe) -> None:
-        """Take the run at `next_rate()`; the search knows its purpose."""
+        """Take in the run at `next_rate()`, whose purpose the search knows."""
         assert self._next is not None, "the search has ended"
         rate, purpose = self._next
         assert probe.rate == rate, f"{probe.rate} was run where {rate} was asked for"
@@ -131,7 +136,7 @@ class RateSearch:
         if probe.is_valid:
             is_good = probe.attainment >= self.options.attainment
             is_good = is_good and not probe.is_saturated and not probe.is_broken
-            # If the rate attained before, a failure is the second opinion already.
+            # If the rate attained before, this failure is already the second result.
             was_held = known.verdict == "held"
             known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_good)
             known.verdict, known.is_alone = "held" if is_good else "failed", probe.is_alone
@@ -145,7 +150,7 @@ class RateSearch:
             self._next, self._ending = None, Ending.PROBES_SPENT
 
     def result(self) -> Found:
-        """Return the result at the end, or what is known so far."""
+        """Return the result, or the state of the search so far."""
         low, high = self._low(), self._high()
         has_rate = self._ending in (Ending.FOUND, Ending.CLIENT_LIMIT)
         confirmed, line = has_rate and self._is_confirmed(), self._line(low, high)
@@ -228,5 +233,5 @@ class RateSearch:
 
 
 def _rounded(rate: float) -> float:
-    """Four digits, so that a rate in a report is the rate that was run."""
+    """Return the rate with four digits, so that a report shows exactly the rate that was run."""
     return float(f"{rate:.4g}")

@@ -14,7 +14,7 @@ from baton.bench.records import Record, Stage
 
 UNATTRIBUTED = "unattributed"
 
-# In the order in which they follow each other; the last one has no place of its own.
+# The stages are in order; the last one has no place of its own.
 STAGES: Mapping[str, str] = {
     "client_lag": "intended arrival to sending",
     "before_server": "sending until the server's clock starts: connecting, HTTP, chat template, "
@@ -27,17 +27,17 @@ STAGES: Mapping[str, str] = {
     "first_step": "that step",
     "decoding": "from the second token to the last",
     "after_server": "from the server's last token to the last byte, beyond the first token's way",
-    UNATTRIBUTED: "what no stage explains: messages between nodes, waiting for a node's consent",
+    UNATTRIBUTED: "time that no stage explains: messages between nodes, waiting for a node's consent",
 }
 
-# The stages that the server tells, and the fields in which it does.
+# The stages that the server reports, and their fields.
 TOLD = {name: f"{name}_s" for name in ("router_queue", "queue", "prefill", "decode_queue")}
 TOLD |= {"exposed_transfer": "exposed_s", "first_step": "first_step_s"}
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What a server says about one request; None where it says nothing.
+    """A server's report about one request; None where it reports nothing.
 
     `time_to_first_token_s` and `e2e_s` are measured by one clock, from the arrival at the server.
     """

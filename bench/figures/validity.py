@@ -1,8 +1,8 @@
 """Judge whether a load measured the server, and name what a reader must know about it.
 
-Reports print every problem, and an invalid run says so before any figure of it. A search takes a
-load that outran its server as failed, because its figures say how long the run was. Nothing here
-may change a figure. Pure.
+Reports print every problem, and mark an invalid run before any figure of it. A search treats a load
+that outran its server as failed, because its figures would depend on the length of the run. Nothing
+here may change a figure. This file is pure.
 """
 
 import math
@@ -18,12 +18,12 @@ from baton.bench.records import LoadResult, Outcome, Planned, Record
 
 MIN_LAG_GATE_MS = 5.0
 LAG_GATE_OF_TTFT = 0.01
-MAX_CLIENT_CPU = 0.6  # of a core, per process: above that the client itself waits
+MAX_CLIENT_CPU = 0.6  # the share of a core per process above which the client itself waits
 MAX_RATE_LOSS = 0.02
 MAX_WRONG_LENGTHS = 0.01  # of all requests
 MERGING = 1.05  # mean tokens per chunk
 IGNORED = ": does the server honour ignore_eos?"
-# A window without an arrival for this long is no chance.
+# A window without an arrival for this long is not chance.
 MANY_GAPS, EMPTY_SHARE = 10, 0.05
 # A queue grows if both TTFT and requests in flight do, over this many bins of arrivals.
 NUM_BINS = 10
@@ -34,7 +34,7 @@ MIN_FACTOR = 1.5  # last third of the arrivals over the first
 
 class Severity(StrEnum):
     INVALID = "invalid"  # the figures are not the server's
-    WARNING = "warning"  # they are, but a reader must know this
+    WARNING = "warning"  # they are the server's, but a reader must know this
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -59,9 +59,9 @@ def is_valid(problems: Sequence[Problem]) -> bool:
 
 
 def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> list[Problem]:
-    """Return everything that is wrong with a run, what makes it invalid first.
+    """Return all problems of a run, beginning with those that make it invalid.
 
-    If no request was answered, nothing else is worth saying.
+    If no request was answered, that is the only problem reported.
     """
     # Without a window the summary's reaches over all requests, the last arrival included.
     is_whole = len(counted(result.records, None)) == summary.num_requests
@@ -86,7 +86,7 @@ def lag_gate_ms(summary: Summary) -> float:
 
 
 def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> Iterator[Problem]:
-    """Find a client that was late, busy or interrupted: it measured itself."""
+    """Find signs of a client that was late, busy or interrupted, and so measured itself."""
     asked = [one for one in planned if not one.warm_up]
     ended = {record.index for record in result.records}
     if missing := sum(one.index not in ended for one in asked):
@@ -130,7 +130,7 @@ def _lag(result: LoadResult, summary: Summary, asked: Sequence[Planned]) -> Iter
 
 
 def _answers(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[Problem]:
-    """Find answers that are not the work that was asked for, and failures."""
+    """Find failures, and answers that differ from the requested work."""
     of_all = f"of {len(records)}"
     if wrong := [record for record in records if _has_wrong_length(record)]:
         is_many = len(wrong) / len(records) > MAX_WRONG_LENGTHS

@@ -1,7 +1,7 @@
 """Draw seeded schedules of arrivals: absolute times, before the load starts.
 
-The first n times of a seed are the same however many are asked for. Drawn gaps are never stretched
-to hit the rate: `realised` measures what came out. Pure.
+The first n times of a seed are the same for any number of arrivals. Drawn gaps are never stretched
+to hit the rate: `realised` measures the actual rate. This file is pure.
 """
 
 import itertools
@@ -18,7 +18,7 @@ FORMS = "constant:2, poisson:5, gamma:5,cv=3, trace or trace:2"
 MAX_ARRIVALS = 2_000_000
 RATES = (1e-6, 1e6)  # requests/s
 CVS = (0.01, 100.0)
-# Keeps the draws of a seed apart from those of prompts and lengths.
+# Separates these draws of a seed from those of prompts and lengths.
 _STREAM = 1
 
 
@@ -48,7 +48,7 @@ ArrivalProcess = Gaps | Recorded
 
 
 class Realised(msgspec.Struct, frozen=True):
-    """What a schedule turned out to be, None where there are too few arrivals for it.
+    """The actual rate and burstiness of a schedule; None if there are too few arrivals.
 
     `rate` is gaps per second from the first to the last arrival, `cv` the variation of the gaps.
     """

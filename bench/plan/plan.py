@@ -1,7 +1,7 @@
 """Make a plan of a workload and its arrivals: every request with its prompt and its time.
 
-Everything is drawn from one seed before the load starts; request n of a seed is the same however
-many there are, so arms and rounds are asked the same.
+Everything is drawn from one seed before the load starts. Request n of a seed is the same for any
+number of requests, so arms and rounds get the same requests.
 """
 
 import math
@@ -24,7 +24,7 @@ from baton.bench.plan.workload import Workload
 from baton.bench.records import Planned
 from baton.protocol.errors import ConfigError
 
-# Warm-up requests come this fast at most, and are followed by silence before the schedule starts.
+# Warm-up requests come at this rate at most, and a pause follows before the schedule starts.
 WARM_UP_SPACING_S, SETTLE_S = 0.5, 2.0
 
 # A source has the requests of each arrival, and the times of its rows where they were recorded.
@@ -88,7 +88,7 @@ def make_plan(
         raise ConfigError(
             f"{num} requests are wanted, {workload.path} has {source.num_rows}: ask for fewer"
         )
-    # Drawn first, so that a warm-up prompt makes way for a measured one and never the reverse.
+    # Measured prompts are drawn first, so that a warm-up prompt makes way for a measured one.
     measured = [source.draw(place) for place in range(num)]
     at_once = _warm_up_times(warm_up, outline)
     drawn = [(at_s, True, source.warm_up(place)) for place, at_s in enumerate(at_once)]
@@ -169,7 +169,7 @@ def _warm_up_times(warm_up: int, outline: Plan) -> list[float | None]:
 
 
 def _length_notes(requests: Sequence[Planned]) -> list[str]:
-    """Say what the lengths turned out to be where they differ."""
+    """Return notes on the actual lengths, if they differ."""
     sides = {
         "outputs": [request.output_tokens for request in requests],
         "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],

@@ -1,8 +1,8 @@
 """Lengths and prompts that are drawn from a seed, and never come twice in a plan.
 
-A draw depends on the seed and its key alone, not on how many others are drawn, unless an equal one
-was drawn before. Prompts of different lengths begin differently. Ids are exact; a word is about one
-token, and the server's usage says how many it was.
+A draw depends on the seed and its key alone, and not on other draws, unless an equal one was drawn
+before. Prompts of different lengths begin differently. Ids are exact; a word is about one token,
+and the server's usage reports the actual number.
 """
 
 import math
@@ -25,15 +25,15 @@ LENGTH_FORMS = (
 )
 MAX_LENGTH = 1 << 22
 MAX_PLAN_TOKENS = 20_000_000
-# Longer prompts do not meet by chance, so they need not be remembered.
+# Longer prompts are never equal by chance, so they need not be remembered.
 _REMEMBERED_TOKENS = 32
 _ATTEMPTS = 100
 # The first part of every key: warm-up requests never share a draw with measured ones.
 MEASURED, WARM_UP = 0, 1
-# Keep the draws of one seed apart from each other, and from those of arrivals.
+# Separate the draws of one seed from each other, and from those of arrivals.
 _BLOCK_STREAM, _PROMPT_STREAM, _PREFIX_STREAM, _INPUT_STREAM, _OUTPUT_STREAM = 2, 3, 4, 5, 6
 
-# Short and common, so that most tokenizers have each of them, with its space, as one token.
+# The words are short and common, so that in most tokenizers each one, with its space, is one token.
 _TEXT = """
 a able about above across act add after again age ago air all also always am among an and animal
 answer any are area ask at away back ball base be bear beat become bed been before began behind

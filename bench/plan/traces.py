@@ -1,8 +1,8 @@
 """Files of requests: recorded traces of lengths and times, and prompts that a user wrote.
 
 A trace is Azure's CSV or Mooncake's JSONL (sources and licences: `traces/README.md`) and holds no
-text. A row that cannot be read is an error with its line, never a row less. `replay` cuts, spreads,
-scales and clamps a trace as the user asked, and notes count what that changed.
+text. A row that cannot be read is an error with its line number, and never skipped. `replay` cuts,
+spreads, scales and clamps a trace as the user asked, and notes count the changes.
 """
 
 import collections
@@ -223,7 +223,7 @@ def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
 
 
 def replay_notes(played: Replay, options: Workload, num_arrivals: int) -> list[str]:
-    """Say what the settings did to the first so many rows, which they do not say themselves."""
+    """Return notes on what the settings did to the first `count` rows."""
     rows, notes = played.rows[:num_arrivals], []
     if any(row.hash_ids for row in rows):
         scale = played.block_tokens / BLOCK_TOKENS

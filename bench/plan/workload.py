@@ -20,7 +20,7 @@ AUTO_VOCABULARY: Vocabulary = (300, 8000)  # below 300 lie the bytes and special
 class Workload(msgspec.Struct, frozen=True):
     """A number of 0 and an empty text mean "not given" where the description says so."""
 
-    workload: Annotated[Kind, about("what the requests ask for")] = "tokens"
+    workload: Annotated[Kind, about("source of the requests")] = "tokens"
     prompt: Annotated[
         str,
         about(
@@ -63,7 +63,7 @@ class Workload(msgspec.Struct, frozen=True):
         int, about("cut longer outputs of a trace; 0 cuts none", "tokens", ge=0)
     ] = 0
     seed: Annotated[
-        int, about("number from which all prompts, lengths and arrivals are drawn", ge=0)
+        int, about("seed from which all prompts, lengths and arrivals are drawn", ge=0)
     ] = 0
 
 

@@ -1,7 +1,7 @@
-"""The charts of a report: how times are distributed, how requests went over time, what rates gave.
+"""The charts of a report: distributions of times, requests over time, and results by rate.
 
-Each is one inline SVG whose colours are classes of the page's style. A chart that the records
-cannot fill is left out. Pure.
+Each chart is one inline SVG whose colours are classes of the page's style. A chart without records
+is left out. This file is pure.
 """
 
 import math
@@ -208,7 +208,7 @@ def _times_ms(name: str, records: Sequence[Record]) -> Floats:
 
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
-    """Draw arrivals per second by what became of them, and the faults of the run."""
+    """Draw arrivals per second by their outcome, and the faults of the run."""
     records = run.measured
     start_s = math.floor(records[0].intended_s)
     took_s = max(record.end_s for record in records) - start_s
@@ -238,7 +238,7 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
 
 
 def _against_rate(report: Report) -> Iterator[Chart]:
-    """Draw what each rate gave, with a mark at the rate of an invalid run."""
+    """Draw the results by rate, with a mark at the rate of an invalid run."""
     by_rate: dict[float, list[Run]] = {}
     for run in sorted(report.runs, key=lambda run: run.rate or 0.0):
         by_rate.setdefault(run.rate or 0.0, []).append(run)

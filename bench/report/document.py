@@ -23,7 +23,7 @@ from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
 NARROW = 24  # characters of a cell that still reads as a number
-UNKNOWN = "not said"  # the value of a setting that an arm of a comparison does not tell
+UNKNOWN = "not said"  # the value of a setting that an arm of a comparison does not report
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -52,7 +52,8 @@ class Run(msgspec.Struct, kw_only=True):
     def counted(self) -> list[Record]:
         """Return the measured records that the summary is about."""
         if len(self.measured) == self.summary.num_requests:
-            return self.measured  # also one that ended as it arrived, where the window ends
+            # Including a request that ended on arrival, at the end of the window.
+            return self.measured
         return counted(self.records, self.summary.window)
 
     @property
@@ -71,7 +72,7 @@ class Compared(msgspec.Struct):
 
 
 class Parity(msgspec.Struct):
-    """A setting that all arms should share, and what each arm was seen to have."""
+    """A setting that all arms should share, and the value of each arm."""
 
     name: str
     values: dict[str, str]  # by arm
@@ -133,7 +134,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def verdict(self) -> str:
-        """Say whether the figures may be used: a search stands by what it confirmed."""
+        """Return whether the figures may be used; a search is judged by its confirmation."""
         if self.search is not None:
             return "CONFIRMED" if self.search.confirmed else "NOT CONFIRMED"
         if not self.runs or not self.invalid:
@@ -160,7 +161,9 @@ def read_json(path: Path) -> Report:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no report of baton bench, or damaged: {error}") from error
+        raise ConfigError(
+            f"{path} is not a report of baton bench, or it is damaged: {error}"
+        ) from error
     raise ConfigError(f"{path} has schema {schema!r}; this baton reads {SCHEMA!r}")
 
 
@@ -187,7 +190,7 @@ def withhold(report: Report, secrets: Sequence[str] = ()) -> Report:
             msgspec.structs.replace(
                 record,
                 detail=clean_text(record.detail, secrets),
-                # What a model wrote is data: it may well write of passwords.
+                # A model's text is data, and may mention passwords.
                 text=None if record.text is None else cut(record.text, secrets),
             )
             for record in whole.records

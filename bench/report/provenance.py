@@ -1,7 +1,7 @@
 """The origin of a figure: commit, settings, machine, its load, and the versions in use.
 
 It names the class of the machine and never the machine: no host or user name, no address, no
-secret. A fact that cannot be found out is unknown, and never stops a run.
+secret. A fact that cannot be found is reported as unknown, and never stops a run.
 """
 
 import datetime
@@ -51,14 +51,14 @@ class Provenance(msgspec.Struct, frozen=True):
 
     @property
     def revision(self) -> str:
-        """Commit or version, for a heading."""
+        """Return the commit or the version, for a heading."""
         if not self.commit:
             return f"version {self.baton_version}"
         return self.commit[:12] + (" with local changes" if self.dirty else "")
 
 
 def collect(command_line: Sequence[str], secrets: Sequence[str] = ()) -> Provenance:
-    """Look at this checkout and this machine, now."""
+    """Return the facts about this checkout and this machine."""
     commit, dirty = _checkout(Path(__file__).resolve())
     return Provenance(
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -74,7 +74,7 @@ def collect(command_line: Sequence[str], secrets: Sequence[str] = ()) -> Provena
 
 
 def complete(before: Provenance) -> Provenance:
-    """Return `before` with what can only be known after the run."""
+    """Return `before` with the facts that are known only after the run."""
     gpus = _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
     return msgspec.structs.replace(before, load_after=os.getloadavg(), gpus_after=gpus)
 
@@ -101,8 +101,8 @@ def _machine() -> Machine:
 def _checkout(file: Path) -> tuple[str, bool]:
     """Return the commit, and whether files differ from it; "" outside a checkout of baton.
 
-    An installed baton may lie in an environment inside somebody's own repository, whose commit says
-    nothing about it, so `file` itself has to be under version control.
+    An installed baton may be in an environment inside another repository, whose commit would be
+    wrong, so `file` itself has to be under version control.
     """
     git = ["git", "-C", str(file.parent)]
     if not _lines([*git, "ls-files", file.name]):
@@ -116,7 +116,7 @@ def _gpus(fields: str) -> list[str]:
 
 
 def _lines(command: list[str]) -> list[str]:
-    """Return what a small command prints; nothing if it is missing, fails or hangs."""
+    """Return the output of a small command; nothing if it is missing, fails or hangs."""
     try:
         told = subprocess.check_output(
             command, stderr=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S

@@ -30,13 +30,13 @@ from baton.protocol.errors import ConfigError
 
 REPORT, PAGE = "report.json", "report.html"
 UNTOLD = (
-    "the server does not say how much of the prompts it had cached: TTFT is too good if it was "
-    "asked them before, by this --seed or from this file"
+    "the server does not report how much of the prompts it had cached: TTFT is too good if it got "
+    "these prompts before, by this --seed or from this file"
 )
 
 
 def begin(command: str, settings: Settings, secrets: Sequence[str] = ()) -> Report:
-    """Look at the machine as it is before the load; raise `ConfigError` for a bad `--out`."""
+    """Record the machine's state before the load. Raises `ConfigError` for a bad `--out`."""
     out = _folder(settings.report.out)
     if out is not None and (out / REPORT).exists():
         raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
@@ -56,7 +56,7 @@ def finish(report: Report, folder: str, secrets: Sequence[str] = ()) -> int:
     report.provenance = complete(report.provenance)
     answered = [run for run in report.runs if run.summary.outcomes.get(Outcome.ANSWERED)]
     silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
-    if silent:  # vLLM says it only when asked to
+    if silent:  # vLLM reports it only if it is configured to
         arms = ", ".join(filter(None, silent))
         report.notes.append(f"{arms}: {UNTOLD}" if arms else UNTOLD)
     return _give(report, Path(folder) if folder else None, secrets)
@@ -68,7 +68,7 @@ def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
         raise ConfigError("name one file: baton bench report report.json --out FOLDER")
     out = _folder(settings.report.out)
     report = read_json(Path(files[0]))
-    # Its own page may be made again, but no measurement is lost to another one.
+    # A report's own page may be replaced, but never another report.
     there = out is not None and (out / REPORT).exists() and read_json(out / REPORT)
     if there and there.provenance != report.provenance:
         raise ConfigError(f"--out {out} holds another report: name another folder")
@@ -96,7 +96,7 @@ def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
     report = withhold(report, secrets)
     written: list[Path] = []
     try:
-        # First: the reader of the output may have left, as `head` does.
+        # This comes first, because the reader of the output may be gone, as with `head`.
         written = _write(report, out) if out is not None else []
     finally:
         # Without a terminal no line is broken, since a program may read it.
@@ -111,7 +111,7 @@ def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
 def _write(report: Report, folder: Path) -> list[Path]:
     """Write the JSON and the page; return what was written."""
     try:
-        # The records first: if the page fails, the measurement is kept.
+        # The records come first: if the page fails, the measurement is kept.
         write_json(report, folder / REPORT)
         (folder / PAGE).write_text(html(report), encoding="utf-8")
     except OSError as error:

@@ -1,14 +1,15 @@
 """Take keys, passwords and access tokens out of everything that a report shows.
 
 It looks for secrets in three ways, since each one alone misses some: by the name of a value, by the
-shape of a text, and by the very secrets that the caller used (a server may echo a key). Pure.
+shape of a text, and by the very secrets that the caller used (a server may echo a key). This file
+is pure.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
 WITHHELD = "(withheld)"
-# A shorter text is not a secret, but would be found inside other words.
+# A shorter text is not treated as a secret, because it would match inside other words.
 SHORTEST_SECRET = 4
 
 _NAMES = r"api[_-]?key|authorization|passw(?:or)?d|secret|credential|cookie"
@@ -37,7 +38,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def cut(text: str, secrets: Iterable[str]) -> str:
-    """Return `text` without `secrets`, and otherwise as it was."""
+    """Return `text` without `secrets`, otherwise unchanged."""
     for secret in secrets:
         if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, WITHHELD)

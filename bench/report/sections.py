@@ -1,7 +1,7 @@
-"""A report in words and tables: one list of sections, which the page and the terminal both render.
+"""A report as text and tables: one list of sections, which the page and the terminal both render.
 
-Text is plain here: each renderer escapes it, since much of it came from a server. Numbers have a
-few digits, the unit beside them, and a dash for none. Pure.
+Text is plain here: each renderer escapes it, because much of it came from a server. Numbers have a
+few digits and a unit; a dash means none. This file is pure.
 """
 
 import math
@@ -49,7 +49,7 @@ class Section(msgspec.Struct, frozen=True):
 
 
 def sections(report: Report) -> list[Section]:
-    """Return the results, then what they rest on; nothing that is empty."""
+    """Return the results, then their basis, without empty sections."""
     found = [
         _search(report),
         _comparison(report),
@@ -150,7 +150,7 @@ def _overview(report: Report) -> Iterator[Section]:
     rows = [_overview_row(run) for run in report.runs]
     cells = [list(row.values()) for row in rows]
     table = Table("", list(rows[0]), cells, "Latencies are in milliseconds.")
-    # Invalid runs are no flaw of a search, which goes on until it knows what it can.
+    # Invalid runs are not a flaw of a search, which goes on as long as it can learn something.
     form = "INVALID: {}: {}" if report.search is None else "{} was INVALID: {}"
     found = [(run, problem) for run in report.runs for problem in run.problems]
     lines = [form.format(run.label, one.text) for run, one in found if one.is_invalid]
@@ -181,7 +181,7 @@ def _overview_row(run: Run) -> dict[str, str]:
 
 
 def _spread(report: Report) -> Section:
-    """Return the median of the figures of a load that ran several times, and how far they lie."""
+    """Return the medians of the figures of a load that ran several times, and their spread."""
     figures = [figures_of(run.summary) for run in report.runs if report.command == "run"]
     rows = [
         [
@@ -243,7 +243,7 @@ def _faults(run: Run) -> Iterator[Table]:
 
 
 def _stages(run: Run) -> Iterator[Table]:
-    """Return where the time of the answered requests went, and how well the parts add up to e2e."""
+    """Return how the time of answered requests divides into stages, and how well these add up."""
     answered = [one for one in run.counted if one.outcome is Outcome.ANSWERED]
     joined = [record for record in answered if record.stages]
     if not joined:
@@ -272,7 +272,7 @@ def _stages(run: Run) -> Iterator[Table]:
 
 
 def _reasons(run: Run) -> Table:
-    """Return the failures' own words, the most frequent first."""
+    """Return the failures' messages, the most frequent first."""
     counts = Counter(
         (str(record.outcome).replace("_", " "), record.detail)
         for record in run.counted

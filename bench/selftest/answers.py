@@ -1,7 +1,7 @@
-"""The answers of the scripted server: single events as bytes, and scripts of whole streams. Pure.
+"""The answers of the scripted server: single events as bytes, and scripts of whole streams.
 
 It shares nothing with the client's parser or with the router's answers, so that no mistake of
-theirs can hide here.
+theirs can hide here. This file is pure.
 """
 
 import itertools
@@ -61,7 +61,7 @@ def error(message: str) -> bytes:
 class Chunk(msgspec.Struct, frozen=True):
     """One event; without a token it is an empty delta, as at the start of a chat."""
 
-    at_ms: float  # from the moment at which the whole request was there
+    at_ms: float  # since the whole request had arrived
     num_tokens: int = 1
 
 
@@ -79,7 +79,7 @@ class Script(msgspec.Struct, frozen=True):
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-# The moment, the bytes of the body that leave in one write, and the number of tokens in them.
+# The moment, the bytes of the body in one write, and the number of tokens in them.
 Part = tuple[float, bytes, int]
 
 

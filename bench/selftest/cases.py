@@ -1,6 +1,7 @@
 """The cases of the self-test: what servers do that a harness can get wrong, with the right outcome.
 
-The number of times that a fault comes tells it from its neighbours. All is drawn from a seed. Pure.
+Each fault comes a different number of times, which distinguishes it from others. Everything is
+drawn from a seed. This file is pure.
 """
 
 import random
@@ -26,7 +27,7 @@ class Mix(msgspec.Struct, frozen=True):
     num_good: int
     rate: float
     seed: int
-    timeout_s: float = 4.0  # far above every good answer; a silent one lasts so long
+    timeout_s: float = 4.0  # far above every good answer; a silent answer lasts this long
     processes: int = 1
 
 

@@ -29,8 +29,8 @@ from baton.bench.settings import SelfTestSettings
 PERCENTILES = (50, 90, 99)
 MAX_LINES = 20
 BUSY = (
-    "Every answer was counted right, so the machine may have been busy: try again when it is idle, "
-    "or with real-time priority (chrt -f 10 baton bench selftest)."
+    "Every answer was counted correctly, so the machine may have been busy: try again when it is "
+    "idle, or with real-time priority (chrt -f 10 baton bench selftest)."
 )
 
 
@@ -63,7 +63,7 @@ class Played(msgspec.Struct, frozen=True):
             (answers[one.index], self.start_s + (one.at_s or 0.0))
             for one in self.planned
             if not one.warm_up and self.cases[one.index].outcome is Outcome.ANSWERED
-            # A client that leaves too early may have seen no token.
+            # A client that left too early may have seen no token.
             if one.index in answers and any(write.num_tokens for write in answers[one.index].writes)
         ]
 
@@ -153,7 +153,7 @@ def show(verdicts: list[Verdict], console: Console) -> None:
 
 
 def judge(played: Played, tolerance_ms: float) -> Verdict:
-    """Hold a load to the truth; `tolerance_ms` is the largest error of a percentile."""
+    """Compare a load with the truth. `tolerance_ms` is the largest error of a percentile."""
     figures, doubts = _figures(played)
     wrong = _differences(played)
     return Verdict(played.name, len(played.cases), tolerance_ms, figures, wrong, doubts)
@@ -197,7 +197,7 @@ def _figures(played: Played) -> tuple[list[Figure], list[str]]:
 
 
 def _differences(played: Played) -> list[str]:
-    """Return how the requests that came and the records differ from the scripts."""
+    """Return how the received requests and the records differ from the scripts."""
     records, lines = played.records(), []
     asked = Counter(one.number for one in played.answers)
     for index, case in enumerate(played.cases):

@@ -1,7 +1,7 @@
 """A server with OpenAI's API on 127.0.0.1, in a thread of its own, that plays scripted answers.
 
-`Stage` plays scripts and keeps the time of each real write, so that the truth is what was written,
-not what was planned. The client and the metrics may share nothing with this file.
+`Stage` plays scripts and keeps the time of each actual write, so that the truth is what was written
+and not what was planned. The client and the metrics may share nothing with this file.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ class ScriptedServer:
         tls: ssl.SSLContext | None = None,
         keep_alive_s: float = 30.0,
     ) -> None:
-        """Answer by `play`, or with all wanted tokens without it.
+        """Answer by `play`, or by default with all requested tokens.
 
         `pages` are answers to GET by path, each a JSON value or a `Play`.
         """
@@ -202,8 +202,8 @@ class ScriptedServer:
 class Answer(msgspec.Struct):
     """One request as the server saw it. Seconds on CLOCK_MONOTONIC."""
 
-    number: int | None  # None: the request belongs to no script
-    received_s: float  # the time at which the whole request was there
+    number: int | None  # None if the request belongs to no script
+    received_s: float  # the time at which the whole request had arrived
     writes: list[Arrival]  # the bytes that were handed to the kernel at once, with their tokens
 
 

@@ -1,5 +1,4 @@
-"""The ends of a measured path: `PathReader` listens as decode does, `offer_pool` dials as prefill
-does.
+"""The ends of a measured path: `PathReader` listens like decode, `offer_pool` dials like prefill.
 
 `commands` runs one on each host, by hand or through a launcher. They meet as nodes do: prefill
 dials decode with the cluster's key, and decode reads prefill's blocks.

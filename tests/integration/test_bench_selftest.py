@@ -154,7 +154,13 @@ def test_a_start_that_cannot_be_true_shows_in_the_figures(true: Played) -> None:
     assert not verdict.ok
     assert verdict.farthest_ms == pytest.approx(3.0)
     said = shown(judge(true, EXACT_MS), verdict)
-    for words in ("gap_max p99", "WRONG", "DEVIATES", "Every answer was counted right", "3.000 ms"):
+    for words in (
+        "gap_max p99",
+        "WRONG",
+        "DEVIATES",
+        "Every answer was counted correctly",
+        "3.000 ms",
+    ):
         assert words in said
 
 

@@ -165,7 +165,7 @@ def test_a_program_that_speaks_before_it_is_asked_is_told() -> None:
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            with pytest.raises(ConfigError, match=rf"{url} (spoke or hung up|gives no answer)"):
+            with pytest.raises(ConfigError, match=rf"{url} (sent data or closed|gives no answer)"):
                 probe(Target(url, "", timeout_s=5.0))
         finally:
             listener.shutdown(socket.SHUT_RDWR)
